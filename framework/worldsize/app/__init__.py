@@ -1,0 +1,27 @@
+"""The commands. One file each; a file is imported when its command is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from worldsize.errors import neighbours
+
+COMMANDS = {"train": "train a recipe; the same as train.py", "status": "list runs and how they ended"}
+
+
+def main() -> None:
+    """Entry of the ``worldsize`` command."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(_usage())
+    elif name in COMMANDS:
+        del sys.argv[1]
+        importlib.import_module(f"worldsize.app.{name}").main()
+    else:
+        sys.exit(f"no command {name!r}{neighbours(name, COMMANDS)}")
+
+
+def _usage() -> str:
+    rows = [f"  {name:10} {meaning}" for name, meaning in COMMANDS.items()]
+    return "\n".join(["usage: worldsize COMMAND ...", "", *rows, "", "worldsize train --help lists groups and options."])

@@ -1,0 +1,39 @@
+"""``worldsize status [RUN ...]``: runs below a folder and how each ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.manifest import look
+
+
+def main() -> None:
+    roots = [Path(argument) for argument in sys.argv[1:]] or [Path("runs")]
+    manifests = [path for root in roots for path in sorted(root.rglob("run_manifest.json"))]
+    if not manifests:
+        sys.exit(f"no runs below {', '.join(map(str, roots))}. Name a run folder, or a folder that holds some.")
+    Console().print(_table(manifests))
+
+
+def _table(manifests: list[Path]) -> Table:
+    table = Table("run", "started", "processes", "attempts", "state")
+    for path in manifests:
+        table.add_row(*_row(path.parent))
+    return table
+
+
+def _row(run: Path) -> tuple[str, ...]:
+    try:
+        manifest = look(run)
+    except WorldsizeError as error:
+        return (str(run), "", "", "", str(error))
+    attempts: list[dict[str, Any]] = manifest["attempts"]
+    last = attempts[-1] if attempts else {"start": "", "exit_reason": "not started"}
+    size = str(last.get("world_size", ""))
+    return (str(run), last["start"], size, str(len(attempts)), last["exit_reason"])

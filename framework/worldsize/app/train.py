@@ -1,0 +1,46 @@
+"""``train.py`` and ``worldsize train``: compose the configuration, then run it once, or once a sweep's point."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from worldsize.config.compose import compose_and_call
+from worldsize.errors import WorldsizeError
+
+CONFIG_ERROR = 2
+
+
+def main() -> None:
+    sys.exit(train(sys.argv[1:]))
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Exit code: 0 completed, 1 a process failed, 2 a configuration that cannot run, 128 + n ended by signal n."""
+    codes: list[int] = []
+
+    def task(cfg: DictConfig) -> None:
+        codes.append(_run(cfg, arguments))
+
+    try:
+        compose_and_call(task, arguments)
+    except WorldsizeError as error:
+        return _refuse(error)
+    return max(codes, default=0)
+
+
+def _run(cfg: DictConfig, arguments: Sequence[str]) -> int:
+    # imports torch, which takes seconds: a misspelt option is told before
+    from worldsize.app.execute import execute
+
+    try:
+        return execute(cfg, arguments)
+    except WorldsizeError as error:
+        return _refuse(error)
+
+
+def _refuse(error: WorldsizeError) -> int:
+    print(error, file=sys.stderr)
+    return CONFIG_ERROR

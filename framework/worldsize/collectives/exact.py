@@ -1,0 +1,47 @@
+"""Sums whose result does not depend on how many processes computed the parts.
+
+Every rank writes its own entries into a table that is zero elsewhere; the all-reduce then only adds
+zeros, which is exact, and each rank holds all entries and adds them with ``math.fsum``, whose result
+is the correctly rounded sum in any order (Shewchuk 1997, doi:10.1007/PL00009321).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worldsize.core import World
+
+Sums = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def share(table: Tensor, world: World) -> Tensor:
+    """Fill a float64 table whose entries each have one writer and are zero elsewhere; returned on the CPU."""
+    if world.group is None:
+        return table.cpu()
+    table = table.to(world.device)
+    dist.all_reduce(table, group=world.group)
+    return table.cpu()
+
+
+def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
+    """Metric values from the (sum, count) pairs of each evaluation batch, keyed by the batch's number."""
+    batches = _agreed_maximum(max(sums, default=-1) + 1, world)
+    table_bmp = torch.zeros(batches, len(names), 2, dtype=torch.float64)
+    for index, batch in sums.items():
+        for column, name in enumerate(names):
+            table_bmp[index, column] = torch.stack([value.double().cpu() for value in batch[name]])
+    totals_mp = [[math.fsum(pair) for pair in metric] for metric in share(table_bmp, world).permute(1, 2, 0).tolist()]
+    return {name: total / count for name, (total, count) in zip(names, totals_mp, strict=True)}
+
+
+def _agreed_maximum(value: int, world: World) -> int:
+    if world.group is None:
+        return value
+    agreed = torch.tensor(value, device=world.device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.group)
+    return int(agreed.item())

@@ -1,0 +1,83 @@
+"""Compose the configuration once, with Hydra, in the launching process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from worldsize.config import schema
+from worldsize.config.explain import explain
+from worldsize.config.places import config_folders, main_conf
+
+GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "logger", "recipe")
+
+
+class _Folders(SearchPathPlugin):
+    """Adds every ``conf/`` of the working directory, the plugins and the recipes."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in config_folders():
+            search_path.append(provider="worldsize", path=f"file://{folder}")
+
+
+def normalised(arguments: Sequence[str]) -> list[str]:
+    """``+group=option`` said as ``group=option``: both mean the same here."""
+    prefixes = tuple(f"+{group}=" for group in GROUPS)
+    return [argument[1:] if argument.startswith(prefixes) else argument for argument in arguments]
+
+
+def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
+    """Run Hydra's command line over ``arguments``; ``task`` is called once for each composed configuration.
+
+    Raises:
+        ConfigError: what Hydra or OmegaConf refuses, with the neighbours of a misspelt name.
+    """
+    schema.register()
+    Plugins.instance().register(_Folders)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are to reach us, unprinted
+    sys.argv[1:] = normalised(arguments)
+    main = hydra.main(version_base="1.3", config_path=str(main_conf()), config_name="config")
+    try:
+        main(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, sys.argv[1:]) from error
+
+
+def resolved(cfg: DictConfig) -> dict[str, Any]:
+    """Plain containers, every interpolation resolved.
+
+    Raises:
+        ConfigError: a value is missing, or an interpolation leads nowhere.
+    """
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise explain(error, []) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def choices() -> dict[str, str]:
+    """The option chosen in each group of the configuration that is being run."""
+    chosen = OmegaConf.to_container(HydraConfig.get().runtime.choices)
+    assert isinstance(chosen, dict)
+    return {str(group): str(option) for group, option in chosen.items() if not str(group).startswith("hydra/")}
+
+
+def is_sweep() -> bool:
+    return str(HydraConfig.get().mode).endswith("MULTIRUN")
+
+
+def sweep_folder() -> str:
+    return str(HydraConfig.get().sweep.dir)

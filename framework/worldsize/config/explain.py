@@ -1,0 +1,53 @@
+"""Hydra's and OmegaConf's errors in one sentence: the fact, then the remedy and the neighbours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from worldsize.config.places import main_conf
+from worldsize.errors import ConfigError, neighbours
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
+    """The ConfigError that says what ``error`` means; ``overrides`` are what the user typed."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return ConfigError(_unknown_option(error))
+    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", str(error))
+    if unknown:
+        return ConfigError(_unknown_key(unknown[1] or unknown[2], overrides))
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ValidationError):
+        return ConfigError(_wrong_type(cause))
+    return ConfigError(str(error))
+
+
+def _unknown_option(error: MissingConfigException) -> str:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    known = [name for name in error.options or [] if name != "base"]
+    return f"no {group or 'configuration'} {option!r}{neighbours(option, known)}"
+
+
+def _unknown_key(key: str, overrides: Sequence[str]) -> str:
+    parent, _, name = key.rpartition(".")
+    return f"no key {key!r}{neighbours(name, _keys_of(parent, overrides))}"
+
+
+def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:
+    """Keys of the node ``parent`` in the configuration that the group choices alone compose."""
+    GlobalHydra.instance().clear()
+    chosen = [word for word in overrides if re.fullmatch(r"\w+=[\w-]+", word) and (main_conf() / word.split("=")[0]).is_dir()]
+    with initialize_config_dir(str(main_conf()), version_base="1.3"):
+        node = OmegaConf.select(compose("config", overrides=chosen), parent) if parent else compose("config", chosen)
+    return [str(key) for key in node] if isinstance(node, DictConfig) else []
+
+
+def _wrong_type(error: ValidationError) -> str:
+    message = str(error.msg or error).splitlines()[0]
+    return f"{error.full_key}: {message[:1].lower()}{message[1:]}." if error.full_key else message

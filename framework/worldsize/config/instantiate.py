@@ -1,0 +1,150 @@
+"""``_target_`` → object, inside an allow-list that is checked before and after the import."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import hydra.utils
+
+from worldsize.errors import ConfigError, neighbours
+
+T = TypeVar("T")
+
+ALLOWED = ("worldsize", "recipes", "plugins", "torch.nn", "torch.optim")
+_SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Module prefixes whose callables a configuration may name."""
+
+    prefixes: tuple[str, ...] = ALLOWED
+
+    def admits(self, path: str) -> bool:
+        return any(path == prefix or path.startswith(prefix + ".") for prefix in self.prefixes)
+
+
+def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
+    """The object that ``node`` (plain containers) describes.
+
+    Raises:
+        ConfigError: a target outside the allow-list, missing, not callable, or with parameters that it
+            does not take; or an object that is not a ``kind``. A target whose import fails raises its own error.
+    """
+    for path, target in _targets(node, key):
+        check_arguments(resolve(target["_target_"], allowed, path), target, path)
+    built = hydra.utils.instantiate(node, _convert_="all")
+    if not isinstance(built, kind):
+        raise ConfigError(f"{key}: {node.get('_target_')} makes a {type(built).__name__}, not a {kind.__name__}.")
+    return built
+
+
+def check_targets(config: Any, allowed: Allowed) -> None:
+    """Refuse a configuration that names a target outside the allow-list, without importing anything."""
+    for path, node in _targets(config, ""):
+        _check_prefix(node["_target_"], allowed, path)
+
+
+def resolve(target: str, allowed: Allowed, key: str) -> Any:
+    """The callable that ``target`` names; an alias of something outside the allow-list is refused as well."""
+    _check_prefix(target, allowed, key)
+    found = _locate(target, key)
+    origin = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+    if not allowed.admits(origin):
+        raise ConfigError(f"{key}: {target} is {origin}, which is outside the allow-list. {_remedy(allowed)}")
+    return found
+
+
+def _check_prefix(target: Any, allowed: Allowed, key: str) -> None:
+    if not isinstance(target, str) or not allowed.admits(target):
+        raise ConfigError(f"{key}: _target_ {target!r} is outside the allow-list. {_remedy(allowed)}")
+
+
+def _remedy(allowed: Allowed) -> str:
+    return f"Allowed: {', '.join(allowed.prefixes)}; add to it with allow_targets=[your.module]."
+
+
+def _locate(target: str, key: str) -> Any:
+    """Import the longest module prefix of ``target``, then walk its attributes."""
+    module, attributes = _import(target, key)
+    found: Any = module
+    for attribute in attributes:
+        if not hasattr(found, attribute):
+            raise ConfigError(
+                f"{key}: {target} does not exist: {_name(found)} has no {attribute!r}"
+                f"{neighbours(attribute, dir(found))}"
+            )
+        found = getattr(found, attribute)
+    if not callable(found) or not attributes:
+        raise ConfigError(f"{key}: {target} is not callable. Name a class or a function.")
+    return found
+
+
+def _import(target: str, key: str) -> tuple[Any, list[str]]:
+    parts = target.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            return importlib.import_module(name), parts[length:]
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+                raise  # the module exists, and something that it imports does not
+    raise ConfigError(f"{key}: {target} does not exist: no module {parts[0]!r} on the import path.")
+
+
+def _name(found: Any) -> str:
+    return str(getattr(found, "__name__", found))
+
+
+def _targets(node: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every mapping with a ``_target_`` below ``node``, with its key."""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield key, node
+        for name, child in node.items():
+            yield from _targets(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from _targets(child, f"{key}[{index}]")
+
+
+def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
+    """Parameters of ``node`` against the signature, and plain values against a dataclass's annotations."""
+    parameters = inspect.signature(target).parameters
+    given = [name for name in node if name not in ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for name in given:
+            if name not in parameters:
+                raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}")
+    if is_dataclass(target):
+        _check_types(target, node, given, key)
+
+
+def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key: str) -> None:
+    hints = get_type_hints(target)
+    known = {field.name for field in fields(target)}
+    for name in given:
+        if name in known and not _fits(node[name], hints[name]):
+            raise ConfigError(f"{key}.{name}={node[name]!r} is of the wrong type: it takes {_spelt(hints[name])}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value suits an annotation; annotations that are not plain are left to the object."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint not in _SCALARS:
+        return True
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _spelt(hint: Any) -> str:
+    return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")

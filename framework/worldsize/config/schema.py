@@ -1,0 +1,87 @@
+"""The structured schema: every key of a run, its type and its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class LinkSchema:
+    """Bandwidth in bytes a second per direction; latency in seconds."""
+
+    bandwidth: float = MISSING
+    latency: float = MISSING
+
+
+@dataclass
+class ClusterSchema:
+    """Shape and links. ``processes`` counts all nodes; ``processes_per_node`` may be given instead."""
+
+    name: str = MISSING
+    nodes: int = 1
+    processes: int | None = None
+    processes_per_node: int | None = None
+    device: str = "cpu"
+    backend: str | None = None
+    threads: int | None = None
+    timeout: float = 600.0
+    links: dict[str, LinkSchema] = field(default_factory=dict)
+
+
+@dataclass
+class RunSchema:
+    """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb."""
+
+    root: str = "runs"
+    name: str | None = None
+    group: str | None = None
+
+
+@dataclass
+class NumericsSchema:
+    _target_: str = "worldsize.core.Numerics"
+    precision: str = "${precision}"
+    clip_norm: float | None = "${clip_norm}"  # type: ignore[assignment]  # an interpolation
+    nonfinite: str = "${nonfinite}"
+
+
+@dataclass
+class Schema:
+    """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks."""
+
+    steps: int = MISSING
+    epochs: float | None = None
+    batch_size: int = MISSING
+    lr: float = MISSING
+    seed: int = 0
+    logical_ranks: int | None = None
+    precision: str = "fp32"
+    clip_norm: float | None = None
+    nonfinite: str = "stop"
+    log_every: int = 10
+    evaluate_every: int = 0
+    evaluate_batch_size: int = 256
+    data_workers: int = 0
+    launch: str = "run"
+    allow_targets: list[str] = field(default_factory=list)
+    run: RunSchema = field(default_factory=RunSchema)
+    numerics: NumericsSchema = field(default_factory=NumericsSchema)
+    cluster: Any = MISSING
+    launcher: Any = MISSING
+    strategy: Any = MISSING
+    reproducibility: Any = MISSING
+    recipe: Any = MISSING
+    optimizer: Any = None
+    schedule: Any = None
+    logger: Any = None
+
+
+def register() -> None:
+    """Make the schema known to Hydra."""
+    store = ConfigStore.instance()
+    store.store("schema", node=Schema)
+    store.store("base", group="cluster", node=ClusterSchema)

@@ -1,0 +1,134 @@
+"""The resolved configuration as typed values: the last place that sees it as a mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from worldsize.config.instantiate import Allowed, build, check_targets
+from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Recipe, Role, Strategy
+from worldsize.engine.data import Order, logical_ranks_of
+from worldsize.engine.fit import Pace
+from worldsize.reproducibility.determinism import Determinism
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run's values and objects. Touches no device, no process group and no file."""
+
+    config: Mapping[str, Any]
+    cluster: Cluster
+    strategy: Strategy
+    recipe: Recipe
+    determinism: Determinism
+    roles: Mapping[str, Role]
+    launcher: Launcher
+    logger: Callable[..., Listener] | None
+    logical_ranks: int
+
+    @property
+    def seed(self) -> int:
+        return int(self.config["seed"])
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.config["batch_size"])
+
+    @property
+    def evaluate_batch_size(self) -> int:
+        return int(self.config["evaluate_batch_size"])
+
+    @property
+    def data_workers(self) -> int:
+        return int(self.config["data_workers"])
+
+    @property
+    def stops_on_nonfinite(self) -> bool:
+        return bool(self.config["nonfinite"] == "stop")
+
+    @property
+    def group(self) -> str | None:
+        """Name under which wandb groups the runs of one experiment or sweep."""
+        group = self.config["run"]["group"]
+        return None if group is None else str(group)
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(int(self.config["steps"]), int(self.config["log_every"]), int(self.config["evaluate_every"]))
+
+    def order(self, rank: int, size: int) -> Order:
+        """The data order as seen by worker ``rank`` of ``size``."""
+        mine = logical_ranks_of(rank, size, self.logical_ranks)
+        return Order(self.seed, self.batch_size, self.logical_ranks, mine)
+
+
+def load_settings(config: Mapping[str, Any]) -> Settings:
+    """Build and check everything that ``config`` describes.
+
+    Raises:
+        ConfigError: a value, a relation between values, or a target that cannot run.
+    """
+    allowed = _allowed(config)
+    check_targets(config, allowed)
+    _check_numbers(config)
+    cluster = _cluster(config["cluster"])
+    strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
+    roles = strategy.roles(cluster)
+    return Settings(
+        config=config,
+        cluster=cluster,
+        strategy=strategy,
+        recipe=build(config["recipe"], Recipe, allowed=allowed, key="recipe"),  # type: ignore[type-abstract]
+        determinism=build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility"),
+        roles=roles,
+        launcher=build(config["launcher"], Launcher, allowed=allowed, key="launcher"),  # type: ignore[type-abstract]
+        logger=build(config["logger"], partial, allowed=allowed, key="logger") if config["logger"] else None,
+        logical_ranks=_logical_ranks(config, roles["worker"].processes),
+    )
+
+
+def _allowed(config: Mapping[str, Any]) -> Allowed:
+    return Allowed((*Allowed().prefixes, *config.get("allow_targets", ())))
+
+
+def _cluster(node: Mapping[str, Any]) -> Cluster:
+    links = {tier: Link(**link) for tier, link in (node.get("links") or {}).items()}
+    return Cluster(
+        name=node["name"],
+        nodes=node["nodes"],
+        processes=node["processes"],
+        device=node["device"],
+        backend=node.get("backend") or ("nccl" if node["device"] == "cuda" else "gloo"),
+        threads=node.get("threads"),
+        timeout=node.get("timeout", 600.0),
+        links=links,
+    )
+
+
+_MINIMA = {"steps": 1, "batch_size": 1, "log_every": 1, "evaluate_every": 0, "evaluate_batch_size": 1, "data_workers": 0}
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    for key, least in _MINIMA.items():
+        if config[key] < least:
+            raise ConfigError(f"{key}={config[key]} must be {least} or more.")
+    if config["launch"] not in ("run", "show", "write"):
+        raise ConfigError(f"launch={config['launch']!r} is unknown. Known: run, show, write.")
+
+
+def _logical_ranks(config: Mapping[str, Any], workers: int) -> int:
+    """Logical ranks of the run: as many as workers unless set; workers and batch must divide."""
+    total = config.get("logical_ranks") or workers
+    batch: int = config["batch_size"]
+    if total < 1 or total % workers:
+        raise ConfigError(
+            f"{total} logical ranks do not divide over {workers} workers. "
+            f"Set logical_ranks to a multiple of {workers}, or cluster.processes to a divisor of {total}."
+        )
+    if batch % total:
+        below, above = batch // total * total, -(-batch // total) * total
+        options = f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
+        raise ConfigError(f"batch_size={batch} does not divide over {total} logical ranks. Set {options}.")
+    return int(total)

@@ -1,0 +1,51 @@
+"""Processes of a cluster: what the user gave, what the machine has, and whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from worldsize.errors import ConfigError
+
+
+def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """The cluster with ``processes`` filled in; ``gpus`` is the number of GPUs of this node.
+
+    Raises:
+        ConfigError: no processes, processes that do not divide over nodes, or more than there are GPUs.
+    """
+    nodes = cluster["nodes"]
+    if nodes < 1:
+        raise ConfigError(f"cluster.nodes={nodes} must be 1 or more.")
+    if cluster["device"] not in ("cpu", "cuda"):
+        raise ConfigError(f"cluster.device={cluster['device']!r} is unknown. Known: cpu, cuda.")
+    processes = _processes(cluster, nodes, gpus)
+    if processes < 1:
+        raise ConfigError(f"cluster.processes={processes}: a run needs at least 1 process.")
+    if processes % nodes:
+        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes_per_node.")
+    return {**cluster, "processes": processes, "processes_per_node": processes // nodes}
+
+
+def check_gpus(processes_per_node: int, gpus: int) -> None:
+    """Raise ConfigError unless each process of this node can have a GPU of its own."""
+    if gpus == 0:
+        raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use. Set cluster=laptop.")
+    if processes_per_node > gpus:
+        raise ConfigError(
+            f"{processes_per_node} processes need a GPU each, but this machine has {gpus}. "
+            f"Set cluster.processes={gpus} or fewer."
+        )
+
+
+def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
+    total, per_node = cluster.get("processes"), cluster.get("processes_per_node")
+    if total is not None and per_node is not None and total != per_node * nodes:
+        raise ConfigError(
+            f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. Set one of them."
+        )
+    if total is None and per_node is None:
+        per_node = gpus if cluster["device"] == "cuda" else 1
+        if cluster["device"] == "cuda":
+            check_gpus(1, gpus)
+    return int(total if total is not None else per_node * nodes)

@@ -1,0 +1,345 @@
+"""The nouns of worldsize: contracts only. Imports torch, the standard library and our errors, nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
+
+StateDict = dict[str, Any]
+Batch = Any
+Precision = Literal["fp32", "bf16", "fp16"]
+Nonfinite = Literal["stop", "skip", "ignore"]
+Emit = Callable[["Event"], None]
+
+__all__ = ["ConfigError", "NonfiniteLossError", "WorldsizeError"]  # raised by what these contracts promise
+
+
+# ---------------------------------------------------------------- shape of a run
+
+
+@dataclass(frozen=True)
+class Link:
+    """One tier of the interconnect: bandwidth in bytes a second per direction, latency in seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a launcher offers: shape, device and links by tier ("device", "node", "network")."""
+
+    name: str
+    nodes: int
+    processes: int
+    device: Literal["cpu", "cuda"]
+    backend: str
+    threads: int | None = None
+    timeout: float = 600.0
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    @property
+    def processes_per_node(self) -> int:
+        return self.processes // self.nodes
+
+
+@dataclass(frozen=True)
+class Role:
+    """How many processes play a role, and whether one that dies restarts alone or with its gang."""
+
+    processes: int
+    restart: Literal["together", "alone"] = "together"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated run: everything that a launcher needs to start it."""
+
+    run_dir: Path
+    cluster: Cluster
+    roles: Mapping[str, Role]
+    environment: Mapping[str, str]
+
+    @property
+    def world_size(self) -> int:
+        return sum(role.processes for role in self.roles.values())
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is, and among whom.
+
+    ``rank`` and ``size`` count within the role, and are all that a recipe may look at;
+    ``global_rank`` and ``world_size`` count every process of the run.
+    """
+
+    role: str
+    rank: int
+    size: int
+    global_rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    device: torch.device
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The processes of this role; ``None`` where there is no process group at all."""
+        return self.groups.get(self.role)
+
+
+# ---------------------------------------------------------------- what is learned
+
+
+class Recipe(ABC):
+    """What is learned. Knows nothing of processes, devices or how replicas agree."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Build the model on the CPU, whatever trains it, so that its initial weights are the same everywhere."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> Optimizer: ...
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Learning-rate schedule, advanced once an optimizer step; ``None`` keeps the rate constant."""
+        return None
+
+    @abstractmethod
+    def data(self, split: str) -> Any:
+        """Dataset of ``split`` ("train" or "test"): map-style or iterable.
+
+        A map-style dataset with a method ``batch(indices: Tensor)`` is asked for a whole batch at
+        once; one with ``__getitems__`` for a list of samples; any other sample by sample.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Scalar loss: the mean over the micro-batch."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Each metric as (sum, count) over the batch, so that any grouping of batches adds up exactly."""
+
+    def files(self) -> Mapping[str, Path]:
+        """Data files that decide the result, by a name that does not depend on the machine."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The data of one logical rank in one step, and the seed of its random stream there."""
+
+    data: Batch
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationBatch:
+    """Batch number ``index`` of the evaluation set; ``counted=False`` pads ranks to equal length.
+
+    Strategies whose forward pass communicates must run a padding batch; others may skip it.
+    """
+
+    index: int
+    data: Batch
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How an update is computed: precision of forward and backward, clipping, and what NaN does.
+
+    ``nonfinite``: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the
+    parameters alone in a step whose gradient norm is not finite; "ignore" does neither.
+    """
+
+    precision: Precision = "fp32"
+    clip_norm: float | None = None
+    nonfinite: Nonfinite = "stop"
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("fp32", "bf16", "fp16"):
+            raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16.")
+        if self.nonfinite not in ("stop", "skip", "ignore"):
+            raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
+
+
+# ---------------------------------------------------------------- how replicas agree
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did here: the loss of each local micro-batch (scalars, detached) and the rate used."""
+
+    losses: Sequence[Tensor]
+    lr: float
+    grad_norm: Tensor | None = None
+    skipped: bool = False
+
+
+class Replica(ABC):
+    """A live model on one worker, made by a :class:`Strategy`."""
+
+    @abstractmethod
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Forward, backward, agree with the other replicas, update."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        """Metrics over all ranks' batches: sums and counts reduced in batch order, then divided."""
+
+    @abstractmethod
+    def state(self) -> StateDict:
+        """``model``, ``optimizer`` ...; the model's keys are those of ``recipe.model()``, whatever wraps it."""
+
+    @abstractmethod
+    def load(self, state: StateDict) -> None: ...
+
+    def close(self) -> None:  # noqa: B027 - most replicas hold nothing to release
+        """Release what the replica holds beyond memory."""
+
+
+class Strategy(ABC):
+    """How replicas agree. An immutable description: touches no device and no process group."""
+
+    @abstractmethod
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        """Processes by role.
+
+        Raises:
+            ConfigError: the cluster's size cannot carry this strategy.
+        """
+
+    @abstractmethod
+    def replica(self, recipe: Recipe, world: World) -> Replica:
+        """The live replica of the process that ``world`` describes."""
+
+    def serve(self, recipe: Recipe, world: World) -> None:
+        """Body of a process whose role is not "worker"."""
+        raise ConfigError(f"{type(self).__name__} has no role {world.role!r}.")
+
+
+# ---------------------------------------------------------------- how processes start
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first process that failed, and why."""
+
+    role: str
+    rank: int
+    cause: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: ``exit_reason`` is "completed", "failed" or "interrupted"."""
+
+    exit_reason: str
+    exit_code: int
+    failure: Failure | None = None
+
+
+class Job(ABC):
+    """Processes that a launcher has started."""
+
+    @abstractmethod
+    def wait(self) -> Outcome: ...
+
+    @abstractmethod
+    def cancel(self) -> None: ...
+
+
+class Launcher(ABC):
+    """How processes start. Every process runs ``python -m worldsize.worker RUN_DIR`` or its equivalent."""
+
+    def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every launcher has something to check
+        """Raise ConfigError for a cluster that this launcher cannot start, before a run folder exists."""
+
+    @abstractmethod
+    def launch(self, plan: Plan) -> Job: ...
+
+    @abstractmethod
+    def describe(self, plan: Plan) -> str:
+        """What ``launch`` would do, as a text that a person can read or run."""
+
+
+# ---------------------------------------------------------------- what happened
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """The first step is about to run; ``first`` steps were done by earlier attempts."""
+
+    run_id: str
+    steps: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A logged step: global mean loss, and where the time since the last logged step went.
+
+    ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded.
+    """
+
+    step: int
+    samples: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    skipped: int
+    data_seconds: float
+    step_seconds: tuple[float, ...]
+    samples_per_second: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Straggling:
+    step: int
+    rank: int
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class RunFailed:
+    cause: str
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    step: int
+    exit_reason: str
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+
+Event = RunStarted | StepDone | Evaluated | CheckpointSaved | Straggling | RunFailed | RunEnded
+Listener = Callable[[Event], None]

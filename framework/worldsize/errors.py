@@ -1,0 +1,26 @@
+"""Errors whose message is all that a user needs: the fact, then the remedy. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class WorldsizeError(Exception):
+    """An error that is shown without a traceback."""
+
+
+class ConfigError(WorldsizeError):
+    """The configuration cannot run; raised before any process starts where that can be known."""
+
+
+class NonfiniteLossError(WorldsizeError):
+    """The loss became NaN or infinite while ``nonfinite=stop``."""
+
+
+def neighbours(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a misspelt ``name``: the nearest known name, then all of them if they are few."""
+    names = sorted(word for word in known if not word.startswith("_"))
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    guess = f"; did you mean {close[0]!r}?" if close else "."
+    return f"{guess} Known: {', '.join(names)}." if 0 < len(names) <= 40 else guess

@@ -1,0 +1,47 @@
+"""What each reproducibility mode pins: torch's flags, library variables and thread counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+# cuBLAS picks a workspace, and with it a reduction order, at run time unless this is set (CUDA docs,
+# "Results reproducibility"); NVLS all-reduce is not deterministic between calls (nccl #1497).
+_PINNED_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+@dataclass(frozen=True)
+class Determinism:
+    """One reproducibility mode.
+
+    ``deterministic`` makes torch refuse kernels whose result depends on timing; ``threads`` pins the
+    intra-op threads of each process, which decide the order of sums on a CPU (``None``: share the cores).
+    """
+
+    mode: str
+    deterministic: bool = False
+    cudnn_benchmark: bool = False
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    threads: int | None = None
+
+    def variables(self) -> Mapping[str, str]:
+        """Environment of every worker: libraries read these when they are first used."""
+        return _PINNED_VARIABLES if self.deterministic else {}
+
+    def apply(self) -> None:
+        """Set torch's global flags in this process."""
+        torch.use_deterministic_algorithms(self.deterministic)
+        torch.backends.cudnn.deterministic = self.deterministic
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.set_float32_matmul_precision(self.matmul_precision)
+
+    def describe(self) -> dict[str, Any]:
+        return {**asdict(self), "variables": dict(self.variables())}

@@ -1,0 +1,109 @@
+"""Names and exclusive creation of a run's folder."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from worldsize.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where everything of one run lies."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "run_manifest.json"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        return self.path / "overrides.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment"
+
+    @property
+    def patch(self) -> Path:
+        return self.path / "code.patch"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    def log(self, role: str, rank: int) -> Path:
+        return self.path / "logs" / f"{role}_{rank:05d}.log"
+
+    def error(self, role: str, rank: int) -> Path:
+        """Where a process that fails says why."""
+        return self.path / "logs" / f"{role}_{rank:05d}.error.json"
+
+    def timing(self, rank: int) -> Path:
+        return self.path / "timing" / f"worker_{rank:05d}.jsonl"
+
+
+def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
+    """A folder that no other launch has, ``name`` apart; nothing is created."""
+    unique = f"{datetime.now():%Y-%m-%d_%H%M%S}_{secrets.token_hex(3)}"
+    return RunDirectory(root.resolve() / recipe / (name or unique))
+
+
+@contextmanager
+def created(run: RunDirectory) -> Iterator[RunDirectory]:
+    """Create the folder exclusively; if its filling fails, nothing of it is left.
+
+    Raises:
+        ConfigError: it exists, or cannot be written.
+    """
+    before = _existing_parent(run.path)
+    try:
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir()
+        yield run
+    except FileExistsError:
+        raise ConfigError(f"the run folder {run.path} exists. Choose another run.name, or leave it out.") from None
+    except OSError as error:
+        _remove(run.path, before)
+        raise ConfigError(
+            f"the run folder {run.path} cannot be written: {error.strerror}. Set run.root to a folder with room that you may write."
+        ) from error
+    except BaseException:
+        _remove(run.path, before)
+        raise
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def _remove(path: Path, before: Path) -> None:
+    """Remove the run's folder, and the parents that its creation made, if they are empty."""
+    shutil.rmtree(path, ignore_errors=True)
+    for parent in path.parents:
+        if parent == before:
+            return
+        try:
+            os.rmdir(parent)
+        except OSError:
+            return

@@ -1,0 +1,45 @@
+"""Distributed data parallel: every rank holds the model, gradients are all-reduced during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.core import Cluster, Numerics, Recipe, Replica, Role, Strategy, World
+from worldsize.strategies.synchronous import SynchronousReplica
+
+
+@final
+@dataclass(frozen=True)
+class DDP(Strategy):
+    """Torch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
+
+    ``bucket_mb``: size in MiB of the gradient buckets that are all-reduced as soon as they are full;
+    ``find_unused_parameters``: allow models in which some parameters get no gradient in a step.
+    """
+
+    numerics: Numerics = field(default_factory=Numerics)
+    bucket_mb: float = 25.0
+    find_unused_parameters: bool = False
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        return {"worker": Role(processes=cluster.processes)}
+
+    def replica(self, recipe: Recipe, world: World) -> Replica:
+        model = recipe.model().to(world.device)
+        if world.size == 1:
+            return SynchronousReplica(recipe, world, model=model, module=model, numerics=self.numerics)
+        module = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            process_group=world.group,
+            bucket_cap_mb=self.bucket_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+        return SynchronousReplica(
+            recipe, world, model=model, module=module, numerics=self.numerics, no_sync=module.no_sync
+        )

@@ -1,0 +1,30 @@
+"""One process, no process group: the reference that every other strategy is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Replica, Role, Strategy, World
+from worldsize.strategies.synchronous import SynchronousReplica
+
+
+@final
+@dataclass(frozen=True)
+class Single(Strategy):
+    """Trains on one process."""
+
+    numerics: Numerics = field(default_factory=Numerics)
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        if cluster.processes != 1:
+            raise ConfigError(
+                f"strategy=single runs on one process; the cluster has {cluster.processes}. "
+                "Set cluster.processes=1, or strategy=ddp."
+            )
+        return {"worker": Role(processes=1)}
+
+    def replica(self, recipe: Recipe, world: World) -> Replica:
+        model = recipe.model().to(world.device)
+        return SynchronousReplica(recipe, world, model=model, module=model, numerics=self.numerics)

@@ -1,0 +1,77 @@
+"""Run a function on K real gloo processes and collect what each returned; for tests of strategies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from worldsize.core import Cluster, Role, World
+from worldsize.world.environments import Placement
+from worldsize.world.world import open_world
+
+T = TypeVar("T")
+
+
+def run_in_worlds(body: Callable[[World], T], size: int, *, timeout: float = 60.0, local_size: int | None = None) -> list[T]:
+    """``body(world)`` on each of ``size`` forked processes of one thread; their results by rank.
+
+    ``local_size`` processes count as one node (default: all).
+
+    Raises:
+        RuntimeError: a process raised (its traceback), or did not answer within ``timeout`` seconds.
+    """
+    with tempfile.TemporaryDirectory() as meeting:
+        started = [_start(body, rank, size, local_size or size, f"file://{meeting}/store") for rank in range(size)]
+        try:
+            return [_receive(rank, connection, timeout) for rank, (_, connection) in enumerate(started)]
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.join()
+
+
+def _start(
+    body: Callable[[World], T], rank: int, size: int, local_size: int, store: str
+) -> tuple[BaseProcess, "Connection[bytes, bytes]"]:
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    placement = Placement(rank, size, rank % local_size, local_size, store)
+    process = context.Process(target=_body, args=(body, placement, sender))
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _body(body: Callable[[World], T], placement: Placement, sender: "Connection[bytes, bytes]") -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size = placement.world_size
+    cluster = Cluster("test", size // placement.local_world_size, size, "cpu", "gloo", threads=1, timeout=60.0)
+    try:
+        with open_world(placement, cluster, {"worker": Role(size)}) as world:
+            _answer(sender, succeeded=True, result=body(world))
+    except BaseException:
+        _answer(sender, succeeded=False, result=traceback.format_exc())
+
+
+def _answer(sender: "Connection[bytes, bytes]", *, succeeded: bool, result: object) -> None:
+    # pickled by value: the connection's own pickler would share tensors with a process that is about to end
+    sender.send_bytes(pickle.dumps((succeeded, result)))
+
+
+def _receive(rank: int, connection: "Connection[bytes, bytes]", timeout: float) -> Any:
+    if not connection.poll(timeout):
+        raise RuntimeError(f"rank {rank} did not answer within {timeout} s")
+    try:
+        succeeded, result = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        raise RuntimeError(f"rank {rank} died without an answer") from None
+    if not succeeded:
+        raise RuntimeError(f"rank {rank} failed:\n{result}")
+    return result

@@ -1,0 +1,152 @@
+"""One process of a run: run folder → World → training. ``python -m worldsize.worker RUN_DIR``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from worldsize.config.places import make_importable
+from worldsize.config.settings import Settings, load_settings
+from worldsize.core import Evaluated, Event, Listener, Replica, RunEnded, RunFailed, RunStarted, World
+from worldsize.engine.data import micro_batches
+from worldsize.engine.evaluate import evaluate
+from worldsize.engine.fit import fit
+from worldsize.observe.background import InBackground
+from worldsize.observe.jsonl import JsonLines, metrics_digest
+from worldsize.observe.timing import Timing
+from worldsize.reproducibility.digest import state_digest
+from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.run_directory import RunDirectory
+from worldsize.world.environments import Placement, from_torchrun
+from worldsize.world.world import open_world, role_of
+
+
+def main() -> None:
+    """Entry of a process that a launcher outside this machine started."""
+    sys.exit(run_process(RunDirectory(Path(sys.argv[1])), from_torchrun(os.environ)))
+
+
+def run_process(run: RunDirectory, placement: Placement) -> int:
+    """Play this process's role until the run ends; the exit code. An error is left beside the process's log."""
+    settings = None
+    try:
+        settings = read_settings(run)
+        _play(settings, run, placement)
+        return 0
+    except BaseException as error:  # whatever ends this process is what its user must read
+        role, rank = role_of(placement.rank, settings.roles) if settings else ("worker", placement.rank)
+        _leave_error(run.error(role, rank), error)
+        return 1
+
+
+def read_settings(run: RunDirectory) -> Settings:
+    """The run's settings from its ``config.yaml``, which is all that a process is told."""
+    config = yaml.load(run.config.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    make_importable(Path(folder) for folder in config["run"]["import_path"])
+    return load_settings(config)
+
+
+def _leave_error(path: Path, error: BaseException) -> None:
+    cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(cause))
+
+
+def _play(settings: Settings, run: RunDirectory, placement: Placement) -> None:
+    settings.determinism.apply()
+    with open_world(placement, settings.cluster, settings.roles) as world:
+        seed_generators(stream(settings.seed, "init"), world.device)
+        if world.role == "worker":
+            _train(settings, run, world)
+        else:
+            settings.strategy.serve(settings.recipe, world)
+
+
+def _train(settings: Settings, run: RunDirectory, world: World) -> None:
+    replica = settings.strategy.replica(settings.recipe, world)
+    history = _History()
+    listeners = [history, *_listeners(settings, run, world)]
+
+    def emit(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    emit(RunStarted(run.id, settings.pace.steps))
+    try:
+        _fit(settings, replica, world, emit)
+        summary = _result(settings, replica, run, history)
+        if world.rank == 0:
+            run.result.write_text(json.dumps(summary, indent=2) + "\n")
+        emit(RunEnded(settings.pace.steps, "completed", summary))
+    except BaseException as error:
+        emit(RunFailed(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        replica.close()
+
+
+def _fit(settings: Settings, replica: Replica, world: World, emit: Listener) -> None:
+    recipe, order = settings.recipe, settings.order(world.rank, world.size)
+    test = recipe.data("test")
+    fit(
+        replica,
+        micro_batches(recipe.data("train"), order, world.device, workers=settings.data_workers),
+        world,
+        order=order,
+        pace=settings.pace,
+        evaluate=partial(evaluate, replica, test, world, batch_size=settings.evaluate_batch_size),
+        emit=emit,
+        stop_on_nonfinite=settings.stops_on_nonfinite,
+    )
+
+
+def _listeners(settings: Settings, run: RunDirectory, world: World) -> list[Listener]:
+    """Every rank writes its own timing; only rank 0 logs what is global."""
+    own: list[Listener] = [Timing(run.timing(world.rank), rank=world.rank)]
+    if world.rank != 0:
+        return own
+    logger = settings.logger
+    facts = {"run_id": run.id, "folder": run.path, "config": settings.config, "manifest": run.manifest}
+    remote = [InBackground(partial(logger, **facts, group=settings.group))] if logger else []
+    return [*own, JsonLines(run.metrics), *remote]
+
+
+@dataclass
+class _History:
+    """A listener that keeps what the result needs."""
+
+    started: float = field(default_factory=time.perf_counter)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Evaluated):
+            self.metrics = event.metrics
+
+
+def _result(settings: Settings, replica: Replica, run: RunDirectory, history: _History) -> dict[str, Any]:
+    seconds = time.perf_counter() - history.started
+    samples = settings.pace.steps * settings.batch_size
+    return {
+        "state_digest": state_digest(replica.state()["model"]),
+        "metrics_digest": metrics_digest(run.metrics),
+        "metrics": dict(history.metrics),
+        "steps": settings.pace.steps,
+        "samples": samples,
+        "seconds": seconds,
+        "samples_per_second": samples / seconds,
+        "exit_reason": "completed",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Exact reductions over real gloo processes, against fractions computed without rounding."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+
+from worldsize.collectives.exact import reduce_metrics
+from worldsize.core import World
+from worldsize.testing.worlds import run_in_worlds
+
+random.seed(0)
+SUMS = [random.uniform(-1, 1) * 10 ** random.randint(-8, 8) for _ in range(11)]
+COUNTS = [random.randint(1, 9) for _ in SUMS]
+EXACT = float(sum(map(Fraction, SUMS))) / sum(COUNTS)
+
+
+def metric(world: World) -> float:
+    mine = {
+        index: {"value": (torch.tensor(SUMS[index], dtype=torch.float64), torch.tensor(COUNTS[index]))}
+        for index in range(world.rank, len(SUMS), world.size)
+    }
+    return reduce_metrics(mine, ("value",), world)["value"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_metric_is_correctly_rounded_at_every_world_size(size: int) -> None:
+    assert run_in_worlds(metric, size) == [EXACT] * size
+
+
+def test_a_rank_without_batches_takes_part() -> None:
+    def lonely(world: World) -> float:
+        mine = {0: {"value": (torch.tensor(3.0), torch.tensor(2))}} if world.rank == 0 else {}
+        return reduce_metrics(mine, ("value",), world)["value"]
+
+    assert run_in_worlds(lonely, 3) == [1.5] * 3

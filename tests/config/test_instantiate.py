@@ -1,0 +1,85 @@
+"""``_target_`` inside the allow-list, and arguments against signatures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.config.instantiate import Allowed, build, check_targets
+from worldsize.core import ConfigError, Numerics, Strategy
+from worldsize.strategies.ddp import DDP
+
+DDP_TARGET = "worldsize.strategies.ddp.DDP"
+
+
+def make(node: dict[str, Any], allowed: Allowed | None = None) -> Strategy:
+    return build(node, Strategy, allowed=allowed or Allowed(), key="strategy")  # type: ignore[type-abstract]
+
+
+def test_a_nested_target_is_built() -> None:
+    node = {"_target_": DDP_TARGET, "numerics": {"_target_": "worldsize.core.Numerics", "precision": "bf16"}}
+    assert make(node) == DDP(Numerics(precision="bf16"))
+
+
+@pytest.mark.parametrize("target", ["os.system", "builtins.eval", "subprocess.run", "torchx.nn.Linear", "worldsizes.x", 3])
+def test_a_target_outside_the_allow_list_is_refused(target: Any) -> None:
+    with pytest.raises(ConfigError, match="outside the allow-list. Allowed: worldsize,"):
+        make({"_target_": target})
+
+
+@pytest.mark.parametrize("target", ["worldsize.run_directory.os.system", "worldsize.run_directory.shutil.rmtree"])
+def test_an_alias_of_something_outside_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match="which is outside the allow-list"):
+        make({"_target_": target})
+
+
+def test_a_refused_target_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\ndef run(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"recipe.deep\[0\]"):
+        check_targets({"recipe": {"deep": [{"_target_": "planted.run"}]}}, Allowed())
+    assert "planted" not in sys.modules
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_user_may_add_to_the_allow_list() -> None:
+    allowed = Allowed((*Allowed().prefixes, "fractions"))
+    with pytest.raises(ConfigError, match="makes a Fraction, not a Strategy"):
+        make({"_target_": "fractions.Fraction", "numerator": 1}, allowed)
+
+
+def test_a_target_that_does_not_exist_names_its_neighbour() -> None:
+    with pytest.raises(ConfigError, match="has no 'DPD'; did you mean 'DDP'"):
+        make({"_target_": "worldsize.strategies.ddp.DPD"})
+
+
+def test_a_module_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match="plugins.nowhere.strategy.S does not exist"):
+        make({"_target_": "plugins.nowhere.strategy.S"})
+
+
+def test_a_module_whose_own_import_fails_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "plugins" / "broken_one"
+    folder.mkdir(parents=True)
+    (folder / "strategy.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        make({"_target_": "plugins.broken_one.strategy.S"})
+
+
+def test_an_unknown_parameter_names_its_neighbour() -> None:
+    with pytest.raises(ConfigError, match=r"no key 'strategy.bucket'; did you mean 'bucket_mb'\? Known: bucket_mb, "):
+        make({"_target_": DDP_TARGET, "bucket": 3})
+
+
+@pytest.mark.parametrize(("value", "accepted"), [(3, True), (2.5, True), ("big", False), (True, False), (None, False)])
+def test_a_plain_value_is_checked_against_its_annotation(value: Any, accepted: bool) -> None:
+    node = {"_target_": DDP_TARGET, "bucket_mb": value}
+    if accepted:
+        make(node)
+    else:
+        with pytest.raises(ConfigError, match="strategy.bucket_mb=.* is of the wrong type: it takes float"):
+            make(node)

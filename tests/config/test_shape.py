@@ -1,0 +1,48 @@
+"""Processes of a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worldsize.config.shape import check_gpus, with_processes
+from worldsize.errors import ConfigError
+
+BASE: dict[str, Any] = {"nodes": 1, "device": "cpu", "processes": None, "processes_per_node": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "processes"),
+    [
+        ({"processes": 3}, 0, 3),
+        ({"nodes": 2, "processes_per_node": 4}, 0, 8),
+        ({"nodes": 2, "processes": 4, "processes_per_node": 2}, 0, 4),
+        ({"device": "cuda"}, 4, 4),
+        ({"device": "cuda", "processes": 2}, 4, 2),
+        ({}, 0, 1),
+    ],
+)
+def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, processes: int) -> None:
+    assert with_processes({**BASE, **given}, gpus)["processes"] == processes
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "message"),
+    [
+        ({"processes": 0}, 0, "cluster.processes=0: a run needs at least 1 process"),
+        ({"nodes": 0}, 0, "cluster.nodes=0 must be 1 or more"),
+        ({"nodes": 2, "processes": 3}, 0, "3 processes do not divide over 2 nodes"),
+        ({"nodes": 2, "processes": 4, "processes_per_node": 4}, 0, "cluster.processes=4 contradicts"),
+        ({"device": "cuda"}, 0, "no GPU that torch can use"),
+        ({"device": "tpu"}, 0, "cluster.device='tpu' is unknown"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_an_error(given: dict[str, Any], gpus: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_processes({**BASE, **given}, gpus)
+
+
+def test_more_processes_than_gpus_is_an_error_that_says_how_many_there_are() -> None:
+    with pytest.raises(ConfigError, match="8 processes need a GPU each, but this machine has 2. Set cluster.processes=2"):
+        check_gpus(8, gpus=2)
