@@ -62,3 +62,8 @@ def train(tmp_path: Path) -> Train:
         return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
 
     return run
+
+
+@pytest.fixture
+def environment_without_wandb() -> dict[str, str]:
+    return environment()

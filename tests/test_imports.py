@@ -43,7 +43,9 @@ def test_core_imports_only_torch_the_standard_library_and_our_errors() -> None:
 def plugin_names() -> set[str]:
     """Every strategy, recipe and plugin that exists."""
     found = {path.stem for path in CONF.glob("strategy/*.yaml")}
-    return found | {path.name for kind in ("recipes", "plugins") for path in (CONF.parent / kind).glob("*") if path.is_dir()}
+    return found | {
+        path.name for kind in ("recipes", "plugins") for path in (CONF.parent / kind).glob("*") if path.is_dir()
+    }
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -86,7 +85,8 @@ def created(run: RunDirectory) -> Iterator[RunDirectory]:
     except OSError as error:
         _remove(run.path, before)
         raise ConfigError(
-            f"the run folder {run.path} cannot be written: {error.strerror}. Set run.root to a folder with room that you may write."
+            f"the run folder {run.path} cannot be written: {error.strerror}. "
+            "Set run.root to a folder with room that you may write."
         ) from error
     except BaseException:
         _remove(run.path, before)
@@ -104,6 +104,6 @@ def _remove(path: Path, before: Path) -> None:
         if parent == before:
             return
         try:
-            os.rmdir(parent)
+            parent.rmdir()
         except OSError:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -13,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from worldsize.config.places import make_importable
 from worldsize.config.settings import Settings, load_settings
-from worldsize.core import Evaluated, Event, Listener, Replica, RunEnded, RunFailed, RunStarted, World
+from worldsize.core import Evaluated, Event, Listener, Replica, RunEnded, RunFailed, RunStarted, StepDone, World
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import fit
@@ -51,13 +52,17 @@ def run_process(run: RunDirectory, placement: Placement) -> int:
 
 def read_settings(run: RunDirectory) -> Settings:
     """The run's settings from its ``config.yaml``, which is all that a process is told."""
-    config = yaml.load(run.config.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(run.config))  # type: ignore[assignment]
     make_importable(Path(folder) for folder in config["run"]["import_path"])
     return load_settings(config)
 
 
 def _leave_error(path: Path, error: BaseException) -> None:
-    cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    cause = {
+        "time_ns": time.time_ns(),
+        "cause": f"{type(error).__name__}: {error}",
+        "traceback": traceback.format_exc(),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(cause))
 
@@ -75,7 +80,7 @@ def _play(settings: Settings, run: RunDirectory, placement: Placement) -> None:
 def _train(settings: Settings, run: RunDirectory, world: World) -> None:
     replica = settings.strategy.replica(settings.recipe, world)
     history = _History()
-    listeners = [history, *_listeners(settings, run, world)]
+    listeners: list[Listener] = [history, *_listeners(settings, run, world)]
 
     def emit(event: Event) -> None:
         for listener in listeners:
@@ -126,11 +131,15 @@ class _History:
     """A listener that keeps what the result needs."""
 
     started: float = field(default_factory=time.perf_counter)
+    first_step_at: float | None = None  # Unix time
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Evaluated):
-            self.metrics = event.metrics
+        match event:
+            case StepDone():
+                self.first_step_at = self.first_step_at or time.time()
+            case Evaluated(metrics=metrics):
+                self.metrics = metrics
 
 
 def _result(settings: Settings, replica: Replica, run: RunDirectory, history: _History) -> dict[str, Any]:
@@ -144,6 +153,8 @@ def _result(settings: Settings, replica: Replica, run: RunDirectory, history: _H
         "samples": samples,
         "seconds": seconds,
         "samples_per_second": samples / seconds,
+        "first_step_at": history.first_step_at,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "exit_reason": "completed",
     }
 

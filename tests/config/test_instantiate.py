@@ -24,7 +24,9 @@ def test_a_nested_target_is_built() -> None:
     assert make(node) == DDP(Numerics(precision="bf16"))
 
 
-@pytest.mark.parametrize("target", ["os.system", "builtins.eval", "subprocess.run", "torchx.nn.Linear", "worldsizes.x", 3])
+@pytest.mark.parametrize(
+    "target", ["os.system", "builtins.eval", "subprocess.run", "torchx.nn.Linear", "worldsizes.x", 3]
+)
 def test_a_target_outside_the_allow_list_is_refused(target: Any) -> None:
     with pytest.raises(ConfigError, match="outside the allow-list. Allowed: worldsize,"):
         make({"_target_": target})

@@ -44,5 +44,7 @@ def test_a_shape_that_cannot_be_is_an_error(given: dict[str, Any], gpus: int, me
 
 
 def test_more_processes_than_gpus_is_an_error_that_says_how_many_there_are() -> None:
-    with pytest.raises(ConfigError, match="8 processes need a GPU each, but this machine has 2. Set cluster.processes=2"):
+    with pytest.raises(
+        ConfigError, match="8 processes need a GPU each, but this machine has 2. Set cluster.processes=2"
+    ):
         check_gpus(8, gpus=2)

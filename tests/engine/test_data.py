@@ -75,7 +75,9 @@ def test_a_step_holds_the_same_samples_for_each_logical_rank_at_every_world_size
         for step, batches in enumerate(islice(micro_batches(dataset, mine, CPU), 5), start=1):
             for logical, batch in zip(mine.mine, batches, strict=True):
                 seen[step, logical] = batch.data[0].tolist()
-    expected = {(step, rank): order(12, 6).indices(step, rank, 40).tolist() for step in range(1, 6) for rank in range(6)}
+    expected = {
+        (step, rank): order(12, 6).indices(step, rank, 40).tolist() for step in range(1, 6) for rank in range(6)
+    }
     assert seen == expected
 
 
@@ -89,7 +91,9 @@ def test_a_position_is_a_number() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_stream_is_shared_out_without_loss_and_starts_again(size: int) -> None:
     parts = [islice(micro_batches(Stream(10), order(4, 4, rank, size), CPU), 5) for rank in range(size)]
-    steps = [sorted(int(x) for batches in step for batch in batches for x in batch.data) for step in zip(*parts, strict=True)]
+    steps = [
+        sorted(int(x) for batches in step for batch in batches for x in batch.data) for step in zip(*parts, strict=True)
+    ]
     assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9], [2, 3, 4, 5], [6, 7, 8, 9]]
 
 

@@ -24,4 +24,6 @@ def main() -> None:
 
 def _usage() -> str:
     rows = [f"  {name:10} {meaning}" for name, meaning in COMMANDS.items()]
-    return "\n".join(["usage: worldsize COMMAND ...", "", *rows, "", "worldsize train --help lists groups and options."])
+    return "\n".join(
+        ["usage: worldsize COMMAND ...", "", *rows, "", "worldsize train --help lists groups and options."]
+    )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from omegaconf import DictConfig
 from rich.console import Console
 
 import worldsize.worker  # noqa: F401 - imported once here, before the fork, rather than in every worker
-from worldsize.app.record import begin, write_record
+from worldsize.app.record import write_record
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
 from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
@@ -28,7 +25,7 @@ from worldsize.errors import ConfigError
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.reproducibility.lock import RunLock
-from worldsize.reproducibility.manifest import end_attempt
+from worldsize.reproducibility.manifest import begin_attempt, end_attempt
 from worldsize.run_directory import RunDirectory, created, planned
 
 
@@ -57,7 +54,7 @@ def execute(cfg: DictConfig, arguments: Sequence[str]) -> int:
 def _launch(settings: Settings, plan: Plan, run: RunDirectory) -> int:
     console = Console()
     with RunLock(run.path):
-        begin(run, plan)
+        begin_attempt(run.manifest, hosts=[socket.gethostname()], world_size=plan.world_size)
         job = settings.launcher.launch(plan)
         outcome = _watch(job, settings, run, console)
         result = _result(run, outcome)
@@ -67,7 +64,7 @@ def _launch(settings: Settings, plan: Plan, run: RunDirectory) -> int:
 
 
 def _watch(job: Job, settings: Settings, run: RunDirectory, console: Console) -> Outcome:
-    with Progress(run.path, settings.pace.steps, console):
+    with Progress(run.metrics, settings.pace.steps, console):
         return job.wait()
 
 

@@ -42,7 +42,9 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
 def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:
     """Keys of the node ``parent`` in the configuration that the group choices alone compose."""
     GlobalHydra.instance().clear()
-    chosen = [word for word in overrides if re.fullmatch(r"\w+=[\w-]+", word) and (main_conf() / word.split("=")[0]).is_dir()]
+    chosen = [
+        word for word in overrides if re.fullmatch(r"\w+=[\w-]+", word) and (main_conf() / word.split("=")[0]).is_dir()
+    ]
     with initialize_config_dir(str(main_conf()), version_base="1.3"):
         node = OmegaConf.select(compose("config", overrides=chosen), parent) if parent else compose("config", chosen)
     return [str(key) for key in node] if isinstance(node, DictConfig) else []

@@ -35,7 +35,9 @@ def roots() -> list[Path]:
 def config_folders() -> list[Path]:
     """Every ``conf/`` that adds groups to the run's configuration."""
     found = [root / "conf" for root in roots()]
-    found += [conf for root in roots() for kind in ("recipes", "plugins") for conf in sorted(root.glob(f"{kind}/*/conf"))]
+    found += [
+        conf for root in roots() for kind in ("recipes", "plugins") for conf in sorted(root.glob(f"{kind}/*/conf"))
+    ]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 
 

@@ -73,7 +73,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     allowed = _allowed(config)
     check_targets(config, allowed)
     _check_numbers(config)
-    cluster = _cluster(config["cluster"])
+    determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
+    cluster = _cluster(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     roles = strategy.roles(cluster)
     return Settings(
@@ -81,7 +82,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         cluster=cluster,
         strategy=strategy,
         recipe=build(config["recipe"], Recipe, allowed=allowed, key="recipe"),  # type: ignore[type-abstract]
-        determinism=build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility"),
+        determinism=determinism,
         roles=roles,
         launcher=build(config["launcher"], Launcher, allowed=allowed, key="launcher"),  # type: ignore[type-abstract]
         logger=build(config["logger"], partial, allowed=allowed, key="logger") if config["logger"] else None,
@@ -93,7 +94,7 @@ def _allowed(config: Mapping[str, Any]) -> Allowed:
     return Allowed((*Allowed().prefixes, *config.get("allow_targets", ())))
 
 
-def _cluster(node: Mapping[str, Any]) -> Cluster:
+def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
     links = {tier: Link(**link) for tier, link in (node.get("links") or {}).items()}
     return Cluster(
         name=node["name"],
@@ -101,13 +102,20 @@ def _cluster(node: Mapping[str, Any]) -> Cluster:
         processes=node["processes"],
         device=node["device"],
         backend=node.get("backend") or ("nccl" if node["device"] == "cuda" else "gloo"),
-        threads=node.get("threads"),
+        threads=node.get("threads") or threads,
         timeout=node.get("timeout", 600.0),
         links=links,
     )
 
 
-_MINIMA = {"steps": 1, "batch_size": 1, "log_every": 1, "evaluate_every": 0, "evaluate_batch_size": 1, "data_workers": 0}
+_MINIMA = {
+    "steps": 1,
+    "batch_size": 1,
+    "log_every": 1,
+    "evaluate_every": 0,
+    "evaluate_batch_size": 1,
+    "data_workers": 0,
+}
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
@@ -129,6 +137,8 @@ def _logical_ranks(config: Mapping[str, Any], workers: int) -> int:
         )
     if batch % total:
         below, above = batch // total * total, -(-batch // total) * total
-        options = f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
+        options = (
+            f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
+        )
         raise ConfigError(f"batch_size={batch} does not divide over {total} logical ranks. Set {options}.")
     return int(total)

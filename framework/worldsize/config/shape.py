@@ -39,13 +39,15 @@ def check_gpus(processes_per_node: int, gpus: int) -> None:
 
 
 def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
-    total, per_node = cluster.get("processes"), cluster.get("processes_per_node")
+    total: int | None = cluster.get("processes")
+    per_node: int | None = cluster.get("processes_per_node")
     if total is not None and per_node is not None and total != per_node * nodes:
         raise ConfigError(
-            f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. Set one of them."
+            f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. "
+            "Set one of them."
         )
     if total is None and per_node is None:
         per_node = gpus if cluster["device"] == "cuda" else 1
         if cluster["device"] == "cuda":
             check_gpus(1, gpus)
-    return int(total if total is not None else per_node * nodes)
+    return total if total is not None else (per_node or 0) * nodes

@@ -105,7 +105,9 @@ def micro_batches(
     ``workers`` data-loading processes fetch map-style data ahead; 0 fetches in this process.
     """
     requests = (_Request(step, rank) for step in count(first + 1) for rank in order.mine)
-    batches = _streamed(dataset, order, first) if is_iterable(dataset) else _drawn(dataset, order, first, device, workers)
+    batches = (
+        _streamed(dataset, order, first) if is_iterable(dataset) else _drawn(dataset, order, first, device, workers)
+    )
     tagged = (
         MicroBatch(to_device(batch, device), order.step_seed(*request))
         for batch, request in zip(batches, requests, strict=False)
@@ -135,8 +137,8 @@ def _as_it_is(batch: Batch) -> Batch:
 
 def _streamed(dataset: Iterable[Any], order: Order, first: int) -> Iterator[Batch]:
     """Every process reads the whole stream, restarted at its end, and keeps its logical ranks' samples."""
-    samples = chain.from_iterable(_nonempty(dataset) for dataset in repeat(dataset))
-    samples = islice(samples, first * order.batch_size, None)
+    endless = chain.from_iterable(map(_nonempty, repeat(dataset)))
+    samples = islice(endless, first * order.batch_size, None)
     while True:
         whole = list(islice(samples, order.batch_size))
         for rank in order.mine:
@@ -185,7 +187,7 @@ def evaluation_batches(dataset: Any, world: World, *, batch_size: int) -> Iterat
 
 
 def _cut(dataset: Any, batch_size: int) -> Iterator[tuple[int, Callable[[], Batch]]]:
-    for index, indices in enumerate(torch.arange(len(dataset)).split(batch_size)):
+    for index, indices in enumerate(torch.split(torch.arange(len(dataset)), batch_size)):
         yield index, partial(fetch, dataset, indices)
 
 

@@ -7,8 +7,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -37,7 +37,7 @@ class Member:
         return self.process.exitcode not in (0, None)
 
 
-class _Interrupted(Exception):
+class _InterruptedError(Exception):
     def __init__(self, signum: int) -> None:
         self.signum = signum
 
@@ -58,10 +58,10 @@ class Gang(Job):
         """Block until all have ended. Ctrl-C and SIGTERM end them all, within ``grace`` seconds."""
         tails = self._tails()
         try:
-            with _signals_raised():
+            with _raised_signals():
                 self._join(deadline=None)
             return self._outcome()
-        except _Interrupted as interrupt:
+        except _InterruptedError as interrupt:
             self.cancel()
             return Outcome("interrupted", 128 + interrupt.signum)
         finally:
@@ -143,16 +143,16 @@ def _cause(member: Member) -> str:
     return f"exited with code {code} and left no error; its output is in {member.log}"
 
 
-class _signals_raised:
-    """Turns SIGINT and SIGTERM into an exception while the launching process waits."""
+@contextmanager
+def _raised_signals() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into an exception while the launching process waits."""
 
-    def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._raise) for number in (signal.SIGINT, signal.SIGTERM)}
+    def interrupt(signum: int, _: FrameType | None) -> None:
+        raise _InterruptedError(signum)
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    @staticmethod
-    def _raise(signum: int, _: FrameType | None) -> None:
-        raise _Interrupted(signum)

@@ -51,7 +51,9 @@ class Local(Launcher):
         return Gang(run, members, meeting, grace=self.grace, terminal_logs=self.terminal_logs)
 
     def describe(self, plan: Plan) -> str:
-        lines = [f"{plan.world_size} processes on this machine, device {plan.cluster.device}, backend {plan.cluster.backend}"]
+        lines = [
+            f"{plan.world_size} processes on this machine, device {plan.cluster.device}, backend {plan.cluster.backend}"
+        ]
         for placement in placements(plan, "file://(private folder)/store"):
             role, rank = role_of(placement.rank, plan.roles)
             lines.append(f"  [{role} {rank}] RANK={placement.rank} python -m worldsize.worker {plan.run_dir}")
@@ -68,7 +70,9 @@ def _start(plan: Plan, run: RunDirectory, placement: Placement) -> Member:
     log = run.log(role, rank)
     log.parent.mkdir(exist_ok=True)
     environment = {**_loopback(plan.cluster), **plan.environment, **placement.variables()}
-    process: BaseProcess = get_context("fork").Process(target=_body, args=(run, placement, log, environment, os.getpid()))
+    process: BaseProcess = get_context("fork").Process(
+        target=_body, args=(run, placement, log, environment, os.getpid())
+    )
     process.start()
     return Member(role, rank, process, log, run.error(role, rank))
 

@@ -19,7 +19,9 @@ from worldsize.world.world import open_world
 T = TypeVar("T")
 
 
-def run_in_worlds(body: Callable[[World], T], size: int, *, timeout: float = 60.0, local_size: int | None = None) -> list[T]:
+def run_in_worlds(
+    body: Callable[[World], T], size: int, *, timeout: float = 60.0, local_size: int | None = None
+) -> list[T]:
     """``body(world)`` on each of ``size`` forked processes of one thread; their results by rank.
 
     ``local_size`` processes count as one node (default: all).
@@ -39,7 +41,7 @@ def run_in_worlds(body: Callable[[World], T], size: int, *, timeout: float = 60.
 
 def _start(
     body: Callable[[World], T], rank: int, size: int, local_size: int, store: str
-) -> tuple[BaseProcess, "Connection[bytes, bytes]"]:
+) -> tuple[BaseProcess, Connection[bytes, bytes]]:
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     placement = Placement(rank, size, rank % local_size, local_size, store)
@@ -49,7 +51,7 @@ def _start(
     return process, receiver
 
 
-def _body(body: Callable[[World], T], placement: Placement, sender: "Connection[bytes, bytes]") -> None:
+def _body(body: Callable[[World], T], placement: Placement, sender: Connection[bytes, bytes]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     size = placement.world_size
     cluster = Cluster("test", size // placement.local_world_size, size, "cpu", "gloo", threads=1, timeout=60.0)
@@ -60,12 +62,12 @@ def _body(body: Callable[[World], T], placement: Placement, sender: "Connection[
         _answer(sender, succeeded=False, result=traceback.format_exc())
 
 
-def _answer(sender: "Connection[bytes, bytes]", *, succeeded: bool, result: object) -> None:
+def _answer(sender: Connection[bytes, bytes], *, succeeded: bool, result: object) -> None:
     # pickled by value: the connection's own pickler would share tensors with a process that is about to end
     sender.send_bytes(pickle.dumps((succeeded, result)))
 
 
-def _receive(rank: int, connection: "Connection[bytes, bytes]", timeout: float) -> Any:
+def _receive(rank: int, connection: Connection[bytes, bytes], timeout: float) -> Any:
     if not connection.poll(timeout):
         raise RuntimeError(f"rank {rank} did not answer within {timeout} s")
     try:

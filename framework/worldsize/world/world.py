@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -119,4 +120,4 @@ def _node_groups(placement: Placement) -> dict[str, ProcessGroup]:
 def _group(members: range, everyone: range) -> ProcessGroup:
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
-    return dist.new_group(list(members))
+    return cast("ProcessGroup", dist.new_group(list(members)))  # where this rank is no member, a placeholder

@@ -1,0 +1,126 @@
+"""Side by side with peers: time a step, command to first step, peak memory a process.
+
+uv run --extra benchmarks python benchmarks/compare.py step        # 1 and 2 processes, 2,000 steps each
+uv run --extra benchmarks python benchmarks/compare.py start       # 2, 4 and 8 processes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent
+PEERS = {
+    "hand-written DDP": "handwritten.py",
+    "Lightning Fabric": "fabric.py",
+    "Accelerate": "accelerate_loop.py",
+    "Lightning Trainer": "trainer.py",
+}
+Figures = dict[str, float]
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    return {
+        **kept,
+        "WORLDSIZE_PLUGINS": str(HERE),
+        "WANDB_MODE": "offline",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def peer(script: str, processes: int, steps: int) -> Figures:
+    """Figures of a peer's script under torchrun."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "figures.json"
+        begun = time.time()
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        run([*torchrun, str(HERE / "peers" / script), str(steps), str(out)], Path(name))
+        figures: Figures = json.loads(out.read_text())
+        return {**figures, "first_step_seconds": float(out.with_suffix(".first").read_text()) - begun}
+
+
+def ours(processes: int, steps: int) -> Figures:
+    """Figures of the same model under worldsize with its defaults: wandb (offline), metrics, timing and manifest."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        begun = time.time()
+        options = [f"cluster.processes={processes}", f"steps={steps}", f"batch_size={32 * processes}"]
+        run([sys.executable, str(REPOSITORY / "train.py"), "recipe=tiny", *options], folder)
+        (result,) = folder.rglob("result.json")
+        lines = [json.loads(line) for line in (result.parent / "metrics.jsonl").read_text().splitlines()]
+        measured = [line for line in lines if line["event"] == "step" and line["step"] > 200]
+        rate = statistics.mean(32 * processes / line["samples_per_second"] for line in measured) if measured else 0.0
+        figures = json.loads(result.read_text())
+        return {
+            "microseconds_per_step": rate * 1e6,
+            "peak_megabytes": figures["peak_memory_bytes"] / 2**20,
+            "first_step_seconds": figures["first_step_at"] - begun,
+        }
+
+
+def alternately(contenders: dict[str, Callable[[], Figures]], rounds: int) -> dict[str, Figures]:
+    """Medians over rounds in which each contender runs once, so that the machine's drift meets all alike."""
+    found: dict[str, list[Figures]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name, contender in contenders.items():
+            print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr)
+            found[name].append(contender())
+    return {name: _medians(rows) for name, rows in found.items()}
+
+
+def _medians(rows: Iterable[Figures]) -> Figures:
+    rows = list(rows)
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+def show(title: str, figures: dict[str, Figures], columns: dict[str, str]) -> None:
+    """A table of figures, each with its ratio to the hand-written loop."""
+    table = Table("", *columns.values(), title=title)
+    base = figures["hand-written DDP"]
+    for name, row in figures.items():
+        table.add_row(name, *(f"{row[key]:,.1f} ({row[key] / base[key]:.2f} ×)" for key in columns))
+    Console(width=110).print(table)
+
+
+def step(rounds: int = 3, steps: int = 2000) -> None:
+    for processes in (1, 2):
+        contenders: dict[str, Callable[[], Figures]] = {"worldsize": lambda n=processes: ours(n, steps)}  # type: ignore[misc]
+        for name, script in PEERS.items():
+            contenders[name] = lambda s=script, n=processes: peer(s, n, steps)  # type: ignore[misc]
+        columns = {"microseconds_per_step": "µs a step", "peak_megabytes": "peak MB a process"}
+        show(f"{processes} process(es), {steps} steps, median of {rounds}", alternately(contenders, rounds), columns)
+
+
+def start(rounds: int = 3) -> None:
+    for processes in (2, 4, 8):
+        contenders: dict[str, Callable[[], Figures]] = {
+            "worldsize": lambda n=processes: ours(n, 2),  # type: ignore[misc]
+            "hand-written DDP": lambda n=processes: peer("handwritten.py", n, 2),  # type: ignore[misc]
+        }
+        title = (
+            f"command to first step, {processes} processes, median of {rounds}; the hand-written loop under torchrun"
+        )
+        show(title, alternately(contenders, rounds), {"first_step_seconds": "seconds"})
+
+
+if __name__ == "__main__":
+    {"step": step, "start": start}[sys.argv[1]](*map(int, sys.argv[2:]))

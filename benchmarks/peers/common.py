@@ -1,0 +1,54 @@
+"""What every peer's script shares: the model, the data, the log and the report of its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from recipes.tiny.recipe import dataset, model
+
+RANK = int(os.environ.get("RANK", "0"))
+WARM_UP = 200
+BATCH = 32  # samples a process
+LOG_EVERY = 10
+
+
+class Report:
+    """Times the steps after the warm-up, and logs the loss every ten steps as any training script does."""
+
+    def __init__(self, steps: int, out: Path) -> None:
+        self.steps, self.out, self.begun = steps, out, 0.0
+        self.log: TextIO = (out.parent / f"{out.stem}_log_{RANK}.jsonl").open("w", buffering=1)
+
+    def step(self, number: int, loss: float | None = None) -> None:
+        """Call after step ``number``, counted from 1."""
+        if number == 1 and RANK == 0:
+            self.out.with_suffix(".first").write_text(str(time.time()))
+        if number == min(WARM_UP, self.steps - 1):
+            self.begun = time.perf_counter()
+        if loss is not None and RANK == 0:
+            self.log.write(json.dumps({"step": number, "loss": loss}) + "\n")
+        if number == self.steps and RANK == 0:
+            self._write()
+
+    def _write(self) -> None:
+        measured = self.steps - min(WARM_UP, self.steps - 1)
+        figures = {
+            "microseconds_per_step": (time.perf_counter() - self.begun) / measured * 1e6,
+            "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+        self.out.write_text(json.dumps(figures))
+
+
+def arguments() -> tuple[int, Path]:
+    return int(sys.argv[1]), Path(sys.argv[2])
+
+
+__all__ = ["BATCH", "LOG_EVERY", "RANK", "Report", "arguments", "dataset", "model"]

@@ -1,0 +1,115 @@
+"""The launching process's view of a run: it follows ``metrics.jsonl``, whoever writes it and wherever."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from threading import Event as Flag
+from threading import Thread
+from types import TracebackType
+from typing import Any, final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+_INTERVAL = 0.1  # seconds between looks at the file
+_PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
+
+
+@final
+class Progress:
+    """A context: one live line on a terminal, else plain lines."""
+
+    def __init__(self, metrics: Path, steps: int, console: Console) -> None:
+        self._view = _Live(steps, console) if console.is_terminal else _Plain(steps, console)
+        self._tail = Tail(metrics)
+        self._ended = Flag()
+        self._thread = Thread(target=self._follow, name="progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._view.open()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._view.close()
+
+    def _follow(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._ended.wait(_INTERVAL)
+            for line in self._tail.read():
+                self._view.show(json.loads(line))
+
+
+@final
+class Tail:
+    """The complete lines that a growing file has gained since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            grown = file.read()
+        complete = grown[: grown.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode().splitlines()
+
+
+@final
+class _Live:
+    def __init__(self, steps: int, console: Console) -> None:
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}"))
+        self._bar = Bar(*columns, TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console)
+        self._task = self._bar.add_task("", total=steps, figures="starting")
+
+    def open(self) -> None:
+        self._bar.start()
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def show(self, row: dict[str, Any]) -> None:
+        if row["event"] == "step":
+            self._bar.update(self._task, completed=row["step"], figures=_figures(row))
+        else:
+            self._bar.console.print(_evaluation(row))
+
+
+@final
+class _Plain:
+    def __init__(self, steps: int, console: Console) -> None:
+        self._steps, self._console, self._shown = steps, console, 0.0
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def show(self, row: dict[str, Any]) -> None:
+        if row["event"] != "step":
+            self._console.print(_evaluation(row), highlight=False)
+        elif row["step"] == self._steps or time.monotonic() - self._shown > _PLAIN_EVERY:
+            self._shown = time.monotonic()
+            left = (self._steps - row["step"]) * row["samples"] / row["step"] / row["samples_per_second"]
+            text = f"step {row['step']}/{self._steps}  {_figures(row)}  ETA {left:.0f} s"
+            self._console.print(text, highlight=False)
+
+
+def _figures(row: dict[str, Any]) -> str:
+    return f"loss {float(row['loss']):.4f}  {row['samples_per_second']:,.0f} samples/s"
+
+
+def _evaluation(row: dict[str, Any]) -> str:
+    metrics = "  ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items())
+    return f"step {row['step']}  test: {metrics}"

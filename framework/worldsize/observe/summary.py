@@ -1,0 +1,21 @@
+"""The table that ends a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
+    """Final metrics, size and speed, digest and folder of a completed run."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in result["metrics"].items():
+        table.add_row(f"test {name}", f"{value:.4f}")
+    table.add_row("steps", f"{result['steps']:,} ({result['samples']:,} samples)")
+    table.add_row("time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s")
+    table.add_row("state", result["state_digest"][:16])
+    table.add_row("run", str(folder))
+    return table

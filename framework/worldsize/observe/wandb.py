@@ -1,0 +1,82 @@
+"""Weights & Biases, from rank 0 of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, final
+
+import wandb
+
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone
+
+Mode = Literal["auto", "online", "offline", "disabled"]
+
+
+@final
+class WandbListener:
+    """One wandb run per run, kept across restarts by its id.
+
+    ``mode="auto"``: online when wandb finds a key (WANDB_API_KEY, or netrc after ``wandb login``) and
+    WANDB_MODE does not say otherwise, else offline.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str,
+        mode: Mode,
+        run_id: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        manifest: Path,
+        folder: Path,
+    ) -> None:
+        self._run = wandb.init(
+            project=project,
+            id=run_id,
+            name=run_id,
+            group=group,
+            config=dict(config),
+            dir=folder,
+            mode=_mode(mode),
+            resume="allow",
+            save_code=False,
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, disable_code=True, disable_job_creation=True
+            ),
+        )
+        self._run.save(str(manifest), base_path=str(folder), policy="end")
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self._run.log(_step_metrics(event), step=event.step)
+            case Evaluated(step=step, metrics=metrics):
+                self._run.log({f"test/{name}": value for name, value in metrics.items()}, step=step)
+            case RunEnded(summary=summary):
+                self._run.summary.update({key: value for key, value in summary.items() if key != "metrics"})
+                self._run.finish(exit_code=0)
+            case RunFailed():
+                self._run.finish(exit_code=1)
+
+
+def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
+    if mode != "auto":
+        return mode
+    chosen = wandb.setup().settings.mode  # what WANDB_MODE or wandb's own settings say
+    if chosen in ("offline", "disabled"):
+        return chosen
+    return "online" if wandb.api.api_key else "offline"
+
+
+def _step_metrics(event: StepDone) -> dict[str, float]:
+    metrics = {
+        "train/loss": event.loss,
+        "train/lr": event.lr,
+        "train/samples": event.samples,
+        "train/samples_per_second": event.samples_per_second,
+        "train/data_seconds": event.data_seconds,
+        "train/step_seconds": max(event.step_seconds),
+    }
+    return metrics if event.grad_norm is None else {**metrics, "train/grad_norm": event.grad_norm}

@@ -1,0 +1,103 @@
+"""The user's code as git knows it: commit, and everything that differs from it as one patch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from worldsize.reproducibility.redact import without_credentials
+
+_LARGEST = 1 << 20  # bytes of an untracked file that still goes into the patch
+
+
+@dataclass(frozen=True)
+class Code:
+    """State of a checkout. ``patch`` re-creates it with ``git apply`` on ``commit``.
+
+    ``left_out`` names untracked files too large for the patch.
+    """
+
+    remote: str | None = None
+    commit: str | None = None
+    branch: str | None = None
+    dirty: bool = False
+    patch: bytes = b""
+    left_out: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        digest = hashlib.sha256(self.patch).hexdigest() if self.patch else None
+        facts = {key: value for key, value in asdict(self).items() if key != "patch"}
+        return {**facts, "left_out": list(self.left_out), "patch_sha256": digest}
+
+
+def capture_code(folder: Path, *, exclude: Path) -> Code:
+    """The checkout that ``folder`` belongs to, files below ``exclude`` (the runs) left out.
+
+    Outside git, or before the first commit, a :class:`Code` without facts.
+    """
+    top = _git(folder, "rev-parse", "--show-toplevel", "HEAD")
+    if top is None:
+        return Code()
+    root, commit = top.decode().split()
+    untracked, left_out = _untracked(Path(root), exclude)
+    patch = _patch(Path(root), untracked)
+    remote = _text(Path(root), "config", "--get", "remote.origin.url")
+    return Code(
+        remote=without_credentials(remote) if remote else None,
+        commit=commit,
+        branch=_text(Path(root), "symbolic-ref", "--short", "-q", "HEAD"),
+        dirty=bool(patch or left_out),
+        patch=patch,
+        left_out=left_out,
+    )
+
+
+def _untracked(root: Path, exclude: Path) -> tuple[list[str], tuple[str, ...]]:
+    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or b""
+    names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
+    names = [name for name in names if not (root / name).is_relative_to(exclude)]
+    left_out = tuple(name for name in names if (root / name).lstat().st_size > _LARGEST)
+    return [name for name in names if name not in left_out], left_out
+
+
+def _patch(root: Path, untracked: list[str]) -> bytes:
+    """Differences from HEAD, staged, unstaged and untracked, by way of a copy of the index."""
+    with tempfile.TemporaryDirectory() as folder:
+        index = Path(folder) / "index"
+        own = _text(root, "rev-parse", "--path-format=absolute", "--git-path", "index")
+        if own and Path(own).exists():
+            shutil.copy(own, index)
+        if untracked:
+            _git(
+                root,
+                "add",
+                "--intent-to-add",
+                "--pathspec-from-file=-",
+                "--pathspec-file-nul",
+                index=index,
+                stdin=b"\0".join(map(os.fsencode, untracked)),
+            )
+        return _git(root, "diff", "--binary", "--no-ext-diff", "--no-color", "HEAD", index=index) or b""
+
+
+def _git(folder: Path, *arguments: str, index: Path | None = None, stdin: bytes = b"") -> bytes | None:
+    """Output of git, or None where it fails or is not installed."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_LITERAL_PATHSPECS": "1"}
+    if index:
+        environment["GIT_INDEX_FILE"] = str(index)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, env=environment, input=stdin, capture_output=True)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _text(root: Path, *arguments: str) -> str | None:
+    output = _git(root, *arguments)
+    return output.decode().strip() or None if output else None

@@ -1,0 +1,118 @@
+"""The software and hardware that a run uses. Never initialises CUDA: the process that asks will fork."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worldsize.reproducibility.redact import is_secret, without_credentials
+
+_VARIABLES = re.compile(
+    r"(OMP_NUM_THREADS|MKL_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME|PYTHONHASHSEED"
+    r"|SLURM_JOB_ID|SKYPILOT_TASK_ID|NCCL_\w+|TORCH_\w+|PYTORCH_\w+|TORCHINDUCTOR_\w+)"
+)
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+def capture_environment() -> dict[str, Any]:
+    """Python, platform, packages with versions, and how torch was built."""
+    return {
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "platform": platform.platform(),
+        "packages": _packages(),
+        "torch": _torch(),
+        "driver": _driver(),
+    }
+
+
+def _packages() -> dict[str, str]:
+    found = {re.sub(r"[-_.]+", "-", each.name).lower(): each.version for each in metadata.distributions() if each.name}
+    return dict(sorted(found.items()))
+
+
+def _torch() -> dict[str, Any]:
+    nccl = torch.cuda.nccl.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
+    return {
+        "version": torch.__version__,
+        "git": torch.version.git_version,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.version.cuda and _driver() else None,  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+    }
+
+
+def _driver() -> str | None:
+    version = _DRIVER / "version"
+    return version.read_text().splitlines()[0] if version.exists() else None
+
+
+def hardware() -> dict[str, Any]:
+    """This node: host, CPU, cores that this process may use, memory in bytes, GPUs."""
+    return {
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": sorted(_gpu(path) for path in _DRIVER.glob("gpus/*/information")),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return named[1] if named else platform.processor()
+
+
+def _gpu(information: Path) -> str:
+    named = re.search(r"Model:\s*(.+)", information.read_text())
+    return named[1].strip() if named else "unknown"
+
+
+def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that can change a result: an allow-list, and never one that is named like a secret."""
+    kept = (name for name in environ if _VARIABLES.fullmatch(name) and not is_secret(name))
+    return {name: without_credentials(environ[name]) for name in sorted(kept)}
+
+
+def write_environment(folder: Path, project: Path) -> str:
+    """Write what rebuilds the environment; the SHA-256 of its lock.
+
+    ``uv.lock`` and ``pyproject.toml`` of ``project`` where they are, else pins of what is installed.
+    """
+    folder.mkdir()
+    described = {"python": platform.python_version(), "platform": platform.platform(), "executable": sys.executable}
+    (folder / "python.json").write_text(json.dumps(described, indent=2) + "\n")
+    lock = project / "uv.lock"
+    if lock.exists():
+        for name in ("uv.lock", "pyproject.toml", ".python-version"):
+            if (project / name).exists():
+                shutil.copy(project / name, folder / name)
+        return hashlib.sha256(lock.read_bytes()).hexdigest()
+    pins = "".join(sorted(f"{_pin(each)}\n" for each in metadata.distributions()))
+    (folder / "requirements.txt").write_text(pins)
+    return hashlib.sha256(pins.encode()).hexdigest()
+
+
+def _pin(distribution: metadata.Distribution) -> str:
+    """``name==version``, or the URL it was installed from (PEP 610)."""
+    origin = distribution.read_text("direct_url.json")
+    if origin is None:
+        return f"{distribution.name}=={distribution.version}"
+    facts = json.loads(origin)
+    url = without_credentials(facts["url"])
+    if vcs := facts.get("vcs_info"):
+        return f"{distribution.name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"{distribution.name} @ {url}"

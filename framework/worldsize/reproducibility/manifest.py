@@ -1,0 +1,95 @@
+"""``run_manifest.json``: the record of a run, written before its first step and amended at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.lock import is_locked
+
+SCHEMA_VERSION = 1
+NAME = "run_manifest.json"
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write it whole or not at all: a temporary file beside it, fsync, then a rename. Keys are sorted."""
+    text = json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, indent=2, sort_keys=True) + "\n"
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".manifest_", delete=False) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(file.name).replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest.
+
+    Raises:
+        WorldsizeError: it is missing, not JSON, or of a newer schema.
+    """
+    try:
+        manifest = json.loads(path.read_text())
+        version = int(manifest["schema_version"])
+    except OSError as error:
+        raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Name the folder of a run.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise WorldsizeError(f"{path} is not a run manifest: {error}.") from None
+    if version > SCHEMA_VERSION:
+        raise WorldsizeError(
+            f"{path} has schema version {version}; this worldsize reads up to {SCHEMA_VERSION}. Upgrade worldsize."
+        )
+    return dict(manifest)
+
+
+def begin_attempt(path: Path, *, hosts: list[str], world_size: int) -> None:
+    """Note that the run is being started."""
+    manifest = read_manifest(path)
+    attempt = {
+        "number": len(manifest["attempts"]) + 1,
+        "start": now(),
+        "end": None,
+        "exit_reason": "running",
+        "exit_code": None,
+        "hosts": hosts,
+        "world_size": world_size,
+        "pid": os.getpid(),
+    }
+    write_manifest(path, {**manifest, "attempts": [*manifest["attempts"], attempt]})
+
+
+def end_attempt(
+    path: Path, *, exit_reason: str, exit_code: int | None, results: Mapping[str, Any], end: str = ""
+) -> None:
+    """Note how the last attempt ended, and what came of it."""
+    manifest = read_manifest(path)
+    *earlier, last = manifest["attempts"]
+    ended = {**last, "end": end or now(), "exit_reason": exit_reason, "exit_code": exit_code}
+    write_manifest(path, {**manifest, "attempts": [*earlier, ended], "results": dict(results)})
+
+
+def look(run_dir: Path) -> dict[str, Any]:
+    """The manifest of a run; one that says "running" while no process holds the run's lock is amended to "killed"."""
+    path = run_dir / NAME
+    manifest = read_manifest(path)
+    if not manifest["attempts"] or manifest["attempts"][-1]["exit_reason"] != "running" or is_locked(run_dir):
+        return manifest
+    end_attempt(path, exit_reason="killed", exit_code=None, results=manifest["results"] or {}, end=_last_sign(run_dir))
+    return read_manifest(path)
+
+
+def _last_sign(run_dir: Path) -> str:
+    newest = max(file.stat().st_mtime for file in run_dir.rglob("*") if file.is_file())
+    return datetime.fromtimestamp(newest, UTC).isoformat(timespec="seconds")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

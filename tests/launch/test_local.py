@@ -1,0 +1,163 @@
+"""The local launcher with real processes, real failures and real signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+# a recipe whose first loss on one rank does what the test plants there
+RECIPE = """
+import os, signal, time
+import torch
+from torch.utils.data import TensorDataset
+from worldsize.core import Recipe
+
+class Planted(Recipe):
+    def __init__(self, action: str) -> None:
+        self.action = action
+    def model(self):
+        return torch.nn.Linear(2, 1)
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    def data(self, split):
+        return TensorDataset(torch.ones(12, 2))
+    def loss(self, model, batch):
+        if os.environ["RANK"] == "1":
+            exec(self.action)
+        return model(*batch).square().mean()
+    def evaluate(self, model, batch):
+        return {"loss": (model(*batch).double().sum(), torch.tensor(len(batch[0])))}
+"""
+CONF = """# @package _global_
+steps: 5
+batch_size: 12
+lr: 0.1
+recipe:
+  _target_: recipes.planted.recipe.Planted
+  action: pass
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    folder = tmp_path / "recipes" / "planted"
+    (folder / "conf" / "recipe").mkdir(parents=True)
+    (folder / "recipe.py").write_text(RECIPE)
+    (folder / "conf" / "recipe" / "planted.yaml").write_text(CONF)
+    return tmp_path
+
+
+def processes_of(folder: Path) -> set[int]:
+    """Live processes that work in ``folder``."""
+    return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _works_in(entry, folder)}
+
+
+def _works_in(process: Path, folder: Path) -> bool:
+    try:
+        alive = " Z " not in (process / "stat").read_text()
+        return alive and (process / "cwd").resolve() == folder.resolve()
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], Any], seconds: float) -> Any:
+    """Wait for a condition by polling, and give what it gave."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def running(planted: Path, environment_without_wandb: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A run of 3 processes of which rank 1 hangs in its first step."""
+    action = "open('hanging', 'w').close(); time.sleep(3600)"
+    command = [sys.executable, str(REPOSITORY / "train.py"), "recipe=planted", "logger=none", "cluster.processes=3"]
+    process = subprocess.Popen(
+        [*command, f'recipe.action="{action}"'],
+        cwd=planted,
+        env=environment_without_wandb,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    until((planted / "hanging").exists, 60)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_traceback_of_the_rank_that_failed_comes_first(planted: Path, train: Any) -> None:
+    run = train("recipe=planted", "cluster.processes=3", 'recipe.action="raise ValueError(42)"')
+    assert run.code == 1
+    assert run.error.startswith("worker 1 failed:\nTraceback")
+    assert "ValueError: 42" in run.error
+    assert "gloo" not in run.error.lower()
+    assert run.json("run_manifest.json")["attempts"][-1]["exit_reason"] == "failed"
+    assert run.json("result.json")["exit_reason"] == "failed"
+    assert "ValueError: 42" in (run.folder / "logs" / "worker_00001.log").read_text()
+    assert processes_of(planted) == set()
+
+
+@pytest.mark.parametrize(
+    ("action", "cause"), [("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"), ("os._exit(7)", "code 7")]
+)
+def test_a_process_that_dies_without_a_word_is_named_with_its_signal_or_code(
+    planted: Path, train: Any, action: str, cause: str
+) -> None:
+    run = train("recipe=planted", "cluster.processes=3", f'recipe.action="{action}"')
+    assert run.code == 1
+    assert run.error.startswith("worker 1 failed:")
+    assert cause in run.error.splitlines()[1]
+
+
+def test_every_process_has_a_log_and_the_terminal_names_the_worker(planted: Path, train: Any) -> None:
+    run = train("recipe=planted", "cluster.processes=2", "recipe.action=\"print('hello from', os.environ['RANK'])\"")
+    assert run.code == 0, run.error
+    assert "[worker 1] hello from 1" in run.output
+    assert "hello from 1" in (run.folder / "logs" / "worker_00001.log").read_text()
+    assert (run.folder / "logs" / "worker_00000.log").read_text() == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_stops_all_within_two_seconds_and_leaves_no_orphan(
+    running: subprocess.Popen[str], planted: Path, number: signal.Signals, code: int
+) -> None:
+    os.killpg(running.pid, number) if number == signal.SIGINT else running.send_signal(number)
+    started = time.monotonic()
+    assert running.wait(timeout=20) == code
+    assert time.monotonic() - started < 2
+    assert processes_of(planted) == set()
+    (manifest,) = planted.rglob("run_manifest.json")
+    assert '"exit_reason": "interrupted"' in manifest.read_text()
+
+
+def test_a_killed_launcher_leaves_no_orphan_and_a_manifest_that_says_so_on_the_next_look(
+    running: subprocess.Popen[str], planted: Path
+) -> None:
+    (manifest,) = planted.rglob("run_manifest.json")
+    assert "running" in status(planted)
+    running.kill()
+    running.wait()
+    until(lambda: processes_of(planted) == set(), 2)
+    assert "killed" in status(planted)
+    assert '"exit_reason": "killed"' in manifest.read_text()
+
+
+def status(folder: Path) -> str:
+    command = [sys.executable, "-c", "from worldsize.app import main; main()", "status", "runs"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return re.sub(r"\s+", " ", done.stdout)
