@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, final
@@ -37,7 +38,7 @@ class WandbListener:
             id=run_id,
             name=run_id,
             group=group,
-            config=dict(config),
+            config={**config, "manifest": _facts(manifest)},
             dir=folder,
             mode=_mode(mode),
             resume="allow",
@@ -46,7 +47,6 @@ class WandbListener:
                 silent=True, console="off", disable_git=True, disable_code=True, disable_job_creation=True
             ),
         )
-        self._run.save(str(manifest), base_path=str(folder), policy="end")
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -67,7 +67,13 @@ def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
     chosen = wandb.setup().settings.mode  # what WANDB_MODE or wandb's own settings say
     if chosen in ("offline", "disabled"):
         return chosen
-    return "online" if wandb.api.api_key else "offline"
+    return "online" if wandb.login(prompt=False) else "offline"
+
+
+def _facts(manifest: Path) -> dict[str, Any]:
+    """What the manifest says beyond the configuration."""
+    facts: dict[str, Any] = json.loads(manifest.read_text())
+    return {key: value for key, value in facts.items() if key not in ("config", "attempts", "results")}
 
 
 def _step_metrics(event: StepDone) -> dict[str, float]:

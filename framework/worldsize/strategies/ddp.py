@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
+import torch._dynamo  # noqa: F401 - DDP's constructor imports it, 1.7 s; here it is imported once, before the fork
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import Cluster, Numerics, Recipe, Replica, Role, Strategy, World

@@ -1,0 +1,84 @@
+"""Handwritten digits: 1,797 images of 8 × 8 pixels, ten classes (UCI, as shipped in scikit-learn)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import TensorDataset
+
+from worldsize.core import Recipe
+
+_TEST = 360  # images held out, one in five
+
+
+@final
+@dataclass(frozen=True)
+class Digits(Recipe):
+    """A convolutional network of ``width`` and ``2 × width`` channels with dropout before its classifier."""
+
+    width: int
+    dropout: float
+    make_optimizer: Callable[..., Optimizer]
+    make_schedule: Callable[[Optimizer], LRScheduler] | None = None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, self.width, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(self.width, 2 * self.width, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(self.dropout),
+            nn.Linear(2 * self.width * 16, 10),
+        )
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return self.make_optimizer(model.parameters())
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        return self.make_schedule(optimizer) if self.make_schedule else None
+
+    def data(self, split: str) -> TensorDataset:
+        """Images float32 [n, 1, 8, 8] in 0..1 and labels int64 [n]; split by a fixed permutation."""
+        images, labels = read_digits(data_file())
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        rows = order[:_TEST] if split == "test" else order[_TEST:]
+        return TensorDataset(images[rows], labels[rows])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        images, labels = batch
+        logits = model(images).float()
+        count = torch.tensor(len(labels))
+        loss = nn.functional.cross_entropy(logits, labels, reduction="none").double().sum()
+        return {"accuracy": ((logits.argmax(1) == labels).sum(), count), "loss": (loss, count)}
+
+    def files(self) -> Mapping[str, Path]:
+        return {"digits.csv.gz": data_file()}
+
+
+def data_file() -> Path:
+    """The file inside scikit-learn, found without importing it: the import takes longer than the training."""
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise ImportError("the digits recipe reads the data file of scikit-learn, which is not installed.")
+    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+
+
+def read_digits(path: Path) -> tuple[Tensor, Tensor]:
+    """Images float32 [1797, 1, 8, 8] in 0..1 and labels int64 [1797]."""
+    rows = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.float32))
+    return rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64].long()
