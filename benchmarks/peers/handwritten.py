@@ -27,7 +27,7 @@ def main() -> None:
         for inputs, labels in loader:
             loss = nn.functional.cross_entropy(module(inputs), labels)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             number += 1
             report.step(number, loss.item() if number % LOG_EVERY == 0 else None)

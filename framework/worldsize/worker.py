@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from worldsize.core import Evaluated, Event, Listener, Replica, RunEnded, RunFai
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import fit
-from worldsize.observe.background import InBackground
+from worldsize.observe.aside import Aside
 from worldsize.observe.jsonl import JsonLines, metrics_digest
 from worldsize.observe.timing import Timing
 from worldsize.reproducibility.digest import state_digest
@@ -69,35 +69,35 @@ def _leave_error(path: Path, error: BaseException) -> None:
 
 def _play(settings: Settings, run: RunDirectory, placement: Placement) -> None:
     settings.determinism.apply()
+    listeners = _listeners(settings, run, *role_of(placement.rank, settings.roles))
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.seed, "init"), world.device)
         if world.role == "worker":
-            _train(settings, run, world)
+            _train(settings, run, world, listeners)
         else:
             settings.strategy.serve(settings.recipe, world)
 
 
-def _train(settings: Settings, run: RunDirectory, world: World) -> None:
-    replica = settings.strategy.replica(settings.recipe, world)
+def _train(settings: Settings, run: RunDirectory, world: World, listeners: Sequence[Listener]) -> None:
     history = _History()
-    listeners: list[Listener] = [history, *_listeners(settings, run, world)]
 
     def emit(event: Event) -> None:
+        history(event)
         for listener in listeners:
             listener(event)
 
     emit(RunStarted(run.id, settings.pace.steps))
     try:
+        replica = settings.strategy.replica(settings.recipe, world)
         _fit(settings, replica, world, emit)
         summary = _result(settings, replica, run, history)
         if world.rank == 0:
             run.result.write_text(json.dumps(summary, indent=2) + "\n")
         emit(RunEnded(settings.pace.steps, "completed", summary))
+        replica.close()
     except BaseException as error:
         emit(RunFailed(f"{type(error).__name__}: {error}"))
         raise
-    finally:
-        replica.close()
 
 
 def _fit(settings: Settings, replica: Replica, world: World, emit: Listener) -> None:
@@ -115,14 +115,15 @@ def _fit(settings: Settings, replica: Replica, world: World, emit: Listener) -> 
     )
 
 
-def _listeners(settings: Settings, run: RunDirectory, world: World) -> list[Listener]:
-    """Every rank writes its own timing; only rank 0 logs what is global."""
-    own: list[Listener] = [Timing(run.timing(world.rank), rank=world.rank)]
-    if world.rank != 0:
+def _listeners(settings: Settings, run: RunDirectory, role: str, rank: int) -> list[Listener]:
+    """Every worker writes its own timing; only rank 0 logs what is global."""
+    if role != "worker":
+        return []
+    own: list[Listener] = [Timing(run.timing(rank), rank=rank)]
+    if rank != 0:
         return own
-    logger = settings.logger
     facts = {"run_id": run.id, "folder": run.path, "config": settings.config, "manifest": run.manifest}
-    remote = [InBackground(partial(logger, **facts, group=settings.group))] if logger else []
+    remote = [Aside(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
     return [*own, JsonLines(run.metrics), *remote]
 
 

@@ -8,7 +8,7 @@ is the correctly rounded sum in any order (Shewchuk 1997, doi:10.1007/PL00009321
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,20 @@ from worldsize.core import World
 Sums = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def share(table: Tensor, world: World) -> Tensor:
-    """Fill a float64 table whose entries each have one writer and are zero elsewhere; returned on the CPU."""
+def share(table: Tensor, world: World) -> Callable[[], Tensor]:
+    """Begin to fill a float64 table whose entries each have one writer and are zero elsewhere.
+
+    The result waits for the other ranks and is the whole table, on the CPU.
+    """
     if world.group is None:
+        return table.cpu
+    work = dist.all_reduce(table := table.to(world.device), group=world.group, async_op=True)
+
+    def whole() -> Tensor:
+        work.wait()
         return table.cpu()
-    table = table.to(world.device)
-    dist.all_reduce(table, group=world.group)
-    return table.cpu()
+
+    return whole
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
@@ -35,7 +42,7 @@ def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: Worl
     for index, batch in sums.items():
         for column, name in enumerate(names):
             table_bmp[index, column] = torch.stack([value.double().cpu() for value in batch[name]])
-    totals_mp = [[math.fsum(pair) for pair in metric] for metric in share(table_bmp, world).permute(1, 2, 0).tolist()]
+    totals_mp = [[math.fsum(pair) for pair in metric] for metric in share(table_bmp, world)().permute(1, 2, 0).tolist()]
     return {name: total / count for name, (total, count) in zip(names, totals_mp, strict=True)}
 
 

@@ -32,9 +32,10 @@ class _Folders(SearchPathPlugin):
 
 
 def normalised(arguments: Sequence[str]) -> list[str]:
-    """``+group=option`` said as ``group=option``: both mean the same here."""
+    """``+group=option`` said as ``group=option``, and overrides after the flags, where argparse wants them."""
     prefixes = tuple(f"+{group}=" for group in GROUPS)
-    return [argument[1:] if argument.startswith(prefixes) else argument for argument in arguments]
+    words = [word[1:] if word.startswith(prefixes) else word for word in arguments]
+    return sorted(words, key=lambda word: "=" in word and not word.startswith("--"))
 
 
 def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:

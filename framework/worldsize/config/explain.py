@@ -19,7 +19,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """The ConfigError that says what ``error`` means; ``overrides`` are what the user typed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return ConfigError(_unknown_option(error))
-    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", str(error))
+    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in ", f"{error}\n{error.__cause__}")
     if unknown:
         return ConfigError(_unknown_key(unknown[1] or unknown[2], overrides))
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import hydra.utils
+from hydra.errors import InstantiationException
 
 from worldsize.errors import ConfigError, neighbours
 
@@ -38,7 +39,10 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     """
     for path, target in _targets(node, key):
         check_arguments(resolve(target["_target_"], allowed, path), target, path)
-    built = hydra.utils.instantiate(node, _convert_="all")
+    try:
+        built = hydra.utils.instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        raise error.__cause__ or error from None  # what the target itself raised
     if not isinstance(built, kind):
         raise ConfigError(f"{key}: {node.get('_target_')} makes a {type(built).__name__}, not a {kind.__name__}.")
     return built

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,19 +61,28 @@ def fit(
     """
     window = _Window(world, order)
     source = iter(batches)
+    closed: list[Callable[[], StepDone]] = []
+
+    def tell() -> None:
+        while closed:
+            done = closed.pop()()
+            emit(done)
+            if stop_on_nonfinite and not math.isfinite(done.loss):
+                raise NonfiniteLossError(_explain(done))
+
     for step in range(first + 1, pace.steps + 1):
         window.fetching()
         micro_batches = next(source)
         window.stepping()
         window.add(replica.step(micro_batches))
+        tell()  # of the step before, whose figures have crossed the network during this one
         if pace.logs(step, first=first):
-            done = window.close(step)
-            emit(done)
-            if stop_on_nonfinite and not math.isfinite(done.loss):
-                raise NonfiniteLossError(_explain(done))
+            closed.append(window.close(step))
         if pace.evaluates(step):
+            tell()
             emit(Evaluated(step, evaluate()))
             window.restart()
+    tell()
 
 
 def _explain(done: StepDone) -> str:
@@ -106,36 +116,47 @@ class _Window:
         """Forget the time spent outside of training."""
         self.opened = time.perf_counter()
 
-    def close(self, step: int) -> StepDone:
-        """Agree with the other ranks on the window's losses, in one all-reduce, and open the next window."""
-        count, last = len(self.results), self.results[-1]
-        losses_sl, step_seconds = self._shared(count)
+    def close(self, step: int) -> Callable[[], StepDone]:
+        """Begin to agree with the other ranks on the window's figures, in one all-reduce, and open the next."""
         elapsed = time.perf_counter() - self.opened
-        done = StepDone(
-            step=step,
-            samples=step * self.order.batch_size,
-            loss=_logged_loss(losses_sl),
-            lr=last.lr,
-            grad_norm=None if last.grad_norm is None else float(last.grad_norm),
-            skipped=sum(result.skipped for result in self.results),
-            data_seconds=self.waited / count,
-            step_seconds=step_seconds,
-            samples_per_second=count * self.order.batch_size / elapsed,
-        )
+        table = share(self._table((elapsed - self.waited) / len(self.results)), self.world)
+        finish = partial(_step_done, step, self, self.results, table, waited=self.waited, elapsed=elapsed)
         self.results, self.waited = [], 0.0
         self.restart()
-        return done
+        return finish
 
-    def _shared(self, count: int) -> tuple[Tensor, tuple[float, ...]]:
-        """Losses of every step and logical rank, float64 [steps, logical ranks]; mean step time of each rank."""
-        losses = torch.stack([loss for result in self.results for loss in result.losses]).double().cpu()
-        busy = time.perf_counter() - self.opened - self.waited  # after .cpu(): the device has caught up
-        table_sl = torch.zeros(count, self.order.logical_ranks, dtype=torch.float64)
-        table_sl[:, list(self.order.mine)] = losses.view(count, -1)
-        times_p = torch.zeros(self.world.size, dtype=torch.float64)
-        times_p[self.world.rank] = busy / count
-        shared = share(torch.cat([table_sl.flatten(), times_p]), self.world)
-        return shared[: table_sl.numel()].view_as(table_sl), tuple(shared[table_sl.numel() :].tolist())
+    def _table(self, step_seconds: float) -> Tensor:
+        """This rank's part of float64 [steps + 1, columns]: losses by logical rank; last, step times by rank."""
+        losses = torch.stack([loss for result in self.results for loss in result.losses]).double()
+        ranks, size, steps = self.order.logical_ranks, self.world.size, len(self.results)
+        table = losses.new_zeros(steps + 1, ranks)
+        table[:-1, self.order.mine[0] : ranks : size] = losses.view(steps, -1)
+        table[-1, self.world.rank] = step_seconds
+        return table
+
+
+def _step_done(
+    step: int,
+    window: _Window,
+    results: Sequence[StepResult],
+    table: Callable[[], Tensor],
+    *,
+    waited: float,
+    elapsed: float,
+) -> StepDone:
+    figures, last = table(), results[-1]
+    batch_size = window.order.batch_size
+    return StepDone(
+        step=step,
+        samples=step * batch_size,
+        loss=_logged_loss(figures[:-1]),
+        lr=last.lr,
+        grad_norm=None if last.grad_norm is None else float(last.grad_norm),
+        skipped=sum(result.skipped for result in results),
+        data_seconds=waited / len(results),
+        step_seconds=tuple(figures[-1, : window.world.size].tolist()),
+        samples_per_second=len(results) * batch_size / elapsed,
+    )
 
 
 def _logged_loss(losses_sl: Tensor) -> float:

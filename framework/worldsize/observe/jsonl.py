@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Evaluated, Event, StepDone
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone
 
 # what follows from the computation alone; the rest of a line is time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
@@ -28,6 +28,8 @@ class JsonLines:
                 self._write({"event": "step", **asdict(event)})
             case Evaluated():
                 self._write({"event": "evaluation", "step": event.step, "metrics": dict(event.metrics)})
+            case RunEnded() | RunFailed():
+                self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(strict(line)) + "\n")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import final
 
-from worldsize.core import Event, StepDone
+from worldsize.core import Event, RunEnded, RunFailed, StepDone
 
 
 @final
@@ -19,6 +19,9 @@ class Timing:
         self._rank = rank
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepDone):
-            seconds = {"step_seconds": event.step_seconds[self._rank], "data_seconds": event.data_seconds}
-            self._file.write(json.dumps({"step": event.step, **seconds}) + "\n")
+        match event:
+            case StepDone():
+                seconds = {"step_seconds": event.step_seconds[self._rank], "data_seconds": event.data_seconds}
+                self._file.write(json.dumps({"step": event.step, **seconds}) + "\n")
+            case RunEnded() | RunFailed():
+                self._file.close()

@@ -1,0 +1,107 @@
+"""A small decoder-only transformer over bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from worldsize.core import ConfigError
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``width`` must divide by ``heads``, and their quotient by 2 (rotary pairs)."""
+
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    context: int = 128
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ConfigError(
+                f"width={self.width} does not divide into heads={self.heads} of even size. "
+                f"Choose a width that is a multiple of {2 * self.heads}, or fewer heads."
+            )
+
+
+class GPT(nn.Module):
+    """Bytes int64 [batch, time] → logits [batch, time, 256]; output weights tied to the embedding."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.depth))
+        self.norm = nn.RMSNorm(sizes.width)
+        cosine, sine = rotations(sizes.context, sizes.width // sizes.heads)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
+        self.apply(_initialise)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        hidden_btw = self.embedding(tokens_bt)
+        time = tokens_bt.shape[1]
+        rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
+        for block in self.blocks:
+            hidden_btw = block(hidden_btw, rotation)
+        return F.linear(self.norm(hidden_btw), self.embedding.weight)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a four times wider GELU layer, each added to the residual stream."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads, self.dropout = sizes.heads, sizes.dropout
+        self.attention_norm = nn.RMSNorm(sizes.width)
+        self.query_key_value = nn.Linear(sizes.width, 3 * sizes.width, bias=False)
+        self.attention_out = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.mlp_norm = nn.RMSNorm(sizes.width)
+        self.mlp_in = nn.Linear(sizes.width, 4 * sizes.width, bias=False)
+        self.mlp_out = nn.Linear(4 * sizes.width, sizes.width, bias=False)
+
+    def forward(self, hidden_btw: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        hidden_btw = hidden_btw + self._drop(self._attend(self.attention_norm(hidden_btw), rotation))
+        return hidden_btw + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
+
+    def _attend(self, hidden_btw: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        batch, time, width = hidden_btw.shape
+        projected = self.query_key_value(hidden_btw).view(batch, time, 3, self.heads, width // self.heads)
+        query_bhtd, key_bhtd, value_bhtd = projected.permute(2, 0, 3, 1, 4)
+        mixed_bhtd = F.scaled_dot_product_attention(
+            rotate(query_bhtd, rotation), rotate(key_bhtd, rotation), value_bhtd, is_causal=True
+        )
+        attended_btw: Tensor = self.attention_out(mixed_bhtd.transpose(1, 2).reshape(batch, time, width))
+        return attended_btw
+
+    def _drop(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden, self.dropout, self.training)
+
+
+def rotations(context: int, size: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, float32 [context, size / 2], of rotary position embedding (arXiv 2104.09864, eq. 34)."""
+    frequency = 10_000.0 ** (-torch.arange(0, size, 2) / size)
+    angle_tf = torch.outer(torch.arange(context), frequency)
+    return angle_tf.cos(), angle_tf.sin()
+
+
+def rotate(x_bhtd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + d/2) of the last axis by its position's angle; in float32, whatever ``x`` is in."""
+    cosine_tf, sine_tf = rotation
+    first, second = x_bhtd.chunk(2, dim=-1)
+    turned = torch.cat((first * cosine_tf - second * sine_tf, second * cosine_tf + first * sine_tf), dim=-1)
+    return turned.to(x_bhtd.dtype)
+
+
+def _initialise(module: nn.Module) -> None:
+    """Linear layers keep their input's variance: the usual 0.02 leaves the attention of a narrow model uniform."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)

@@ -1,0 +1,70 @@
+"""A byte-level GPT learns the Python standard library's own source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from recipes.stdlib_lm.corpus import IGNORED, Windows, read, sources
+from recipes.stdlib_lm.gpt import GPT, Sizes
+from worldsize.core import Recipe
+
+
+@final
+@dataclass(frozen=True)
+class StdlibLM(Recipe):
+    """``test_bytes`` bounds the evaluation (None: the whole test split, about 2 MB)."""
+
+    width: int
+    depth: int
+    heads: int
+    context: int
+    dropout: float
+    test_bytes: int | None
+    make_optimizer: Callable[..., Optimizer]
+    make_schedule: Callable[[Optimizer], LRScheduler] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.sizes  # sizes that do not fit are an error here, before any process starts
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.width, self.depth, self.heads, self.context, self.dropout)
+
+    def model(self) -> nn.Module:
+        return GPT(self.sizes)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return self.make_optimizer(model.parameters())
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        return self.make_schedule(optimizer) if self.make_schedule else None
+
+    def data(self, split: str) -> Windows:
+        if split == "test":
+            return Windows(read("test", self.test_bytes), self.context)
+        text = read("train")
+        # whole windows only: the mean over a micro-batch then gives every byte the same weight
+        return Windows(text[: len(text) // self.context * self.context], self.context)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs_bt, targets_bt = batch
+        return F.cross_entropy(model(inputs_bt).flatten(0, 1), targets_bt.flatten(), ignore_index=IGNORED)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Bits per byte: the cross entropy in base 2, over every predicted byte."""
+        inputs_bt, targets_bt = batch
+        logits = model(inputs_bt).float().flatten(0, 1)
+        nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
+        return {"bits_per_byte": (nats / math.log(2), (targets_bt != IGNORED).sum())}
+
+    def files(self) -> Mapping[str, Path]:
+        return sources()

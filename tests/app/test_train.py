@@ -1,0 +1,219 @@
+"""train.py as a user runs it: results, folders, records and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUICK = ("recipe=digits", "steps=3", "recipe.width=4")
+
+
+def test_the_same_evaluation_at_every_world_size_for_an_uneven_data_set(train: Any) -> None:
+    """With lr=0 all world sizes hold the initial weights; 360 test images in batches of 7 are uneven for all."""
+    options = (*QUICK, "lr=0", "evaluate_batch_size=7", "cluster.threads=1")
+    runs = [train(*options, f"cluster.processes={size}") for size in (1, 2, 3, 4)]
+    first, *others = [run.json("result.json")["metrics"] for run in runs]
+    assert others == [first] * 3
+
+
+def test_logged_losses_are_global_means(train: Any) -> None:
+    losses = [
+        [line["loss"] for line in train(*QUICK, "lr=0", "recipe.dropout=0", f"cluster.processes={size}").steps()]
+        for size in (1, 3)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_run_leaves_its_record(train: Any) -> None:
+    run = train(*QUICK, "cluster.processes=2", "seed=7")
+    assert run.code == 0, run.error
+    manifest, result = run.json("run_manifest.json"), run.json("result.json")
+    assert manifest["attempts"][0]["exit_reason"] == "completed"
+    assert manifest["results"]["state_digest"] == result["state_digest"]
+    assert manifest["determinism"]["seed"] == 7
+    assert [rank["role"] for rank in manifest["cluster"]["ranks"]] == ["worker", "worker"]
+    assert len(manifest["data"]["files"]["digits.csv.gz"]["sha256"]) == 64
+    assert manifest["environment"]["packages"]["torch"]
+    assert manifest["overrides"][-1] == "seed=7"
+    assert (run.folder / "environment" / "uv.lock").exists()
+    timings = [(run.folder / "timing" / f"worker_0000{rank}.jsonl").read_text() for rank in (0, 1)]
+    assert all(json.loads(text.splitlines()[0])["step_seconds"] > 0 for text in timings)
+    assert "accuracy" in run.output
+    assert run.folder.name in run.output.replace("\n", "")
+
+
+def test_equal_seeds_give_equal_bits_and_others_do_not(train: Any) -> None:
+    options = (*QUICK, "cluster.processes=2", "reproducibility=deterministic")
+    first, second, other = (train(*options, f"seed={seed}").json("result.json") for seed in (1, 1, 2))
+    assert first["state_digest"] == second["state_digest"] != other["state_digest"]
+    assert first["metrics_digest"] == second["metrics_digest"] != other["metrics_digest"]
+
+
+def test_groups_may_be_said_with_or_without_a_plus(train: Any) -> None:
+    for sign in ("+", ""):
+        run = train(*QUICK, f"{sign}cluster=laptop", f"{sign}strategy=single", "cluster.processes=1", "launch=show")
+        assert run.code == 0, run.error
+
+
+def test_epochs_decide_the_steps(train: Any) -> None:
+    run = train(*QUICK, "epochs=2", "batch_size=480", "cluster.processes=1")
+    assert run.json("result.json")["steps"] == 6  # 2 × 1,437 images / 480, rounded up
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_trains_with_clipping_and_accumulation(train: Any, precision: str) -> None:
+    options = ("steps=30", f"precision={precision}", "clip_norm=1.0", "logical_ranks=4", "recipe.width=4")
+    run = train("recipe=digits", *options)
+    assert run.code == 0, run.error
+    losses = [line["loss"] for line in run.steps()]
+    assert losses[-1] < losses[0]
+    assert run.steps()[-1]["grad_norm"] > 0
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(train: Any) -> None:
+    run = train(*QUICK, "optimizer=sgd", "schedule=constant", "lr=1e30", "steps=20", "cluster.processes=2")
+    assert run.code == 1
+    assert "Lower lr" in run.error
+    assert run.json("run_manifest.json")["attempts"][0]["exit_reason"] == "failed"
+
+
+def test_steps_that_are_not_finite_can_be_left_out(train: Any) -> None:
+    options = ("optimizer=sgd", "schedule=constant", "lr=1e30", "steps=20", "cluster.processes=2")
+    run = train(*QUICK, *options, "nonfinite=skip")
+    assert run.code == 0, run.error
+    assert sum(line["skipped"] for line in run.steps()) > 0
+
+
+def test_a_sweep_makes_a_folder_for_each_run(train: Any, tmp_path: Path) -> None:
+    run = train(*QUICK, "--multirun", "seed=1,2,3")
+    assert run.code == 0, run.error
+    manifests = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "digits").rglob("run_manifest.json")]
+    assert sorted(manifest["determinism"]["seed"] for manifest in manifests) == [1, 2, 3]
+    groups = {manifest["config"]["run"]["group"] for manifest in manifests}
+    assert len(groups) == 1
+    assert groups != {None}
+
+
+def test_launches_in_the_same_second_get_folders_of_their_own(train: Any) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: train(*QUICK, "cluster.processes=1"), range(3)))
+    last = train(*QUICK, "cluster.processes=1")
+    assert len(list(last.folder.parent.iterdir())) == 4
+
+
+def test_show_starts_nothing_and_write_leaves_a_folder_that_a_worker_can_run(train: Any, tmp_path: Path) -> None:
+    shown = train(*QUICK, "cluster.processes=2", "launch=show")
+    assert "[worker 1] RANK=1 python -m worldsize.worker" in shown.output
+    assert not (tmp_path / "runs").exists()
+    written = train(*QUICK, "cluster.processes=1", "launch=write")
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    subprocess.run([sys.executable, "-m", "worldsize.worker", str(written.folder)], env=environment, check=True)
+    assert written.json("result.json")["exit_reason"] == "completed"
+
+
+REFUSALS = {
+    "unknown option": (["strategy=dpd"], "no strategy 'dpd'; did you mean 'ddp'? Known: ddp, single."),
+    "unknown option with a plus": (["+recipe=digit"], "no recipe 'digit'; did you mean 'digits'?"),
+    "unknown key": (["steqs=3"], "no key 'steqs'; did you mean 'steps'?"),
+    "unknown nested key": (["cluster.procesess=3"], "no key 'cluster.procesess'; did you mean 'processes'?"),
+    "unknown key of a strategy": (["strategy.bucket=3"], "no key 'strategy.bucket'; did you mean 'bucket_mb'?"),
+    "unknown added key": (["+strategy.bucket=3"], "no key 'strategy.bucket'; did you mean 'bucket_mb'?"),
+    "unknown added top-level key": (["+stepz=3"], "no key 'stepz'; did you mean 'steps'?"),
+    "wrong type": (["steps=many"], "steps: value 'many' of type 'str' could not be converted to Integer."),
+    "wrong type in a strategy": (
+        ["strategy.bucket_mb=big"],
+        "strategy.bucket_mb='big' is of the wrong type: it takes float.",
+    ),
+    "no processes": (["cluster.processes=0"], "cluster.processes=0: a run needs at least 1 process."),
+    "batch smaller than ranks": (["batch_size=2", "cluster.processes=3"], "batch_size=2 does not divide over 3"),
+    "logical ranks": (["logical_ranks=3"], "3 logical ranks do not divide over 2 workers."),
+    "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
+    "no steps": (["steps=0"], "steps=0 must be 1 or more."),
+    "unknown precision": (["precision=fp8"], "precision='fp8' is unknown. Known: fp32, bf16, fp16."),
+    "a node without GPUs": (["cluster=node"], "this machine has no GPU"),
+    "target that does not exist": (["strategy._target_=worldsize.strategies.ddp.DPD"], "did you mean 'DDP'?"),
+    "target outside": (["strategy._target_=os.system"], "'os.system' is outside the allow-list."),
+    "not an override": (["steps"], "steps"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_configuration_that_cannot_run_is_refused_before_anything_is_made(
+    train: Any, tmp_path: Path, name: str
+) -> None:
+    arguments, message = REFUSALS[name]
+    run = train(*arguments)
+    assert run.code == 2
+    assert message in run.error
+    assert "Traceback" not in run.error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_whose_import_fails_shows_its_own_traceback(train: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "recipes" / "broken"
+    (folder / "conf" / "recipe").mkdir(parents=True)
+    (folder / "recipe.py").write_text("import torch\n\nraise RuntimeError('the third line')\n")
+    yaml = "# @package _global_\nsteps: 1\nbatch_size: 4\nlr: 0.1\nrecipe: {_target_: recipes.broken.recipe.R}\n"
+    (folder / "conf" / "recipe" / "broken.yaml").write_text(yaml)
+    run = train("recipe=broken")
+    assert run.code == 1
+    assert "RuntimeError: the third line" in run.error
+    assert 'recipe.py", line 3' in run.error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB at runs/."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_refused_and_leaves_nothing(train: Any, tmpfs: Path) -> None:
+    (tmpfs / "ballast").write_bytes(bytes(48 * 1024))
+    run = train(*QUICK)
+    assert run.code == 2
+    assert "cannot be written: No space left on device" in run.error
+    assert [path.name for path in tmpfs.iterdir()] == ["ballast"]
+
+
+def test_a_read_only_folder_is_refused_and_leaves_nothing(train: Any, tmpfs: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(tmpfs)], check=True)
+    run = train(*QUICK)
+    assert run.code == 2
+    assert "cannot be written: Read-only file system" in run.error
+    assert list(tmpfs.iterdir()) == []
+
+
+def test_a_file_in_place_of_the_run_root_is_refused(train: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    run = train(*QUICK)
+    assert run.code == 2
+    assert "cannot be written" in run.error
+
+
+def test_a_run_name_is_taken_once(train: Any) -> None:
+    train(*QUICK, "run.name=mine", "cluster.processes=1")
+    again = train(*QUICK, "run.name=mine", "cluster.processes=1")
+    assert again.code == 2
+    assert "exists. Choose another run.name" in again.error
+
+
+def test_help_lists_groups_and_their_options(train: Any) -> None:
+    run = train("--help")
+    assert run.code == 0
+    assert "strategy: ddp, single" in run.output
+    assert "recipe: digits, stdlib_lm" in run.output

@@ -1,0 +1,140 @@
+"""Listeners and the views that follow their files."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from worldsize.core import Evaluated, Event, Listener, RunEnded, RunFailed, StepDone
+from worldsize.observe.aside import Aside
+from worldsize.observe.jsonl import JsonLines, metrics_digest
+from worldsize.observe.progress import Progress, Tail
+from worldsize.observe.timing import Timing
+
+ENDED = RunEnded(1, "completed")
+
+
+def step(number: int, loss: float = 0.1, seconds: float = 0.5) -> StepDone:
+    return StepDone(number, number * 8, loss, 0.01, None, 0, 0.0, (seconds, 2 * seconds), 100.0)
+
+
+def test_a_line_holds_every_digit(tmp_path: Path) -> None:
+    listener = JsonLines(tmp_path / "metrics.jsonl")
+    listener(step(1, loss=0.1 + 0.2))
+    listener(ENDED)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["loss"] == 0.1 + 0.2
+    assert line["step_seconds"] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_line_is_strict_json_whatever_the_loss(tmp_path: Path, loss: float) -> None:
+    listener = JsonLines(tmp_path / "metrics.jsonl")
+    listener(step(1, loss=loss))
+    listener(ENDED)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)["loss"] == str(loss)
+
+
+def test_the_digest_depends_on_the_computation_and_not_on_time(tmp_path: Path) -> None:
+    digests = []
+    for name, loss, seconds in (("a", 1.0, 0.5), ("b", 1.0, 0.7), ("c", 1.0000001, 0.5)):
+        listener = JsonLines(tmp_path / name)
+        listener(step(1, loss, seconds))
+        listener(Evaluated(1, {"accuracy": 0.5}))
+        listener(ENDED)
+        digests.append(metrics_digest(tmp_path / name))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_each_rank_writes_its_own_time(tmp_path: Path) -> None:
+    listener = Timing(tmp_path / "timing" / "one.jsonl", rank=1)
+    listener(step(1))
+    listener(ENDED)
+    assert json.loads((tmp_path / "timing" / "one.jsonl").read_text())["step_seconds"] == 1.0
+
+
+def test_a_tail_gives_complete_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_text("one\ntw")
+    assert tail.read() == ["one"]
+    with path.open("a") as file:
+        file.write("o\nthree\n")
+    assert tail.read() == ["two", "three"]
+    assert tail.read() == []
+
+
+def test_progress_without_a_terminal_shows_the_last_step_and_every_evaluation(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=100)
+    listener = JsonLines(tmp_path / "metrics.jsonl")
+    with Progress(tmp_path / "metrics.jsonl", 3, console):
+        for event in (step(1), step(2), step(3), Evaluated(3, {"accuracy": 0.25}), ENDED):
+            listener(event)
+    shown = out.getvalue()
+    assert "step 3/3  loss 0.1000  100 samples/s" in shown
+    assert "step 3  test: accuracy 0.2500" in shown
+
+
+class Recorder:
+    """Writes what it is told, and by which process."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a", buffering=1)
+
+    def __call__(self, event: Event) -> None:
+        self.file.write(f"{os.getpid()} {type(event).__name__}\n")
+
+
+def told(path: Path) -> list[str]:
+    return [line.split()[1] for line in path.read_text().splitlines()]
+
+
+def test_a_listener_aside_is_told_everything_in_order_by_another_process(tmp_path: Path) -> None:
+    aside = Aside(lambda: Recorder(tmp_path / "told"))
+    for event in (step(1), Evaluated(1, {}), RunEnded(1, "completed")):
+        aside(event)
+    assert told(tmp_path / "told") == ["StepDone", "Evaluated", "RunEnded"]
+    assert str(os.getpid()) not in (tmp_path / "told").read_text()
+
+
+def test_a_listener_aside_learns_that_its_run_died(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        aside = Aside(lambda: Recorder(tmp_path / "told"))
+        aside(step(1))
+        os._exit(9)  # without a word, as SIGKILL would
+    os.waitpid(child, 0)
+    while not (tmp_path / "told").exists() or len(told(tmp_path / "told")) < 2:
+        pass
+    assert told(tmp_path / "told") == ["StepDone", "RunFailed"]
+
+
+def test_a_listener_that_cannot_be_made_costs_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> Listener:
+        raise OSError("no network")
+
+    aside = Aside(fail)
+    for event in (step(1), step(2), RunFailed("x")):
+        aside(event)
+    assert "the logger failed and is off for the rest of the run: OSError: no network" in capfd.readouterr().err
+
+
+def test_a_listener_that_hangs_does_not_hold_up_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    def hang() -> Listener:
+        while True:
+            pass
+
+    Aside(hang, timeout=0.1)(RunEnded(1, "completed"))
+    assert "did not finish within 0.1 s" in capfd.readouterr().err

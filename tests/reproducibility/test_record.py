@@ -1,0 +1,255 @@
+"""Code, environment, data and manifest of a run, with real repositories and real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.code import Code, capture_code
+from worldsize.reproducibility.data import fingerprint
+from worldsize.reproducibility.digest import state_digest
+from worldsize.reproducibility.environment import capture_environment, relevant_variables, write_environment
+from worldsize.reproducibility.lock import RunLock, is_locked
+from worldsize.reproducibility.manifest import begin_attempt, end_attempt, look, read_manifest, write_manifest
+from worldsize.reproducibility.redact import is_secret, redacted, redacted_arguments, without_credentials
+from worldsize.reproducibility.seeds import seed_generators, stream
+
+Git = Callable[..., str]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> tuple[Path, Git]:
+    root = tmp_path / "repo"
+    root.mkdir()
+
+    def git(*arguments: str, cwd: Path = root) -> str:
+        options = ["-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
+        done = subprocess.run(["git", *options, *arguments], cwd=cwd, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    git("init")
+    for name in ("kept.py", "changed.py", "staged.py", "deleted.py"):
+        (root / name).write_text(f"{name}\n")
+    (root / ".gitignore").write_text("ignored/\n")
+    git("add", "-A")
+    git("commit", "-m", "first")
+    return root, git
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    files = (path for path in root.rglob("*") if path.is_file() and ".git" not in path.parts)
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+
+
+def test_the_patch_recreates_every_kind_of_change(repository: tuple[Path, Git], tmp_path: Path) -> None:
+    root, git = repository
+    (root / "changed.py").write_text("changed\n")
+    (root / "staged.py").write_text("staged\n")
+    git("add", "staged.py")
+    (root / "deleted.py").unlink()
+    (root / "weights.bin").write_bytes(bytes(range(256)))
+    (root / "sub dir").mkdir()
+    (root / "sub dir" / "né*w.py").write_text("untracked\n")
+    (root / "runs").mkdir()
+    (root / "runs" / "log").write_text("not code")
+    status = git("status", "--porcelain")
+
+    code = capture_code(root / "sub dir", exclude=root / "runs")
+    assert git("status", "--porcelain") == status, "the user's index was touched"
+    assert (code.commit, code.branch, code.dirty) == (git("rev-parse", "HEAD").strip(), "main", True)
+    assert code.describe()["patch_sha256"] == hashlib.sha256(code.patch).hexdigest()
+
+    git("clone", str(root), str(tmp_path / "clone"))
+    subprocess.run(["git", "apply", "-"], input=code.patch, cwd=tmp_path / "clone", check=True)
+    expected = {name: content for name, content in tree(root).items() if not name.startswith("runs/")}
+    assert tree(tmp_path / "clone") == expected
+
+
+def test_a_clean_checkout_has_no_patch(repository: tuple[Path, Git]) -> None:
+    root, git = repository
+    git("remote", "add", "origin", "https://user:s3cret@example.org/a/b.git")
+    code = capture_code(root, exclude=root / "runs")
+    assert (code.dirty, code.patch) == (False, b"")
+    assert code.remote == "https://example.org/a/b.git"
+
+
+def test_a_large_untracked_file_is_named_and_left_out(repository: tuple[Path, Git]) -> None:
+    root, _ = repository
+    (root / "big.bin").write_bytes(bytes(2 << 20))
+    code = capture_code(root, exclude=root / "runs")
+    assert (code.left_out, code.dirty, code.patch) == (("big.bin",), True, b"")
+
+
+def test_outside_git_and_before_the_first_commit_there_is_nothing_to_say(tmp_path: Path) -> None:
+    assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
+    subprocess.run(["git", "init"], cwd=tmp_path, capture_output=True, check=True)
+    assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "WANDB_API_KEY", "apiKey", "hub.token", "db-password", "AWS_SECRET", "auth"]
+)
+def test_names_of_secrets_are_known(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens", "tokenizer", "key", "keyboard", "seed", "author", "max_tokens", "metric_key"]
+)
+def test_other_names_are_left_alone(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_secrets_are_taken_out_of_configuration_and_command_line() -> None:
+    config = {"logger": {"api_key": "x", "url": "https://u:p@host/x"}, "list": [{"token": "y", "tokens": 3}]}
+    assert redacted(config) == {
+        "logger": {"api_key": "<redacted>", "url": "https://host/x"},
+        "list": [{"token": "<redacted>", "tokens": 3}],
+    }
+    assert redacted_arguments(["+a.token=z", "lr=1", "u=ssh://me@h/x"]) == [
+        "+a.token=<redacted>",
+        "lr=1",
+        "u=ssh://h/x",
+    ]
+    assert without_credentials("git@example.org:a/b") == "git@example.org:a/b"
+
+
+def test_only_variables_on_the_list_are_recorded() -> None:
+    environ = {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1", "HOME": "/x", "TORCH_AUTH_TOKEN": "s", "NCCL_KEY": "k"}
+    assert relevant_variables(environ) == {"NCCL_ALGO": "Ring", "NCCL_KEY": "k", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_environment_names_every_package(tmp_path: Path) -> None:
+    found = capture_environment()
+    assert (
+        found["packages"]["torch"] == torch.__version__.split("+")[0] or torch.__version__ in found["packages"]["torch"]
+    )
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    digest = write_environment(tmp_path / "environment", project=tmp_path)
+    pins = (tmp_path / "environment" / "requirements.txt").read_bytes()
+    assert digest == hashlib.sha256(pins).hexdigest()
+    assert b"hydra-core==" in pins
+
+
+def test_capturing_the_environment_leaves_cuda_alone() -> None:
+    source = (
+        "import torch; from worldsize.reproducibility.environment import *; capture_environment(); hardware();"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_a_fingerprint_is_the_files_own_sha256(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    found = fingerprint({"x/a": tmp_path / "a"})
+    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4, example "abc"
+    assert found["files"] == {"x/a": {"size": 3, "sha256": sha256}}
+    (tmp_path / "a").write_bytes(b"abd")
+    assert fingerprint({"x/a": tmp_path / "a"})["sha256"] != found["sha256"]
+
+
+def test_the_state_digest_sees_one_bit_a_name_and_a_shape() -> None:
+    state = {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.int64)}
+    changed = {
+        "bit": {**state, "w": torch.nextafter(state["w"], torch.tensor(10.0))},
+        "name": {"v": state["w"], "b": state["b"]},
+        "shape": {**state, "w": state["w"].view(3, 2)},
+        "dtype": {**state, "b": torch.tensor(1, dtype=torch.int32)},
+    }
+    digests = [state_digest(state), *map(state_digest, changed.values())]
+    assert len(set(digests)) == 5
+    assert state_digest(dict(reversed(state.items()))) == digests[0]
+    assert state_digest({"w": torch.ones(2, dtype=torch.bfloat16)})
+
+
+def test_streams_are_distinct_and_seeding_reaches_every_generator() -> None:
+    seeds = {
+        stream(s, p, *i) for s in (0, 1) for p in ("init", "step") for i in ((), (0,), (1,), (1, 0), (10,), (0, 1))
+    }
+    assert len(seeds) == 24
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+    def draw(seed: int) -> list[float]:
+        import random
+
+        import numpy
+
+        seed_generators(seed, torch.device("cpu"))
+        return [random.random(), float(numpy.random.rand()), torch.rand(()).item()]
+
+    first = stream(0, "step", 1, 0)
+    assert draw(first) == draw(first)
+    assert all(a != b for a, b in zip(draw(first), draw(stream(0, "step", 1, 1)), strict=True))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None})
+    return tmp_path
+
+
+def test_a_manifest_tells_its_attempts(run: Path) -> None:
+    path = run / "run_manifest.json"
+    begin_attempt(path, hosts=["h"], world_size=3)
+    assert read_manifest(path)["attempts"][0]["exit_reason"] == "running"
+    end_attempt(path, exit_reason="completed", exit_code=0, results={"x": 1})
+    manifest = read_manifest(path)
+    assert manifest["results"] == {"x": 1}
+    assert manifest["attempts"][0]["end"] >= manifest["attempts"][0]["start"]
+    assert list(json.loads(path.read_text())) == sorted(manifest)
+    assert [entry.name for entry in run.iterdir()] == ["run_manifest.json"]
+
+
+def test_a_manifest_that_cannot_be_understood_is_refused(run: Path) -> None:
+    path = run / "run_manifest.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(WorldsizeError, match="schema version 2; this worldsize reads up to 1. Upgrade worldsize"):
+        read_manifest(path)
+    path.write_text("{")
+    with pytest.raises(WorldsizeError, match="is not a run manifest"):
+        read_manifest(path)
+    with pytest.raises(WorldsizeError, match="cannot be read"):
+        read_manifest(run / "nothing")
+
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from worldsize.reproducibility.lock import RunLock
+from worldsize.reproducibility.manifest import begin_attempt
+run = Path(sys.argv[1])
+with RunLock(run):
+    begin_attempt(run / "run_manifest.json", hosts=["h"], world_size=1)
+    if os.fork() == 0:
+        sys.stdin.read()   # a worker that outlives its launcher
+        os._exit(0)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_is_locked_while_its_launcher_lives_and_killed_when_it_does_not(run: Path) -> None:
+    command: list[Any] = [sys.executable, "-c", HOLDER, run]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    assert is_locked(run)
+    assert look(run)["attempts"][0]["exit_reason"] == "running"
+    with pytest.raises(WorldsizeError, match="is being trained by another process"), RunLock(run):
+        pass
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert not is_locked(run)
+    assert look(run)["attempts"][0]["exit_reason"] == "killed"
+    holder.communicate("")  # ends the worker
