@@ -127,6 +127,10 @@ REFUSALS = {
     "unknown key of a strategy": (["strategy.bucket=3"], "no key 'strategy.bucket'; did you mean 'bucket_mb'?"),
     "unknown added key": (["+strategy.bucket=3"], "no key 'strategy.bucket'; did you mean 'bucket_mb'?"),
     "unknown added top-level key": (["+stepz=3"], "no key 'stepz'; did you mean 'steps'?"),
+    "unknown added key of the cluster": (
+        ["+cluster.device_type=3"],
+        "no key 'cluster.device_type'; did you mean 'device'?",
+    ),
     "wrong type": (["steps=many"], "steps: value 'many' of type 'str' could not be converted to Integer."),
     "wrong type in a strategy": (
         ["strategy.bucket_mb=big"],
@@ -137,7 +141,7 @@ REFUSALS = {
     "logical ranks": (["logical_ranks=3"], "3 logical ranks do not divide over 2 workers."),
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
     "no steps": (["steps=0"], "steps=0 must be 1 or more."),
-    "unknown precision": (["precision=fp8"], "precision='fp8' is unknown. Known: fp32, bf16, fp16."),
+    "unknown precision": (["precision=fp8"], "precision='fp8' is of the wrong type: it takes one of fp32, bf16, fp16."),
     "a node without GPUs": (["cluster=node"], "this machine has no GPU"),
     "target that does not exist": (["strategy._target_=worldsize.strategies.ddp.DPD"], "did you mean 'DDP'?"),
     "target outside": (["strategy._target_=os.system"], "'os.system' is outside the allow-list."),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -19,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from worldsize.config import schema
 from worldsize.config.explain import explain
 from worldsize.config.places import config_folders, main_conf
+from worldsize.errors import ConfigError, neighbours
 
 GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "logger", "recipe")
 
@@ -61,12 +63,24 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a value is missing, or an interpolation leads nowhere.
     """
+    _check_keys(cfg, "")
     try:
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise explain(error, []) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _check_keys(node: DictConfig, path: str) -> None:
+    """Refuse what ``+key=value`` added where the schema has no such key."""
+    kind = OmegaConf.get_type(node)
+    known = {field.name for field in fields(kind)} if is_dataclass(kind) else set(map(str, node))
+    for key in map(str, node):
+        if key not in known:
+            raise ConfigError(f"no key '{path}{key}'{neighbours(key, known)}")
+        if OmegaConf.is_dict(child := node._get_node(key)):
+            _check_keys(cast("DictConfig", child), f"{path}{key}.")
 
 
 def choices() -> dict[str, str]:

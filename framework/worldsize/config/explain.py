@@ -30,8 +30,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
 
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
-    known = [name for name in error.options or [] if name != "base"]
-    return f"no {group or 'configuration'} {option!r}{neighbours(option, known)}"
+    return f"no {group or 'configuration'} {option!r}{neighbours(option, error.options or [])}"
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:

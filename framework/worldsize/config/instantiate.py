@@ -151,4 +151,6 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _spelt(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
     return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")

@@ -70,7 +70,7 @@ class Schema:
     allow_targets: list[str] = field(default_factory=list)
     run: RunSchema = field(default_factory=RunSchema)
     numerics: NumericsSchema = field(default_factory=NumericsSchema)
-    cluster: Any = MISSING
+    cluster: ClusterSchema = field(default_factory=ClusterSchema)
     launcher: Any = MISSING
     strategy: Any = MISSING
     reproducibility: Any = MISSING
@@ -82,6 +82,4 @@ class Schema:
 
 def register() -> None:
     """Make the schema known to Hydra."""
-    store = ConfigStore.instance()
-    store.store("schema", node=Schema)
-    store.store("base", group="cluster", node=ClusterSchema)
+    ConfigStore.instance().store("schema", node=Schema)
