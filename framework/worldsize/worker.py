@@ -22,6 +22,7 @@ from worldsize.core import Evaluated, Event, Listener, Replica, RunEnded, RunFai
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import fit
+from worldsize.errors import WorldsizeError
 from worldsize.observe.aside import Aside
 from worldsize.observe.jsonl import JsonLines, metrics_digest
 from worldsize.observe.timing import Timing
@@ -29,25 +30,31 @@ from worldsize.reproducibility.digest import state_digest
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.run_directory import RunDirectory
 from worldsize.world.environments import Placement, from_torchrun
-from worldsize.world.world import open_world, role_of
+from worldsize.world.world import check_size, open_world, role_of
 
 
 def main() -> None:
     """Entry of a process that a launcher outside this machine started."""
-    sys.exit(run_process(RunDirectory(Path(sys.argv[1])), from_torchrun(os.environ)))
+    play(RunDirectory(Path(sys.argv[1])), from_torchrun(os.environ))
 
 
-def run_process(run: RunDirectory, placement: Placement) -> int:
-    """Play this process's role until the run ends; the exit code. An error is left beside the process's log."""
+def play(run: RunDirectory, placement: Placement) -> None:
+    """Play this process's role until the run ends. What ends it early is also left beside the process's log."""
     settings = None
     try:
         settings = read_settings(run)
+        check_size(placement, settings.roles)
         _play(settings, run, placement)
-        return 0
-    except BaseException as error:  # whatever ends this process is what its user must read
-        role, rank = role_of(placement.rank, settings.roles) if settings else ("worker", placement.rank)
-        _leave_error(run.error(role, rank), error)
-        return 1
+    except BaseException as error:
+        _leave_error(_error_file(run, placement, settings), error)
+        raise
+
+
+def _error_file(run: RunDirectory, placement: Placement, settings: Settings | None) -> Path:
+    try:
+        return run.error(*role_of(placement.rank, settings.roles if settings else {}))
+    except StopIteration:  # it is not known which role this process was to play
+        return run.error("process", placement.rank)
 
 
 def read_settings(run: RunDirectory) -> Settings:
@@ -58,11 +65,8 @@ def read_settings(run: RunDirectory) -> Settings:
 
 
 def _leave_error(path: Path, error: BaseException) -> None:
-    cause = {
-        "time_ns": time.time_ns(),
-        "cause": f"{type(error).__name__}: {error}",
-        "traceback": traceback.format_exc(),
-    }
+    text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
+    cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(cause))
 

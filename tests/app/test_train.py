@@ -142,6 +142,10 @@ REFUSALS = {
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
     "no steps": (["steps=0"], "steps=0 must be 1 or more."),
     "unknown precision": (["precision=fp8"], "precision='fp8' is of the wrong type: it takes one of fp32, bf16, fp16."),
+    "two nodes on one machine": (
+        ["cluster.nodes=2", "cluster.processes=2"],
+        "the local launcher starts processes on one node",
+    ),
     "a node without GPUs": (["cluster=node"], "this machine has no GPU"),
     "target that does not exist": (["strategy._target_=worldsize.strategies.ddp.DPD"], "did you mean 'DDP'?"),
     "target outside": (["strategy._target_=os.system"], "'os.system' is outside the allow-list."),

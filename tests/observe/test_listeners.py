@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from threading import Event as Flag
 
 import pytest
 from rich.console import Console
@@ -133,8 +134,8 @@ def test_a_listener_that_cannot_be_made_costs_a_warning(capfd: pytest.CaptureFix
 
 def test_a_listener_that_hangs_does_not_hold_up_the_end(capfd: pytest.CaptureFixture[str]) -> None:
     def hang() -> Listener:
-        while True:
-            pass
+        Flag().wait()
+        raise AssertionError
 
     Aside(hang, timeout=0.1)(RunEnded(1, "completed"))
     assert "did not finish within 0.1 s" in capfd.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -28,10 +30,15 @@ def train(arguments: Sequence[str]) -> int:
         compose_and_call(task, arguments)
     except WorldsizeError as error:
         return _refuse(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return max(codes, default=0)
 
 
 def _run(cfg: DictConfig, arguments: Sequence[str]) -> int:
+    # OpenMP reads this when torch is imported. Threads that spin while they wait make a small model ten times
+    # slower as soon as another program wants a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # imports torch, which takes seconds: a misspelt option is told before
     from worldsize.app.execute import execute
 

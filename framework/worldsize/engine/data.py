@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, World
 from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.world.parent import die_with_parent
 
 _CPU = torch.device("cpu")
 
@@ -126,9 +129,15 @@ def _drawn(dataset: Any, order: Order, first: int, device: torch.device, workers
         batch_sampler=requests,  # type: ignore[arg-type]  # a request stands for its list of indices
         collate_fn=_as_it_is,
         num_workers=workers,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
         pin_memory=device.type == "cuda",
     )
     return loader
+
+
+def _begin_worker(parent: int, _: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
 
 
 def _as_it_is(batch: Batch) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -17,13 +16,12 @@ from typing import final
 import torch
 
 from worldsize.config.shape import check_gpus
-from worldsize.core import Cluster, Job, Launcher, Plan
+from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
 from worldsize.launch.gang import Gang, Member
 from worldsize.run_directory import RunDirectory
 from worldsize.world.environments import Placement
+from worldsize.world.parent import die_with_parent
 from worldsize.world.world import role_of
-
-_PR_SET_PDEATHSIG = 1
 
 
 @final
@@ -40,6 +38,8 @@ class Local(Launcher):
     terminal_logs: bool = True
 
     def check(self, cluster: Cluster) -> None:
+        if cluster.nodes != 1:
+            raise ConfigError(f"the local launcher starts processes on one node; cluster.nodes={cluster.nodes}.")
         if cluster.device == "cuda":
             check_gpus(cluster.processes_per_node, torch.cuda.device_count())
 
@@ -85,22 +85,17 @@ def _loopback(cluster: Cluster) -> dict[str, str]:
 
 def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mapping[str, str], parent: int) -> None:
     """In the forked process."""
-    _die_with(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _write_to(log)
     os.environ.update(environment)
-    from worldsize.worker import run_process  # imported by the launcher before the fork
+    from worldsize.worker import play  # imported by the launcher before the fork
 
-    sys.exit(run_process(run, placement))
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens (prctl(2), Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    try:
+        play(run, placement)
+    except BaseException:  # the launcher shows the error that play has left
+        sys.exit(1)
 
 
 def _write_to(log: Path) -> None:

@@ -25,21 +25,25 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     Raises:
         ConfigError: the launcher started another number of processes than the plan has.
     """
+    check_size(placement, roles)
+    torch.set_num_threads(cluster.threads or threads_per_process(placement.local_world_size))
+    device = device_of(placement, cluster)
+    if placement.world_size > 1:
+        _join(placement, cluster, device)
+    yield _world(placement, device, roles)
+    # not after an error: it can wait for peers that will never come, and the error must get out
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_size(placement: Placement, roles: Mapping[str, Role]) -> None:
+    """Raise ConfigError unless the launcher started as many processes as the roles need."""
     planned = sum(role.processes for role in roles.values())
     if placement.world_size != planned:
         raise ConfigError(
             f"the plan has {planned} processes, but the launcher started {placement.world_size}. "
             f"Set cluster.processes={placement.world_size} or start {planned}."
         )
-    torch.set_num_threads(cluster.threads or threads_per_process(placement.local_world_size))
-    device = device_of(placement, cluster)
-    if planned > 1:
-        _join(placement, cluster, device)
-    try:
-        yield _world(placement, device, roles)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def threads_per_process(local_world_size: int) -> int:
