@@ -18,7 +18,18 @@ from omegaconf import OmegaConf
 
 from worldsize.config.places import make_importable
 from worldsize.config.settings import Settings, load_settings
-from worldsize.core import Evaluated, Event, Listener, Replica, RunEnded, RunFailed, RunStarted, StepDone, World
+from worldsize.core import (
+    Evaluated,
+    Event,
+    Listener,
+    Replica,
+    RunEnded,
+    RunFailed,
+    RunStarted,
+    StateDict,
+    StepDone,
+    World,
+)
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import fit
@@ -40,13 +51,16 @@ def main() -> None:
 
 def play(run: RunDirectory, placement: Placement) -> None:
     """Play this process's role until the run ends. What ends it early is also left beside the process's log."""
-    settings = None
+    settings, listeners = None, list[Listener]()
     try:
         settings = read_settings(run)
         check_size(placement, settings.roles)
-        _play(settings, run, placement)
+        listeners = _listeners(settings, run, *role_of(placement.rank, settings.roles))
+        _play(settings, run, placement, listeners)
     except BaseException as error:
         _leave_error(_error_file(run, placement, settings), error)
+        for listener in listeners:  # after the error is out: a logger may take its time
+            listener(RunFailed(f"{type(error).__name__}: {error}"))
         raise
 
 
@@ -71,9 +85,8 @@ def _leave_error(path: Path, error: BaseException) -> None:
     path.write_text(json.dumps(cause))
 
 
-def _play(settings: Settings, run: RunDirectory, placement: Placement) -> None:
+def _play(settings: Settings, run: RunDirectory, placement: Placement, listeners: Sequence[Listener]) -> None:
     settings.determinism.apply()
-    listeners = _listeners(settings, run, *role_of(placement.rank, settings.roles))
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.seed, "init"), world.device)
         if world.role == "worker":
@@ -91,17 +104,14 @@ def _train(settings: Settings, run: RunDirectory, world: World, listeners: Seque
             listener(event)
 
     emit(RunStarted(run.id, settings.pace.steps))
-    try:
-        replica = settings.strategy.replica(settings.recipe, world)
-        _fit(settings, replica, world, emit)
-        summary = _result(settings, replica, run, history)
-        if world.rank == 0:
-            run.result.write_text(json.dumps(summary, indent=2) + "\n")
-        emit(RunEnded(settings.pace.steps, "completed", summary))
-        replica.close()
-    except BaseException as error:
-        emit(RunFailed(f"{type(error).__name__}: {error}"))
-        raise
+    replica = settings.strategy.replica(settings.recipe, world)
+    _fit(settings, replica, world, emit)
+    model = replica.state()["model"]  # of every rank: sharded state is gathered
+    summary = _result(settings, model, run, history) if world.rank == 0 else {}
+    if summary:
+        run.result.write_text(json.dumps(summary, indent=2) + "\n")
+    emit(RunEnded(settings.pace.steps, "completed", summary))
+    replica.close()
 
 
 def _fit(settings: Settings, replica: Replica, world: World, emit: Listener) -> None:
@@ -147,11 +157,11 @@ class _History:
                 self.metrics = metrics
 
 
-def _result(settings: Settings, replica: Replica, run: RunDirectory, history: _History) -> dict[str, Any]:
+def _result(settings: Settings, model: StateDict, run: RunDirectory, history: _History) -> dict[str, Any]:
     seconds = time.perf_counter() - history.started
     samples = settings.pace.steps * settings.batch_size
     return {
-        "state_digest": state_digest(replica.state()["model"]),
+        "state_digest": state_digest(model),
         "metrics_digest": metrics_digest(run.metrics),
         "metrics": dict(history.metrics),
         "steps": settings.pace.steps,

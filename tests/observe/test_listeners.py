@@ -139,3 +139,37 @@ def test_a_listener_that_hangs_does_not_hold_up_the_end(capfd: pytest.CaptureFix
 
     Aside(hang, timeout=0.1)(RunEnded(1, "completed"))
     assert "did not finish within 0.1 s" in capfd.readouterr().err
+
+
+def blocked(door: Path, told_to: Path) -> Listener:
+    """A listener that is made once somebody opens ``door``, a named pipe, to write."""
+    door.open().close()
+    return Recorder(told_to)
+
+
+def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "door")
+    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "told"))
+    for number in range(1, 2001):  # several times what a pipe holds
+        aside(step(number))
+    (tmp_path / "door").open("w").close()
+    aside(RunEnded(2000, "completed"))
+    assert told(tmp_path / "told") == ["StepDone"] * 2000 + ["RunEnded"]
+
+
+def test_the_end_is_bounded_even_when_the_listener_took_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "door")
+    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "told"), timeout=0.1)
+    for number in range(1, 2001):
+        aside(step(number))
+    aside(RunEnded(2000, "completed"))
+    assert "did not finish within 0.1 s" in capfd.readouterr().err
+
+
+def test_a_failure_after_the_end_is_not_hidden_by_the_listener(tmp_path: Path) -> None:
+    aside = Aside(lambda: Recorder(tmp_path / "told"))
+    aside(RunEnded(1, "completed"))
+    aside(RunFailed("closing the replica failed"))
+    assert told(tmp_path / "told") == ["RunEnded"]

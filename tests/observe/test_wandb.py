@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from worldsize.core import RunEnded, StepDone
+from worldsize.observe.aside import Aside
+from worldsize.observe.wandb import WandbListener
 
 records = runpy.run_path(str(Path(__file__).parent / "wandb_file.py"))["records"]
 CANARY = "0123456789abcdef0123456789abcdef01234567"
@@ -60,3 +65,32 @@ def test_a_logger_that_fails_does_not_end_the_run(train: Any) -> None:
     assert run.code == 0, run.error
     assert "warning: the logger failed and is off for the rest of the run" in run.output
     assert len(run.steps()) == 2
+
+
+def test_a_second_attempt_continues_the_same_run_at_the_right_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    manifest = tmp_path / "run_manifest.json"
+    manifest.write_text("{}")
+    facts: dict[str, Any] = {"project": "p", "run_id": "same", "group": None, "config": {}, "mode": "offline"}
+    for attempt, first in (("one", 1), ("two", 4)):
+        (tmp_path / attempt).mkdir()
+        listener = Aside(partial(WandbListener, **facts, manifest=manifest, folder=tmp_path / attempt))
+        for number in range(first, first + 3):
+            listener(StepDone(number, number, number / 10, 0.1, None, 0, 0.0, (0.1,), 1.0))
+        listener(RunEnded(first + 2, "completed"))
+        losses = {step: row["train/loss"] for step, row in history(tmp_path / attempt).items()}
+        assert losses == {number: number / 10 for number in range(first, first + 3)}
+        (file,) = (tmp_path / attempt).glob("wandb/offline-run-*/run-*.wandb")
+        assert [record.run.run_id for record in records(file) if record.HasField("run")] == ["same"]
+
+
+def test_auto_with_a_key_and_no_server_keeps_an_offline_run(train: Any, home: Path) -> None:
+    closed = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online", "WANDB_API_KEY": CANARY}
+    run = train("recipe=digits", "recipe.width=4", "steps=3", logger="wandb", HOME=str(home), **closed)
+    assert run.code == 0, run.error
+    assert "warning: wandb is offline for this run" in run.output
+    assert "upload it with: wandb sync" in run.output
+    assert history(run.folder)[3]["train/loss"] == pytest.approx(run.steps()[-1]["loss"], rel=1e-12)
+    assert CANARY not in run.output + run.error

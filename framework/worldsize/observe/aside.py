@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import final
+from select import select
+from typing import BinaryIO, final
 
 from worldsize.core import Event, Listener, RunEnded, RunFailed
 
@@ -23,44 +26,65 @@ class Aside:
     """
 
     def __init__(self, make: Callable[[], Listener], *, timeout: float = 30.0) -> None:
-        context = get_context("fork")
-        receiver, self._sender = context.Pipe(duplex=False)
+        receiver, self._sender = os.pipe()
+        os.set_blocking(self._sender, False)
         self._timeout = timeout
-        self._process = context.Process(target=_serve, args=(make, receiver, self._sender), daemon=True)
+        self._unsent = bytearray()
+        self._ended = False
+        ends = (receiver, self._sender)
+        self._process = get_context("fork").Process(target=_serve, args=(make, *ends), daemon=True)
         self._process.start()
-        receiver.close()
+        os.close(receiver)
 
     def __call__(self, event: Event) -> None:
-        try:
-            self._sender.send(event)
-        except BrokenPipeError:
-            return  # it has said why, and ended
+        if self._ended:
+            return  # a failure after the end: it has been told the end already
+        self._unsent += pickle.dumps(event)
+        self._send()
         if isinstance(event, RunEnded | RunFailed):
-            self._sender.close()
-            self._process.join(self._timeout)
-            if self._process.is_alive():
-                _warn(f"the logger did not finish within {self._timeout} s; what it has not sent yet is lost")
+            self._ended = True
+            self._finish(time.monotonic() + self._timeout)
+
+    def _send(self) -> None:
+        """As much as the pipe takes now."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._sender, self._unsent)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unsent.clear()  # it has said why, and ended
+
+    def _finish(self, deadline: float) -> None:
+        while self._unsent and (left := deadline - time.monotonic()) > 0:
+            select([], [self._sender], [], left)
+            self._send()
+        os.close(self._sender)
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if self._process.is_alive():
+            _warn(f"the logger did not finish within {self._timeout} s; what it has not sent yet is lost")
 
 
-def _serve(make: Callable[[], Listener], receiver: Connection, sender: Connection) -> None:
+def _serve(make: Callable[[], Listener], receiver: int, sender: int) -> None:
     """In the forked process."""
-    sender.close()  # or the end of the training process would not be seen
+    os.close(sender)  # or the end of the training process would not be seen
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        listener = make()
-        while not isinstance(event := _next(receiver), RunEnded | RunFailed):
+        with open(receiver, "rb") as events:
+            listener = make()
+            while not isinstance(event := _next(events), RunEnded | RunFailed):
+                listener(event)
             listener(event)
-        listener(event)
     except Exception as error:  # any: a third party's code, which must not end the training
         _warn(f"the logger failed and is off for the rest of the run: {type(error).__name__}: {error}")
 
 
-def _next(receiver: Connection) -> Event:
+def _next(events: BinaryIO) -> Event:
     try:
-        event: Event = receiver.recv()
+        event: Event = pickle.load(events)
         return event
-    except EOFError:
+    except (EOFError, pickle.UnpicklingError):  # the latter: killed in the middle of an event
         return RunFailed("the training process ended without a word")
 
 

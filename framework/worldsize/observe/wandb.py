@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, final
@@ -33,20 +34,11 @@ class WandbListener:
         manifest: Path,
         folder: Path,
     ) -> None:
-        self._run = wandb.init(
-            project=project,
-            id=run_id,
-            name=run_id,
-            group=group,
-            config={**config, "manifest": _facts(manifest)},
-            dir=folder,
-            mode=_mode(mode),
-            resume="allow",
-            save_code=False,
-            settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, disable_code=True, disable_job_creation=True
-            ),
-        )
+        wandb.setup(wandb.Settings(silent=True))  # else finding a key asks the server whose it is: 5 s offline
+        facts = {"project": project, "id": run_id, "name": run_id, "group": group, "dir": folder}
+        self._run = _start(mode, **facts, config={**config, "manifest": _facts(manifest)})
+        if self._run.settings.mode != "disabled":
+            print(f"wandb: {_place(self._run)}", flush=True)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -61,13 +53,43 @@ class WandbListener:
                 self._run.finish(exit_code=1)
 
 
+def _start(mode: Mode, **facts: Any) -> wandb.Run:
+    """Of the modes only "auto" may change its mind: a run that no server takes is kept for ``wandb sync``."""
+    chosen = _mode(mode)
+    try:
+        return _init(chosen, **facts)
+    except wandb.Error as error:
+        if mode != "auto" or chosen != "online":
+            raise
+        reason = str(error).splitlines()[0]
+        print(f"warning: wandb is offline for this run: {reason}", file=sys.stderr)
+        wandb.teardown()  # or its service says that the run's id is in use
+        return _init("offline", **facts)
+
+
+def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb.Run:
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        disable_code=True,
+        disable_job_creation=True,
+        init_timeout=15.0,  # a run that ends at once waits 30 s for us
+    )
+    return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
+
+
 def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
     if mode != "auto":
         return mode
     chosen = wandb.setup().settings.mode  # what WANDB_MODE or wandb's own settings say
     if chosen in ("offline", "disabled"):
         return chosen
-    return "online" if wandb.login(prompt=False) else "offline"
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"
+
+
+def _place(run: wandb.Run) -> str:
+    return f"offline; upload it with: wandb sync {run.settings.sync_dir}" if run.offline else str(run.url)
 
 
 def _facts(manifest: Path) -> dict[str, Any]:
