@@ -102,6 +102,9 @@ def _determinism(settings: Settings) -> dict[str, Any]:
 
 
 def _claim(settings: Settings) -> dict[str, str]:
+    if settings.determinism.reduce == "ordered":
+        why = "a function of configuration and seed at any number of processes that divides the logical ranks"
+        return {"level": "bitwise", "why": f"{why}; on this CPU or GPU model and this torch build"}
     if settings.determinism.deterministic:
         why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"
         return {"level": "same-topology bitwise", "why": why}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,9 +35,6 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _run(cfg: DictConfig, arguments: Sequence[str]) -> int:
-    # OpenMP reads this when torch is imported. Threads that spin while they wait make a small model ten times
-    # slower as soon as another program wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # imports torch, which takes seconds: a misspelt option is told before
     from worldsize.app.execute import execute
 

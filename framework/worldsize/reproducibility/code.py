@@ -11,16 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.redact import without_credentials
 
 _LARGEST = 1 << 20  # bytes of an untracked file that still goes into the patch
+
+# every option that the user's git configuration could change so that `git apply` refuses the patch
+_DIFF = (
+    *("diff", "--binary", "--unified=3", "--src-prefix=a/", "--dst-prefix=b/", "--no-color", "--no-relative"),
+    *("--no-ext-diff", "--no-textconv", "--submodule=short", "--ignore-submodules=untracked", "HEAD"),
+)
 
 
 @dataclass(frozen=True)
 class Code:
     """State of a checkout. ``patch`` re-creates it with ``git apply`` on ``commit``.
 
-    ``left_out`` names untracked files too large for the patch.
+    ``left_out`` names what is untracked and not in the patch: files that are too large or cannot be read,
+    and other repositories inside this one (their names end in a slash).
     """
 
     remote: str | None = None
@@ -40,11 +48,14 @@ def capture_code(folder: Path, *, exclude: Path) -> Code:
     """The checkout that ``folder`` belongs to, files below ``exclude`` (the runs) left out.
 
     Outside git, or before the first commit, a :class:`Code` without facts.
+
+    Raises:
+        WorldsizeError: git cannot compare the checkout with its commit.
     """
     top = _git(folder, "rev-parse", "--show-toplevel", "HEAD")
     if top is None:
         return Code()
-    root, commit = top.decode().split()
+    root, commit = os.fsdecode(top).rstrip("\n").rsplit("\n", 1)
     untracked, left_out = _untracked(Path(root), exclude)
     patch = _patch(Path(root), untracked)
     remote = _text(Path(root), "config", "--get", "remote.origin.url")
@@ -62,8 +73,16 @@ def _untracked(root: Path, exclude: Path) -> tuple[list[str], tuple[str, ...]]:
     listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or b""
     names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
     names = [name for name in names if not (root / name).is_relative_to(exclude)]
-    left_out = tuple(name for name in names if (root / name).lstat().st_size > _LARGEST)
-    return [name for name in names if name not in left_out], left_out
+    kept = [name for name in names if _fits(root, name)]
+    return kept, tuple(sorted(set(names) - set(kept)))
+
+
+def _fits(root: Path, name: str) -> bool:
+    path = root / name
+    if path.is_symlink():
+        return True
+    # git cannot add another repository, and one unreadable file would fail the whole patch
+    return path.is_file() and os.access(path, os.R_OK) and path.stat().st_size <= _LARGEST
 
 
 def _patch(root: Path, untracked: list[str]) -> bytes:
@@ -74,7 +93,7 @@ def _patch(root: Path, untracked: list[str]) -> bytes:
         if own and Path(own).exists():
             shutil.copy(own, index)
         if untracked:
-            _git(
+            _needed(
                 root,
                 "add",
                 "--intent-to-add",
@@ -83,19 +102,34 @@ def _patch(root: Path, untracked: list[str]) -> bytes:
                 index=index,
                 stdin=b"\0".join(map(os.fsencode, untracked)),
             )
-        return _git(root, "diff", "--binary", "--no-ext-diff", "--no-color", "HEAD", index=index) or b""
+        return _needed(root, *_DIFF, index=index)
 
 
-def _git(folder: Path, *arguments: str, index: Path | None = None, stdin: bytes = b"") -> bytes | None:
+def _git(folder: Path, *arguments: str) -> bytes | None:
     """Output of git, or None where it fails or is not installed."""
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_LITERAL_PATHSPECS": "1"}
-    if index:
-        environment["GIT_INDEX_FILE"] = str(index)
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, env=environment, input=stdin, capture_output=True)
+        done = _run(folder, *arguments)
     except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def _needed(root: Path, *arguments: str, index: Path, stdin: bytes = b"") -> bytes:
+    """Output of git. A failure is an error: taken for no output, it would say that the checkout is clean."""
+    done = _run(root, *arguments, index=index, stdin=stdin)
+    if done.returncode != 0:
+        reason = done.stderr.decode(errors="replace").strip()
+        raise WorldsizeError(f"git cannot compare {root} with its last commit: {reason}. Repair that.")
+    return done.stdout
+
+
+def _run(
+    folder: Path, *arguments: str, index: Path | None = None, stdin: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_LITERAL_PATHSPECS": "1"}
+    if index:
+        environment["GIT_INDEX_FILE"] = str(index)
+    return subprocess.run(["git", *arguments], cwd=folder, env=environment, input=stdin, capture_output=True)
 
 
 def _text(root: Path, *arguments: str) -> str | None:

@@ -7,14 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from worldsize.errors import WorldsizeError
+
 
 def fingerprint(files: Mapping[str, Path]) -> dict[str, Any]:
-    """Size and SHA-256 of every file by name, and one digest over them all."""
-    described = {name: _describe(files[name]) for name in sorted(files)}
+    """Size and SHA-256 of every file by name, and one digest over them all.
+
+    Raises:
+        WorldsizeError: a file cannot be read.
+    """
+    described = {name: _describe(name, files[name]) for name in sorted(files)}
     total = hashlib.sha256("".join(f"{name} {file['sha256']}\n" for name, file in described.items()).encode())
     return {"files": described, "sha256": total.hexdigest()}
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _describe(name: str, path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    except OSError as error:
+        raise WorldsizeError(
+            f"the data file {name!r} cannot be read from {path}: {error.strerror}. Prepare the data first."
+        ) from None

@@ -23,7 +23,8 @@ class Determinism:
     """One reproducibility mode.
 
     ``deterministic`` makes torch refuse kernels whose result depends on timing; ``threads`` pins the
-    intra-op threads of each process, which decide the order of sums on a CPU (``None``: share the cores).
+    intra-op threads of each process, which decide the order of sums on a CPU (``None``: share the cores);
+    ``reduce="ordered"`` adds gradients up in an order that does not depend on the number of processes.
     """
 
     mode: str
@@ -31,6 +32,7 @@ class Determinism:
     cudnn_benchmark: bool = False
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     threads: int | None = None
+    reduce: Literal["flat", "ordered"] = "flat"
 
     def variables(self) -> Mapping[str, str]:
         """Environment of every worker: libraries read these when they are first used."""

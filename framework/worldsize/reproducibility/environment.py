@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -17,12 +16,13 @@ from typing import Any
 
 import torch
 
-from worldsize.reproducibility.redact import is_secret, without_credentials
+from worldsize.reproducibility.redact import without_credentials
 
 _VARIABLES = re.compile(
-    r"(OMP_NUM_THREADS|OMP_WAIT_POLICY|MKL_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME|PYTHONHASHSEED"
-    r"|SLURM_JOB_ID|SKYPILOT_TASK_ID|NCCL_\w+|TORCH_\w+|PYTORCH_\w+|TORCHINDUCTOR_\w+)"
+    r"(OMP_NUM_THREADS|OMP_WAIT_POLICY|MKL_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES"
+    r"|GLOO_SOCKET_IFNAME|PYTHONHASHSEED|GOMP_SPINCOUNT|SLURM_JOB_ID|SKYPILOT_TASK_ID|NCCL_\w+|TORCH_\w+|PYTORCH_\w+|TORCHINDUCTOR_\w+)"
 )
+_HIDDEN = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -39,7 +39,16 @@ def capture_environment() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    found = {re.sub(r"[-_.]+", "-", each.name).lower(): each.version for each in metadata.distributions() if each.name}
+    return {name: version for name, (version, _) in _installed().items()}
+
+
+def _installed() -> dict[str, tuple[str, metadata.Distribution]]:
+    """Version and distribution by normalised name, sorted; of two with one name the one that import finds."""
+    found: dict[str, tuple[str, metadata.Distribution]] = {}
+    for each in metadata.distributions():
+        facts = each.metadata  # parsed anew each time that it is asked for
+        if "Name" in facts and "Version" in facts:  # an interrupted uninstall leaves folders without them
+            found.setdefault(re.sub(r"[-_.]+", "-", facts["Name"]).lower(), (facts["Version"], each))
     return dict(sorted(found.items()))
 
 
@@ -49,7 +58,8 @@ def _torch() -> dict[str, Any]:
         "version": torch.__version__,
         "git": torch.version.git_version,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if torch.version.cuda and _driver() else None,  # type: ignore[no-untyped-call]
+        # torch.backends.cudnn.version() asks for the device's capability, which initialises CUDA
+        "cudnn": ".".join(map(str, torch._C._cudnn.getCompileVersion())) if torch.version.cuda else None,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
     }
 
@@ -64,7 +74,7 @@ def hardware() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": sorted(_gpu(path) for path in _DRIVER.glob("gpus/*/information")),
     }
@@ -83,7 +93,7 @@ def _gpu(information: Path) -> str:
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that can change a result: an allow-list, and never one that is named like a secret."""
-    kept = (name for name in environ if _VARIABLES.fullmatch(name) and not is_secret(name))
+    kept = (name for name in environ if _VARIABLES.fullmatch(name) and not _HIDDEN.search(name))
     return {name: without_credentials(environ[name]) for name in sorted(kept)}
 
 
@@ -99,20 +109,26 @@ def write_environment(folder: Path, project: Path) -> str:
     if lock.exists():
         for name in ("uv.lock", "pyproject.toml", ".python-version"):
             if (project / name).exists():
-                shutil.copy(project / name, folder / name)
-        return hashlib.sha256(lock.read_bytes()).hexdigest()
-    pins = "".join(sorted(f"{_pin(each)}\n" for each in metadata.distributions()))
+                _copy(project / name, folder / name)
+        return hashlib.sha256((folder / "uv.lock").read_bytes()).hexdigest()
+    pins = "".join(f"{_pin(name, *found)}\n" for name, found in _installed().items())
     (folder / "requirements.txt").write_text(pins)
     return hashlib.sha256(pins.encode()).hexdigest()
 
 
-def _pin(distribution: metadata.Distribution) -> str:
+def _copy(source: Path, target: Path) -> None:
+    """Byte for byte, but for credentials in the URLs of package indexes."""
+    target.write_bytes(without_credentials(source.read_bytes().decode()).encode())
+
+
+def _pin(name: str, version: str, distribution: metadata.Distribution) -> str:
     """``name==version``, or the URL it was installed from (PEP 610)."""
     origin = distribution.read_text("direct_url.json")
     if origin is None:
-        return f"{distribution.name}=={distribution.version}"
+        return f"{name}=={version}"
     facts = json.loads(origin)
     url = without_credentials(facts["url"])
     if vcs := facts.get("vcs_info"):
-        return f"{distribution.name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"
-    return f"{distribution.name} @ {url}"
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    part = f"#subdirectory={facts['subdirectory']}" if "subdirectory" in facts else ""
+    return f"{name} @ {url}{part}"

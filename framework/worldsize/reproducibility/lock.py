@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -10,6 +12,10 @@ from typing import final
 from worldsize.errors import WorldsizeError
 
 _NAME = ".lock"
+
+# A process loses a record lock as soon as it closes any descriptor of the file, so a folder that this
+# process has locked must not be opened again. The pid tells a forked child that the lock is not its own.
+_held: dict[Path, int] = {}
 
 
 @final
@@ -20,34 +26,50 @@ class RunLock:
     launcher was killed would look alive until its last process has ended.
 
     Raises:
-        WorldsizeError: another process holds it.
+        WorldsizeError: a process holds it already, or the file system has no locks.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
     def __enter__(self) -> RunLock:
-        self._file = (self._run_dir / _NAME).open("w")
+        if _is_own(self._run_dir):
+            raise WorldsizeError(f"the run {self._run_dir} is being trained by this process. Wait for it.")
+        self._file = (self._run_dir / _NAME).open("a")  # "w" would change the time of the run's last sign
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             self._file.close()
-            raise WorldsizeError(
-                f"the run {self._run_dir} is being trained by another process. Wait for its end, or cancel it."
-            ) from None
+            raise _refusal(self._run_dir, error) from None
+        _held[self._run_dir.resolve()] = os.getpid()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _held.pop(self._run_dir.resolve(), None)
         self._file.close()
 
 
+def _refusal(run_dir: Path, error: OSError) -> WorldsizeError:
+    if error.errno in (errno.EACCES, errno.EAGAIN):
+        return WorldsizeError(f"the run {run_dir} is being trained by another process. Wait for its end, or cancel it.")
+    return WorldsizeError(
+        f"the run {run_dir} cannot be locked: {error.strerror}. Set run.root to a file system with locks."
+    )
+
+
 def is_locked(run_dir: Path) -> bool:
-    """Whether another process holds the run's lock."""
+    """Whether a process holds the run's lock; True as well where the file system cannot tell."""
+    if _is_own(run_dir):
+        return True
     if not (run_dir / _NAME).exists():
         return False
-    with (run_dir / _NAME).open("r+") as file:
+    with (run_dir / _NAME).open("rb") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: it may be a run of another user
         except OSError:
             return True
     return False
+
+
+def _is_own(run_dir: Path) -> bool:
+    return _held.get(run_dir.resolve()) == os.getpid()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.lock import is_locked
+from worldsize.reproducibility.lock import RunLock, is_locked
 
 SCHEMA_VERSION = 1
 NAME = "run_manifest.json"
@@ -20,11 +21,15 @@ NAME = "run_manifest.json"
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     """Write it whole or not at all: a temporary file beside it, fsync, then a rename. Keys are sorted."""
     text = json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, indent=2, sort_keys=True) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".manifest_", delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(file.name).replace(path)
+    temporary = path.with_name(f".manifest_{secrets.token_hex(4)}")
+    try:
+        with temporary.open("x") as file:  # tempfile would make it unreadable for other users
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
@@ -66,24 +71,39 @@ def begin_attempt(path: Path, *, hosts: list[str], world_size: int) -> None:
     write_manifest(path, {**manifest, "attempts": [*manifest["attempts"], attempt]})
 
 
-def end_attempt(
-    path: Path, *, exit_reason: str, exit_code: int | None, results: Mapping[str, Any], end: str = ""
-) -> None:
+def end_attempt(path: Path, *, exit_reason: str, exit_code: int, results: Mapping[str, Any]) -> None:
     """Note how the last attempt ended, and what came of it."""
-    manifest = read_manifest(path)
-    *earlier, last = manifest["attempts"]
-    ended = {**last, "end": end or now(), "exit_reason": exit_reason, "exit_code": exit_code}
-    write_manifest(path, {**manifest, "attempts": [*earlier, ended], "results": dict(results)})
+    manifest = _ended(read_manifest(path), end=now(), exit_reason=exit_reason, exit_code=exit_code)
+    write_manifest(path, {**manifest, "results": dict(results)})
 
 
 def look(run_dir: Path) -> dict[str, Any]:
-    """The manifest of a run; one that says "running" while no process holds the run's lock is amended to "killed"."""
-    path = run_dir / NAME
-    manifest = read_manifest(path)
-    if not manifest["attempts"] or manifest["attempts"][-1]["exit_reason"] != "running" or is_locked(run_dir):
-        return manifest
-    end_attempt(path, exit_reason="killed", exit_code=None, results=manifest["results"] or {}, end=_last_sign(run_dir))
-    return read_manifest(path)
+    """The manifest of a run; one that says "running" while no process holds the lock is amended to "killed".
+
+    The manifest of a run that this user may not write is returned as it is.
+    """
+    manifest = read_manifest(run_dir / NAME)
+    if _says_running(manifest) and not is_locked(run_dir):
+        with suppress(WorldsizeError, PermissionError), RunLock(run_dir):
+            _amend(run_dir)
+    return read_manifest(run_dir / NAME)
+
+
+def _amend(run_dir: Path) -> None:
+    """Under the lock, and read again: the run may have ended in good order since it was first read."""
+    manifest = read_manifest(run_dir / NAME)
+    if _says_running(manifest):
+        killed = _ended(manifest, end=_last_sign(run_dir), exit_reason="killed", exit_code=None)
+        write_manifest(run_dir / NAME, killed)
+
+
+def _says_running(manifest: Mapping[str, Any]) -> bool:
+    return bool(manifest["attempts"]) and manifest["attempts"][-1]["exit_reason"] == "running"
+
+
+def _ended(manifest: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    *earlier, last = manifest["attempts"]
+    return {**manifest, "attempts": [*earlier, {**last, **facts}]}
 
 
 def _last_sign(run_dir: Path) -> str:

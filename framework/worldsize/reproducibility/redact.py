@@ -8,20 +8,37 @@ from itertools import pairwise
 from typing import Any
 
 REDACTED = "<redacted>"
-_SECRET_WORDS = {"token", "secret", "password", "passwd", "credential", "credentials", "apikey", "auth"}
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET_WORDS = {
+    *("token", "secret", "secrets", "password", "passwords", "passwd", "passphrase"),
+    *("credential", "credentials", "apikey", "auth", "authorization"),
+}
+_SIGNATURES = {"sig", "signature"}  # of URLs that carry their own permission
+_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")  # up to the last @: a password may contain one
+_URL_PARAMETER = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s'\"\],}]*)")
+_KEY_IN_BRACES = re.compile(r"[\w.-]+(?=['\"]?\s*:)")
 
 
 def is_secret(name: str) -> bool:
     """Whether a key or variable is named like a secret; by whole words: ``token`` is, ``tokens`` is not."""
-    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    words = _words(name)
     pairs = {"_".join(pair) for pair in pairwise(words)}
     return bool(_SECRET_WORDS & set(words)) or bool({"api_key", "access_key", "private_key", "secret_key"} & pairs)
 
 
+def _words(name: str) -> list[str]:
+    """Lower-case words of snake, kebab, dotted and camel case: ``HFToken`` has ``hf`` and ``token``."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return re.split(r"[^a-z0-9]+", apart.lower())
+
+
 def without_credentials(text: str) -> str:
-    """``text`` with ``user:password@`` taken out of every URL in it."""
-    return _URL_CREDENTIALS.sub("", text)
+    """``text`` with ``user:password@`` and the values of secret parameters taken out of every URL in it."""
+    return _URL_PARAMETER.sub(_parameter, _URL_CREDENTIALS.sub("", text)) if "://" in text else text
+
+
+def _parameter(found: re.Match[str]) -> str:
+    hidden = is_secret(found[1]) or _SIGNATURES & set(_words(found[1]))
+    return f"{found[1]}={REDACTED}" if hidden else found[0]
 
 
 def redacted(value: Any) -> Any:
@@ -39,5 +56,6 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _argument(word: str) -> str:
-    key, equals, _ = word.partition("=")
-    return f"{key}={REDACTED}" if equals and is_secret(key) else without_credentials(word)
+    key, equals, value = word.partition("=")
+    hidden = is_secret(key) or ("{" in value and any(map(is_secret, _KEY_IN_BRACES.findall(value))))
+    return f"{key}={REDACTED}" if equals and hidden else without_credentials(word)

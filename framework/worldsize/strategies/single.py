@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from typing import final
 
 from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Replica, Role, Strategy, World
+from worldsize.strategies.accumulation import Reduction, accumulation
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
 @final
 @dataclass(frozen=True)
 class Single(Strategy):
-    """Trains on one process."""
+    """Trains on one process. ``reduce="ordered"``: micro-batches are added up in the tree of logical ranks."""
 
     numerics: Numerics = field(default_factory=Numerics)
+    reduce: Reduction = "flat"
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:
@@ -27,4 +29,5 @@ class Single(Strategy):
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)
-        return SynchronousReplica(recipe, world, model=model, module=model, numerics=self.numerics)
+        sums = accumulation(self.reduce, model, None)
+        return SynchronousReplica(recipe, world, model=model, module=model, numerics=self.numerics, accumulation=sums)

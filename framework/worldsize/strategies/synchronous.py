@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -21,17 +21,14 @@ from worldsize.core import (
     World,
 )
 from worldsize.reproducibility.seeds import seed_generators
+from worldsize.strategies.accumulation import Accumulation
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @final
 class SynchronousReplica(Replica):
-    """Accumulates micro-batches and steps once; ``module`` is the model or what wraps it.
-
-    The wrapper synchronises gradients in the last backward pass of a step; ``no_sync`` keeps it from
-    doing so in the earlier ones.
-    """
+    """Accumulates micro-batches and steps once; ``module`` is the model or what wraps it."""
 
     def __init__(
         self,
@@ -41,21 +38,21 @@ class SynchronousReplica(Replica):
         model: nn.Module,
         module: nn.Module,
         numerics: Numerics,
-        no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+        accumulation: Accumulation,
     ) -> None:
         self.recipe = recipe
         self.world = world
         self.model = model
         self.module = module
         self.numerics = numerics
-        self.no_sync = no_sync
+        self.accumulation = accumulation
         self.optimizer = recipe.optimizer(model)
         self.schedule = recipe.schedule(self.optimizer)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=numerics.precision == "fp16")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self.optimizer.zero_grad()
-        losses = self._accumulate(micro_batches)
+        losses = self.accumulation.run(micro_batches, self._backward)
         lr: float = self.optimizer.param_groups[0]["lr"]
         norm = self._clip()
         skipped = self._update(norm)
@@ -63,16 +60,11 @@ class SynchronousReplica(Replica):
             self.schedule.step()
         return StepResult(losses, lr, norm, skipped)
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        with self.no_sync():
-            losses = [self._backward(batch, len(micro_batches)) for batch in micro_batches[:-1]]
-        return [*losses, self._backward(micro_batches[-1], len(micro_batches))]
-
-    def _backward(self, batch: MicroBatch, count: int) -> Tensor:
+    def _backward(self, batch: MicroBatch, scale: float) -> Tensor:
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
             loss = self.recipe.loss(self.module, batch.data)
-        scaled = self.scaler.scale(loss if count == 1 else loss / count)
+        scaled = self.scaler.scale(loss if scale == 1 else loss * scale)
         scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

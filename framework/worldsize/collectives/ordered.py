@@ -1,0 +1,124 @@
+"""Sums over logical ranks in one fixed tree, whatever the number of processes: the same bits at any world size.
+
+The tree of L logical ranks: as long as the number n of nodes is even, node i is added to node i + n/2; an odd
+number is added up from the left. Process p of P holds the logical ranks p, p + P, p + 2P ..., so the first
+levels of the tree are local sums. What is left crosses the network as an all-to-all of shards, an ordered
+local sum and an all-gather: 2 (P - 1) / P of the gradient, the same bytes as a ring all-reduce, if L / P is a
+power of two; otherwise the all-to-all carries several nodes a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+
+@final
+@dataclass(frozen=True)
+class Tree:
+    """The part of the tree over ``logical_ranks`` that each of ``processes`` sums by itself."""
+
+    logical_ranks: int
+    processes: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the level at which processes must meet; a multiple of ``processes``."""
+        nodes = self.logical_ranks
+        while nodes % (2 * self.processes) == 0:
+            nodes //= 2
+        return nodes
+
+    @property
+    def local_nodes(self) -> int:
+        return self.nodes // self.processes
+
+    def leaves(self, node: int) -> list[int]:
+        """Local leaves (positions among this process's logical ranks) of a local node.
+
+        In bit-reversed order, in which a binary counter adds up the tree with few partial sums alive.
+        """
+        count = self.logical_ranks // self.nodes
+        order = [0]
+        while len(order) < count:
+            order = [2 * index for index in order] + [2 * index + 1 for index in order]
+        return [node + self.local_nodes * index for index in order]
+
+
+@final
+class Counter:
+    """Adds up lists of tensors as a binary counter does: the sum of 2^k leaves is a balanced tree."""
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, list[Tensor]]] = []  # leaves in a sum, and the sum; largest first
+
+    def add(self, leaf: list[Tensor]) -> None:
+        """Takes ``leaf`` over and changes it in place."""
+        size = 1
+        while self._sums and self._sums[-1][0] == size:
+            torch._foreach_add_(leaf, self._sums.pop()[1])
+            size *= 2
+        self._sums.append((size, leaf))
+
+    @property
+    def waiting(self) -> list[list[Tensor]]:
+        """The partial sums that the last leaf will be added to, in that order."""
+        return [tensors for _, tensors in reversed(self._sums)]
+
+
+def finish(nodes: Sequence[Tensor]) -> Tensor:
+    """The sum of the nodes of one level, in the order of the tree."""
+    nodes = list(nodes)
+    while len(nodes) > 1 and len(nodes) % 2 == 0:
+        half = len(nodes) // 2
+        nodes = [low + high for low, high in zip(nodes[:half], nodes[half:], strict=True)]
+    total = nodes[0]
+    for node in nodes[1:]:
+        total = total + node
+    return total
+
+
+def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup) -> Callable[[], Callable[[], Tensor]]:
+    """Begin to sum this process's nodes (flat tensors of equal length) with those of the others.
+
+    The first call of the result ends the exchange of shards and begins the gathering of sums, the second
+    waits for these. Every rank must make its calls in the same order.
+    """
+    size, length = dist.get_world_size(group), rows[0].numel()
+    shard = -(-length // size)
+    mine_pns = rows[0].new_zeros(size, len(rows), shard)
+    for node, row in enumerate(rows):
+        _spread(row, mine_pns[:, node])
+    theirs_pns = torch.empty_like(mine_pns)
+    exchange = _started(dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True))
+
+    def gather() -> Callable[[], Tensor]:
+        exchange.wait()
+        total_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
+        whole = total_s.new_empty(size * shard)
+        work = _started(dist.all_gather_into_tensor(whole, total_s, group=group, async_op=True))
+
+        def result() -> Tensor:
+            work.wait()
+            return whole[:length]
+
+        return result
+
+    return gather
+
+
+def _started(work: Work | None) -> Work:
+    assert work is not None, "only members of the group take part"
+    return work
+
+
+def _spread(row: Tensor, shards_ps: Tensor) -> None:
+    """Copy a flat tensor into [processes, shard]; the last shards may stay partly zero."""
+    for place, part in zip(shards_ps, torch.split(row, shards_ps.shape[1]), strict=False):
+        place[: part.numel()] = part

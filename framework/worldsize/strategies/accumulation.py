@@ -1,0 +1,188 @@
+"""From the micro-batches of a step to one mean gradient: added up as they come, or in the tree of logical ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.core import MicroBatch
+
+Backward = Callable[[MicroBatch, float], Tensor]
+Reduction = Literal["flat", "ordered"]
+
+
+class Accumulation(ABC):
+    """Runs the backward passes of a step and leaves the mean gradient of all logical ranks in ``.grad``."""
+
+    @abstractmethod
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        """Losses in the order of ``batches``; ``backward(batch, scale)`` adds a scaled gradient to ``.grad``."""
+
+
+def accumulation(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> Accumulation:
+    """For ``module``: a model, or the DistributedDataParallel around it with its ``group``."""
+    return Ordered(module, group) if reduce == "ordered" else Flat(module)
+
+
+def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+@final
+class Flat(Accumulation):
+    """Torch's own sums: in the order of arrival here, in the collective's order across processes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        scale = 1 / len(batches)
+        with _no_sync(self._module):
+            losses = [backward(batch, scale) for batch in batches[:-1]]
+        return [*losses, backward(batches[-1], scale)]
+
+
+@final
+class Ordered(Accumulation):
+    """The fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits.
+
+    Across processes it is a communication hook: buckets are exchanged while the last backward pass runs.
+    Which parameters share a bucket does not matter, since each element is summed by itself.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
+        self._module = module
+        self._group = group
+        self._size = dist.get_world_size(group) if group else 1
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._statistics = Statistics(module, group)
+        self._counters: list[Counter] = []
+        self._buckets: list[_Bucket] = []
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        tree = Tree(len(batches) * self._size, self._size)
+        self._logical_ranks, losses = tree.logical_ranks, dict[int, Tensor]()
+        self._counters = [Counter() for _ in range(tree.local_nodes)]
+        self._statistics.begin(tree)
+        *early, last = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
+        with _no_sync(self._module):
+            for node, leaf in early:
+                losses[leaf] = backward(batches[leaf], 1.0)
+                self._counters[node].add(self._take())
+                self._statistics.add(node)
+        losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
+        self._statistics.add(last[0])
+        if self._group is None:
+            self._finish_alone(last[0])
+        self._statistics.finish()
+        self._counters = []  # they hold gradients
+        return [losses[leaf] for leaf in range(len(batches))]
+
+    def _take(self) -> list[Tensor]:
+        """The gradients of one micro-batch, zeros where there is none, and none left behind."""
+        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return taken
+
+    def _finish_alone(self, node: int) -> None:
+        self._counters[node].add(self._take())
+        sums = [counter.waiting[0] for counter in self._counters]
+        for parameter, *nodes in zip(self._parameters, *sums, strict=True):
+            parameter.grad = finish(nodes) / self._logical_ranks
+
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's communication hook: begin with this bucket, go on with the one before, end all with the last."""
+        if self._buckets:
+            self._buckets[-1].gather()
+        assert self._group is not None
+        self._buckets.append(_Bucket(bucket, reduce_ordered(self._rows(bucket), self._group)))
+        future = self._buckets[-1].future
+        if bucket.is_last():
+            self._buckets[-1].gather()
+            for each in self._buckets:
+                each.end(self._logical_ranks)
+            self._buckets = []
+        return future
+
+    def _rows(self, bucket: GradBucket) -> list[Tensor]:
+        """This process's nodes for the bucket's parameters, flat; the bucket itself holds the last leaf."""
+        places = [self._place[id(parameter)] for parameter in bucket.parameters()]
+        *complete, current = self._counters
+        for partial in current.waiting:
+            for gradient, place in zip(bucket.gradients(), places, strict=True):
+                gradient.add_(partial[place])
+        sums = [counter.waiting[0] for counter in complete]
+        return [*(torch.cat([total[place].flatten() for place in places]) for total in sums), bucket.buffer()]
+
+
+@final
+class _Bucket:
+    """A bucket on its way through the two collectives of an ordered reduction."""
+
+    def __init__(self, bucket: GradBucket, exchange: Callable[[], Callable[[], Tensor]]) -> None:
+        self._buffer = bucket.buffer()
+        self._exchange = exchange
+        self.future: Future[Tensor] = Future()
+
+    def gather(self) -> None:
+        self._result = self._exchange()
+
+    def end(self, logical_ranks: int) -> None:
+        torch.div(self._result(), logical_ranks, out=self._buffer)
+        self.future.set_result(self._buffer)
+
+
+@final
+class Statistics:
+    """Buffers that training changes, such as BatchNorm's: the mean over logical ranks, in the same tree.
+
+    Each micro-batch starts from the values with which the step began. Integers, such as BatchNorm's count of
+    batches, end as they are after one micro-batch: a step counts once.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
+        kept = module.state_dict().keys()
+        changing = [buffer for name, buffer in module.named_buffers() if name in kept]
+        self._buffers = [buffer for buffer in changing if buffer.is_floating_point()]
+        self._integers = [buffer for buffer in changing if not buffer.is_floating_point()]
+        self._group = group
+
+    def begin(self, tree: Tree) -> None:
+        self._logical_ranks = tree.logical_ranks
+        self._counters = [Counter() for _ in range(tree.local_nodes)]
+        self._first = [buffer.clone() for buffer in (*self._buffers, *self._integers)]
+
+    def add(self, node: int) -> None:
+        """After a forward pass: take its values and go back to those of the step's beginning."""
+        if self._buffers:
+            self._counters[node].add([buffer.clone() for buffer in self._buffers])
+            self._counted = [integer.clone() for integer in self._integers]
+            _copy((*self._buffers, *self._integers), self._first)
+
+    def finish(self) -> None:
+        if not self._buffers:
+            return
+        rows = [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
+        whole = reduce_ordered(rows, self._group)()() if self._group else finish(rows)
+        parts = torch.split(whole / self._logical_ranks, [buffer.numel() for buffer in self._buffers])
+        _copy((*self._buffers, *self._integers), (*parts, *self._counted))
+
+
+def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value.view_as(buffer))

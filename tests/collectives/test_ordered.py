@@ -1,0 +1,70 @@
+"""The tree of logical ranks against its definition, and the reduction against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.core import World
+from worldsize.testing.worlds import run_in_worlds
+
+DIVISORS = [(total, size) for total in (1, 2, 3, 4, 6, 8, 12, 16) for size in range(1, total + 1) if total % size == 0]
+
+
+def values(total: int, length: int = 1003) -> Tensor:
+    """Of very different sizes, so that every order of summation rounds to other bits."""
+    generator = torch.Generator().manual_seed(total)
+    return torch.randn(total, length, generator=generator) * 10 ** torch.empty(total, length).uniform_(
+        -4, 4, generator=generator
+    )
+
+
+def by_definition(rows: Tensor) -> Tensor:
+    """The docstring's tree, over whole tensors."""
+    count = len(rows)
+    if count == 1:
+        return rows[0]
+    if count % 2 == 0:
+        return by_definition(torch.stack([rows[i] + rows[i + count // 2] for i in range(count // 2)]))
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def nodes_of(rank: int, size: int, total: int) -> list[Tensor]:
+    """What process ``rank`` adds up before it meets the others."""
+    tree, mine = Tree(total, size), values(total)[rank::size]
+    counters = [Counter() for _ in range(tree.local_nodes)]
+    for node, counter in enumerate(counters):
+        for leaf in tree.leaves(node):
+            counter.add([mine[leaf].clone()])
+    return [counter.waiting[0][0] for counter in counters]
+
+
+@pytest.mark.parametrize(("total", "size"), DIVISORS)
+def test_local_sums_finish_to_the_tree_by_definition(total: int, size: int) -> None:
+    nodes = [nodes_of(rank, size, total) for rank in range(size)]
+    level = [nodes[index % size][index // size] for index in range(Tree(total, size).nodes)]
+    assert torch.equal(finish(level), by_definition(values(total)))
+
+
+def test_powers_of_two_send_one_node_each() -> None:
+    assert all(Tree(8, size).local_nodes == 1 for size in (1, 2, 4, 8))
+    assert Tree(6, 2).local_nodes == 3
+
+
+def test_the_order_matters_for_these_values() -> None:
+    assert not torch.equal(values(8).sum(0), by_definition(values(8)))
+
+
+@pytest.mark.parametrize(("total", "size"), [(8, 2), (8, 4), (6, 2), (6, 3), (3, 3)])
+def test_processes_together_compute_the_tree_by_definition(total: int, size: int) -> None:
+    def reduced(world: World) -> Tensor:
+        assert world.group is not None
+        return reduce_ordered(nodes_of(world.rank, size, total), world.group)()()
+
+    for result in run_in_worlds(reduced, size):
+        assert torch.equal(result, by_definition(values(total)))

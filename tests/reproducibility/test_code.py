@@ -1,0 +1,172 @@
+"""Patches that re-create a checkout, whatever git is configured to show its user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.code import Code, capture_code
+
+Git = Callable[..., str]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> tuple[Path, Git]:
+    """One commit in a folder whose name has a space."""
+    root = tmp_path / "my project"
+    root.mkdir()
+
+    def git(*arguments: str, cwd: Path = root) -> str:
+        options = ["-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
+        done = subprocess.run(["git", *options, *arguments], cwd=cwd, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    git("init")
+    (root / "long.py").write_text("".join(f"{number}\n" for number in range(30)))
+    (root / "image.bin").write_bytes(bytes(range(256)))
+    git("add", "-A")
+    git("commit", "-m", "first")
+    return root, git
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Content, or target, and the executable bit of every file."""
+    found = (path for path in root.rglob("*") if ".git" not in path.parts)
+    return {path.relative_to(root).as_posix(): content(path) for path in found if path.is_symlink() or path.is_file()}
+
+
+def content(path: Path) -> bytes:
+    if path.is_symlink():
+        return os.fsencode(path.readlink())
+    return b"%d" % os.access(path, os.X_OK) + path.read_bytes()
+
+
+def recreated(root: Path, code: Code, clone: Path) -> dict[str, bytes]:
+    subprocess.run(["git", "clone", "-q", root, clone], check=True)
+    subprocess.run(["git", "checkout", "-q", str(code.commit)], cwd=clone, check=True)
+    subprocess.run(["git", "apply", "-"], input=code.patch, cwd=clone, check=True)
+    return tree(clone)
+
+
+def change(root: Path) -> None:
+    (root / "long.py").write_text((root / "long.py").read_text().replace("15\n", "fifteen\n"))
+    (root / "new.py").write_text("new\n")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "diff.noprefix=true",
+        "diff.mnemonicPrefix=true",
+        "diff.context=0",
+        "diff.renames=copies",
+        "color.ui=always",
+    ],
+)
+def test_the_patch_applies_whatever_the_user_has_configured(
+    repository: tuple[Path, Git], tmp_path: Path, option: str
+) -> None:
+    root, git = repository
+    git("config", *option.split("="))
+    change(root)
+    assert recreated(root, capture_code(root, exclude=root / "runs"), tmp_path / "clone") == tree(root)
+
+
+def test_the_patch_holds_the_bytes_and_not_what_a_text_filter_shows(
+    repository: tuple[Path, Git], tmp_path: Path
+) -> None:
+    root, git = repository
+    (root / ".git" / "info" / "attributes").write_text("*.bin diff=hidden\n")
+    git("config", "diff.hidden.textconv", "true")
+    (root / "image.bin").write_bytes(bytes(reversed(range(256))))
+    assert recreated(root, capture_code(root, exclude=root / "runs"), tmp_path / "clone") == tree(root)
+
+
+def test_links_modes_renames_and_odd_names_are_recreated(repository: tuple[Path, Git], tmp_path: Path) -> None:
+    root, git = repository
+    git("mv", "long.py", "renamed.py")
+    (root / "image.bin").chmod(0o755)
+    (root / "link").symlink_to("nowhere")
+    (root / "empty").touch()
+    (root / "without newline").write_bytes(b"x")
+    (root / "-option").write_text("x\n")
+    (root / ":(top)").write_text("x\n")
+    (root / "two\nlines").write_text("x\n")
+    assert recreated(root, capture_code(root, exclude=root / "runs"), tmp_path / "clone") == tree(root)
+
+
+def test_a_file_taken_out_of_the_index_alone_is_still_in_the_patched_tree(
+    repository: tuple[Path, Git], tmp_path: Path
+) -> None:
+    root, git = repository
+    git("rm", "--cached", "long.py")
+    change(root)
+    assert recreated(root, capture_code(root, exclude=root / "runs"), tmp_path / "clone") == tree(root)
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+def test_a_repository_inside_is_named_and_costs_the_other_files_nothing(
+    repository: tuple[Path, Git], commits: int
+) -> None:
+    root, git = repository
+    change(root)
+    (root / "inner").mkdir()
+    git("init", cwd=root / "inner")
+    (root / "inner" / "file").write_text("x")
+    for _ in range(commits):
+        git("add", "-A", cwd=root / "inner")
+        git("commit", "-m", "inner", cwd=root / "inner")
+    code = capture_code(root, exclude=root / "runs")
+    assert code.left_out == ("inner/",)
+    assert b"b/new.py" in code.patch
+    assert b"inner" not in code.patch
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_an_unreadable_file_is_named_and_costs_the_other_files_nothing(repository: tuple[Path, Git]) -> None:
+    root, _ = repository
+    change(root)
+    (root / "closed").touch(mode=0)
+    code = capture_code(root, exclude=root / "runs")
+    assert (code.left_out, b"b/new.py" in code.patch) == (("closed",), True)
+
+
+def test_a_checkout_that_git_cannot_compare_is_never_called_clean(repository: tuple[Path, Git]) -> None:
+    root, git = repository
+    change(root)
+    name = git("rev-parse", "HEAD:long.py").strip()
+    (root / ".git" / "objects" / name[:2] / name[2:]).unlink()
+    with pytest.raises(WorldsizeError, match=f"git cannot compare .*{name}.* Repair that"):
+        capture_code(root, exclude=root / "runs")
+
+
+def test_a_detached_checkout_has_a_commit_and_no_branch(repository: tuple[Path, Git]) -> None:
+    root, git = repository
+    git("checkout", "--detach")
+    code = capture_code(root, exclude=root / "runs")
+    assert (code.commit, code.branch, code.dirty) == (git("rev-parse", "HEAD").strip(), None, False)
+
+
+def test_without_git_there_is_nothing_to_say(
+    repository: tuple[Path, Git], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert capture_code(repository[0], exclude=tmp_path / "runs") == Code()
+
+
+def test_a_changed_submodule_makes_the_checkout_dirty_and_the_patch_still_applies(
+    repository: tuple[Path, Git], tmp_path: Path
+) -> None:
+    root, git = repository
+    git("-c", "protocol.file.allow=always", "submodule", "add", str(root), "library")
+    git("commit", "-m", "library")
+    git("config", "diff.ignoreSubmodules", "all")
+    (root / "library" / "long.py").write_text("changed\n")
+    code = capture_code(root, exclude=root / "runs")
+    assert code.dirty
+    recreated(root, code, tmp_path / "clone")

@@ -1,0 +1,126 @@
+"""``reproducibility=elastic``: one digest at every world size, of weights and of logged metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from worldsize.core import MicroBatch, Numerics, Recipe, World
+from worldsize.engine.data import Order, logical_ranks_of, micro_batches
+from worldsize.reproducibility.digest import state_digest
+from worldsize.strategies.ddp import DDP
+from worldsize.testing.worlds import run_in_worlds
+
+DIGITS = ("recipe=digits", "steps=30", "clip_norm=0.5", "evaluate_every=20")
+GPT = (
+    "recipe=stdlib_lm",
+    "steps=4",
+    "recipe.width=32",
+    "recipe.depth=2",
+    "recipe.dropout=0.1",
+    "recipe.test_bytes=20000",
+)
+
+
+def digests(train: Any, *options: str) -> tuple[str, str]:
+    run = train("reproducibility=elastic", *options)
+    assert run.code == 0, run.error
+    result = run.json("result.json")
+    return result["state_digest"], result["metrics_digest"]
+
+
+@pytest.mark.parametrize("recipe", [DIGITS, GPT], ids=["digits", "stdlib_lm"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_two_four_and_eight_processes_end_with_the_same_bits(
+    train: Any, recipe: tuple[str, ...], precision: str
+) -> None:
+    found = {digests(train, *recipe, f"precision={precision}", f"cluster.processes={size}") for size in (1, 2, 4, 8)}
+    assert len(found) == 1
+
+
+def test_six_logical_ranks_on_one_two_three_and_six_processes(train: Any) -> None:
+    found = {digests(train, *DIGITS, "logical_ranks=6", f"cluster.processes={size}") for size in (1, 2, 3, 6)}
+    assert len(found) == 1
+
+
+def test_another_strategy_and_another_bucket_size_do_not_change_a_bit(train: Any) -> None:
+    single = digests(train, *DIGITS, "strategy=single", "cluster.processes=1")
+    assert digests(train, *DIGITS, "strategy.bucket_mb=0.01", "cluster.processes=4") == single
+
+
+def test_plain_ddp_does_change_bits(train: Any) -> None:
+    """Or the tests above would show nothing."""
+    found = {digests(train, *DIGITS, "reproducibility.reduce=flat", f"cluster.processes={size}") for size in (1, 4)}
+    assert len(found) == 2
+
+
+def test_the_manifest_claims_it(train: Any) -> None:
+    run = train("reproducibility=elastic", "recipe=digits", "steps=1", "cluster.processes=1")
+    assert run.json("run_manifest.json")["claim"]["level"] == "bitwise"
+
+
+@dataclass(frozen=True)
+class Normalised(Recipe):
+    """BatchNorm and dropout on fixed random data."""
+
+    inputs: Tensor = field(default_factory=lambda: torch.randn(96, 5, generator=torch.Generator().manual_seed(2)))
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 1))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def data(self, split: str) -> TensorDataset:
+        return TensorDataset(self.inputs, self.inputs.sum(1, keepdim=True))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return {}
+
+
+def trained(world: World) -> Mapping[str, Tensor]:
+    recipe = Normalised()
+    replica = DDP(Numerics(), reduce="ordered").replica(recipe, world)
+    order = Order(seed=1, batch_size=48, logical_ranks=12, mine=logical_ranks_of(world.rank, world.size, 12))
+    batches = micro_batches(recipe.data("train"), order, world.device)
+    for _ in range(10):
+        replica.step(next(batches))
+    state: Mapping[str, Tensor] = {name: value.clone() for name, value in replica.state()["model"].items()}
+    return state
+
+
+def test_batch_norm_statistics_are_the_same_at_every_world_size() -> None:
+    states = [state for size in (1, 2, 3, 4, 6) for state in run_in_worlds(trained, size)]
+    assert len({state_digest(state) for state in states}) == 1
+    assert states[0]["1.running_mean"].abs().sum() > 0
+    assert states[0]["1.num_batches_tracked"] == 10
+
+
+def test_batch_norm_statistics_are_the_mean_over_logical_ranks() -> None:
+    """One step, by hand: every micro-batch starts from zero mean and moves a tenth of the way."""
+    recipe = Normalised()
+    order = Order(seed=1, batch_size=48, logical_ranks=12, mine=tuple(range(12)))
+    batches: list[MicroBatch] = next(micro_batches(recipe.data("train"), order, torch.device("cpu")))
+    linear: Any = recipe.model()
+    means = [0.1 * linear[0](batch.data[0]).mean(0) for batch in batches]
+    expected = torch.stack(means).mean(0)
+
+    def after_one_step(world: World) -> Tensor:
+        replica = DDP(reduce="ordered").replica(recipe, world)
+        replica.step(batches)
+        mean: Tensor = replica.state()["model"]["1.running_mean"]
+        return mean
+
+    (found,) = run_in_worlds(after_one_step, 1)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
