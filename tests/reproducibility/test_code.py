@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.code import Code, capture_code
 
 Git = Callable[..., str]
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -27,6 +32,8 @@ def repository(tmp_path: Path) -> tuple[Path, Git]:
         return done.stdout
 
     git("init")
+    for name in ("kept.py", "changed.py", "staged.py", "deleted.py"):
+        (root / name).write_text(f"{name}\n")
     (root / "long.py").write_text("".join(f"{number}\n" for number in range(30)))
     (root / "image.bin").write_bytes(bytes(range(256)))
     git("add", "-A")
@@ -127,13 +134,36 @@ def test_a_repository_inside_is_named_and_costs_the_other_files_nothing(
     assert b"inner" not in code.patch
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 def test_an_unreadable_file_is_named_and_costs_the_other_files_nothing(repository: tuple[Path, Git]) -> None:
     root, _ = repository
     change(root)
     (root / "closed").touch(mode=0)
-    code = capture_code(root, exclude=root / "runs")
+    with tempfile.TemporaryDirectory() as place:  # not below pytest's folder, which is closed to other users
+        moved = Path(shutil.move(root, place))
+        code = as_ordinary_user(Path(place), lambda: capture_code(moved, exclude=moved / "runs"))
     assert (code.left_out, b"b/new.py" in code.patch) == (("closed",), True)
+
+
+def as_ordinary_user(folder: Path, call: Callable[[], Code]) -> Code:
+    """``call()`` in a process that is not root's, which owns ``folder``: root reads every file."""
+    if os.geteuid() != 0:
+        return call()
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.environ["HOME"] = str(folder)
+            os.write(writer, pickle.dumps(call()))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.wait()
+    with os.fdopen(reader, "rb") as answer:
+        code: Code = pickle.loads(answer.read())
+    return code
 
 
 def test_a_checkout_that_git_cannot_compare_is_never_called_clean(repository: tuple[Path, Git]) -> None:
@@ -170,3 +200,48 @@ def test_a_changed_submodule_makes_the_checkout_dirty_and_the_patch_still_applie
     code = capture_code(root, exclude=root / "runs")
     assert code.dirty
     recreated(root, code, tmp_path / "clone")
+
+
+def test_the_patch_recreates_every_kind_of_change(repository: tuple[Path, Git], tmp_path: Path) -> None:
+    root, git = repository
+    (root / "changed.py").write_text("changed\n")
+    (root / "staged.py").write_text("staged\n")
+    git("add", "staged.py")
+    (root / "deleted.py").unlink()
+    (root / "weights.bin").write_bytes(bytes(range(256)))
+    (root / "sub dir").mkdir()
+    (root / "sub dir" / "né*w.py").write_text("untracked\n")
+    (root / "runs").mkdir()
+    (root / "runs" / "log").write_text("not code")
+    status = git("status", "--porcelain")
+
+    code = capture_code(root / "sub dir", exclude=root / "runs")
+    assert git("status", "--porcelain") == status, "the user's index was touched"
+    assert (code.commit, code.branch, code.dirty) == (git("rev-parse", "HEAD").strip(), "main", True)
+    assert code.describe()["patch_sha256"] == hashlib.sha256(code.patch).hexdigest()
+
+    git("clone", str(root), str(tmp_path / "clone"))
+    subprocess.run(["git", "apply", "-"], input=code.patch, cwd=tmp_path / "clone", check=True)
+    expected = {name: content for name, content in tree(root).items() if not name.startswith("runs/")}
+    assert tree(tmp_path / "clone") == expected
+
+
+def test_a_clean_checkout_has_no_patch(repository: tuple[Path, Git]) -> None:
+    root, git = repository
+    git("remote", "add", "origin", "https://user:s3cret@example.org/a/b.git")
+    code = capture_code(root, exclude=root / "runs")
+    assert (code.dirty, code.patch) == (False, b"")
+    assert code.remote == "https://example.org/a/b.git"
+
+
+def test_a_large_untracked_file_is_named_and_left_out(repository: tuple[Path, Git]) -> None:
+    root, _ = repository
+    (root / "big.bin").write_bytes(bytes(2 << 20))
+    code = capture_code(root, exclude=root / "runs")
+    assert (code.left_out, code.dirty, code.patch) == (("big.bin",), True, b"")
+
+
+def test_outside_git_and_before_the_first_commit_there_is_nothing_to_say(tmp_path: Path) -> None:
+    assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
+    subprocess.run(["git", "init"], cwd=tmp_path, capture_output=True, check=True)
+    assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()

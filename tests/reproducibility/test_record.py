@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.code import Code, capture_code
 from worldsize.reproducibility.data import fingerprint
 from worldsize.reproducibility.digest import state_digest
 from worldsize.reproducibility.environment import capture_environment, relevant_variables, write_environment
@@ -24,77 +22,6 @@ from worldsize.reproducibility.lock import RunLock, is_locked
 from worldsize.reproducibility.manifest import begin_attempt, end_attempt, look, read_manifest, write_manifest
 from worldsize.reproducibility.redact import is_secret, redacted, redacted_arguments, without_credentials
 from worldsize.reproducibility.seeds import seed_generators, stream
-
-Git = Callable[..., str]
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> tuple[Path, Git]:
-    root = tmp_path / "repo"
-    root.mkdir()
-
-    def git(*arguments: str, cwd: Path = root) -> str:
-        options = ["-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
-        done = subprocess.run(["git", *options, *arguments], cwd=cwd, capture_output=True, text=True, check=True)
-        return done.stdout
-
-    git("init")
-    for name in ("kept.py", "changed.py", "staged.py", "deleted.py"):
-        (root / name).write_text(f"{name}\n")
-    (root / ".gitignore").write_text("ignored/\n")
-    git("add", "-A")
-    git("commit", "-m", "first")
-    return root, git
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    files = (path for path in root.rglob("*") if path.is_file() and ".git" not in path.parts)
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
-
-
-def test_the_patch_recreates_every_kind_of_change(repository: tuple[Path, Git], tmp_path: Path) -> None:
-    root, git = repository
-    (root / "changed.py").write_text("changed\n")
-    (root / "staged.py").write_text("staged\n")
-    git("add", "staged.py")
-    (root / "deleted.py").unlink()
-    (root / "weights.bin").write_bytes(bytes(range(256)))
-    (root / "sub dir").mkdir()
-    (root / "sub dir" / "né*w.py").write_text("untracked\n")
-    (root / "runs").mkdir()
-    (root / "runs" / "log").write_text("not code")
-    status = git("status", "--porcelain")
-
-    code = capture_code(root / "sub dir", exclude=root / "runs")
-    assert git("status", "--porcelain") == status, "the user's index was touched"
-    assert (code.commit, code.branch, code.dirty) == (git("rev-parse", "HEAD").strip(), "main", True)
-    assert code.describe()["patch_sha256"] == hashlib.sha256(code.patch).hexdigest()
-
-    git("clone", str(root), str(tmp_path / "clone"))
-    subprocess.run(["git", "apply", "-"], input=code.patch, cwd=tmp_path / "clone", check=True)
-    expected = {name: content for name, content in tree(root).items() if not name.startswith("runs/")}
-    assert tree(tmp_path / "clone") == expected
-
-
-def test_a_clean_checkout_has_no_patch(repository: tuple[Path, Git]) -> None:
-    root, git = repository
-    git("remote", "add", "origin", "https://user:s3cret@example.org/a/b.git")
-    code = capture_code(root, exclude=root / "runs")
-    assert (code.dirty, code.patch) == (False, b"")
-    assert code.remote == "https://example.org/a/b.git"
-
-
-def test_a_large_untracked_file_is_named_and_left_out(repository: tuple[Path, Git]) -> None:
-    root, _ = repository
-    (root / "big.bin").write_bytes(bytes(2 << 20))
-    code = capture_code(root, exclude=root / "runs")
-    assert (code.left_out, code.dirty, code.patch) == (("big.bin",), True, b"")
-
-
-def test_outside_git_and_before_the_first_commit_there_is_nothing_to_say(tmp_path: Path) -> None:
-    assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
-    subprocess.run(["git", "init"], cwd=tmp_path, capture_output=True, check=True)
-    assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
 
 
 @pytest.mark.parametrize(
