@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -47,6 +48,7 @@ class Local(Launcher):
         meeting = Path(tempfile.mkdtemp(prefix="worldsize_"))  # mode 0700: only this user can join the run
         store = f"file://{meeting}/store"
         run = RunDirectory(plan.run_dir)
+        gc.freeze()  # workers need not look through what was imported here, nor copy its pages to do so
         members = [_start(plan, run, placement) for placement in placements(plan, store)]
         return Gang(run, members, meeting, grace=self.grace, terminal_logs=self.terminal_logs)
 
