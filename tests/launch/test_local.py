@@ -161,3 +161,8 @@ def status(folder: Path) -> str:
     command = [sys.executable, "-c", "from worldsize.app import main; main()", "status", "runs"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return re.sub(r"\s+", " ", done.stdout)
+
+
+def test_a_run_that_succeeds_says_nothing_on_standard_error(planted: Path, train: Any) -> None:
+    run = train("recipe=planted", "cluster.processes=2")
+    assert (run.code, run.error) == (0, "")

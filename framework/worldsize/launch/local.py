@@ -50,6 +50,7 @@ class Local(Launcher):
         run = RunDirectory(plan.run_dir)
         gc.freeze()  # workers need not look through what was imported here, nor copy its pages to do so
         members = [_start(plan, run, placement) for placement in placements(plan, store)]
+        gc.unfreeze()
         return Gang(run, members, meeting, grace=self.grace, terminal_logs=self.terminal_logs)
 
     def describe(self, plan: Plan) -> str:
