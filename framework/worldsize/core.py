@@ -20,6 +20,7 @@ StateDict = dict[str, Any]
 Batch = Any
 Precision = Literal["fp32", "bf16", "fp16"]
 Nonfinite = Literal["stop", "skip", "ignore"]
+Reduction = Literal["flat", "ordered"]  # torch's own sums, or the fixed tree of logical ranks
 Emit = Callable[["Event"], None]
 
 __all__ = ["ConfigError", "NonfiniteLossError", "WorldsizeError"]  # raised by what these contracts promise

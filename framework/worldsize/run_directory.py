@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from worldsize.errors import ConfigError
+from worldsize.reproducibility.manifest import NAME
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RunDirectory:
 
     @property
     def manifest(self) -> Path:
-        return self.path / "run_manifest.json"
+        return self.path / NAME
 
     @property
     def config(self) -> Path:

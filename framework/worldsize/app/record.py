@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def _shape(plan: Plan) -> dict[str, Any]:
         "processes_per_node": cluster.processes_per_node,
         "backend": cluster.backend,
         "ranks": [_rank(plan, rank) for rank in range(plan.world_size)],
-        "links": {tier: {"bandwidth": link.bandwidth, "latency": link.latency} for tier, link in cluster.links.items()},
+        "links": {tier: asdict(link) for tier, link in cluster.links.items()},
     }
 
 

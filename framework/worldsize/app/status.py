@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.manifest import look
+from worldsize.reproducibility.manifest import NAME, look
 
 
 def main() -> None:
     roots = [Path(argument) for argument in sys.argv[1:]] or [Path("runs")]
-    manifests = [path for root in roots for path in sorted(root.rglob("run_manifest.json"))]
+    manifests = [path for root in roots for path in sorted(root.rglob(NAME))]
     if not manifests:
         sys.exit(f"no runs below {', '.join(map(str, roots))}. Name a run folder, or a folder that holds some.")
     Console().print(_table(manifests))

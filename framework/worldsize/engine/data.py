@@ -87,6 +87,10 @@ class _Request(NamedTuple):
     logical_rank: int
 
 
+def _requests(order: Order, first: int) -> Iterator[_Request]:
+    return (_Request(step, rank) for step in count(first + 1) for rank in order.mine)
+
+
 @final
 class _Fetcher(Dataset[Batch]):
     """Answers a request with its batch; the same code in this process and in a data worker."""
@@ -107,21 +111,19 @@ def micro_batches(
 
     ``workers`` data-loading processes fetch map-style data ahead; 0 fetches in this process.
     """
-    requests = (_Request(step, rank) for step in count(first + 1) for rank in order.mine)
     batches = (
         _streamed(dataset, order, first) if is_iterable(dataset) else _drawn(dataset, order, first, device, workers)
     )
     tagged = (
         MicroBatch(to_device(batch, device), order.step_seed(*request))
-        for batch, request in zip(batches, requests, strict=False)
+        for batch, request in zip(batches, _requests(order, first), strict=False)
     )
     while step := list(islice(tagged, len(order.mine))):
         yield step
 
 
 def _drawn(dataset: Any, order: Order, first: int, device: torch.device, workers: int) -> Iterable[Batch]:
-    requests = (_Request(step, rank) for step in count(first + 1) for rank in order.mine)
-    fetcher = _Fetcher(dataset, order)
+    fetcher, requests = _Fetcher(dataset, order), _requests(order, first)
     if workers == 0:
         return map(fetcher.__getitems__, requests)
     loader: DataLoader[Batch] = DataLoader(

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from worldsize.core import Reduction
+
 # cuBLAS picks a workspace, and with it a reduction order, at run time unless this is set (CUDA docs,
 # "Results reproducibility"); NVLS all-reduce is not deterministic between calls (nccl #1497).
 _PINNED_VARIABLES = {
@@ -32,7 +34,7 @@ class Determinism:
     cudnn_benchmark: bool = False
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     threads: int | None = None
-    reduce: Literal["flat", "ordered"] = "flat"
+    reduce: Reduction = "flat"
 
     def variables(self) -> Mapping[str, str]:
         """Environment of every worker: libraries read these when they are first used."""

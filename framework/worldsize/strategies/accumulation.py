@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
-from worldsize.core import MicroBatch
+from worldsize.core import MicroBatch, Reduction
 
 Backward = Callable[[MicroBatch, float], Tensor]
-Reduction = Literal["flat", "ordered"]
 
 
 class Accumulation(ABC):

@@ -10,8 +10,8 @@ import torch._dynamo  # noqa: F401 - DDP's constructor imports it, 1.7 s; here i
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.core import Cluster, Numerics, Recipe, Replica, Role, Strategy, World
-from worldsize.strategies.accumulation import Reduction, accumulation
+from worldsize.core import Cluster, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.synchronous import SynchronousReplica
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Replica, Role, Strategy, World
-from worldsize.strategies.accumulation import Reduction, accumulation
+from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.synchronous import SynchronousReplica
 
 

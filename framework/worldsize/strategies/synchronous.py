@@ -82,12 +82,11 @@ class SynchronousReplica(Replica):
 
     def _update(self, norm: Tensor | None) -> bool:
         """Step the optimizer; True if the step was left out. Gradients are equal on all ranks, so all agree."""
-        if self.numerics.nonfinite == "skip" and norm is not None and not bool(norm.isfinite()):
-            self.scaler.update() if self.scaler.is_enabled() else None
-            return True
-        self.scaler.step(self.optimizer)
+        skipped = self.numerics.nonfinite == "skip" and norm is not None and not bool(norm.isfinite())
+        if not skipped:
+            self.scaler.step(self.optimizer)
         self.scaler.update()
-        return False
+        return skipped
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         sums: dict[int, Sums] = {}
