@@ -35,6 +35,20 @@ def share(table: Tensor, world: World) -> Callable[[], Tensor]:
     return whole
 
 
+def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
+    """Begin to collect every rank's ``part``, of one shape; the result waits: [ranks, *part.shape], on the CPU."""
+    if world.group is None:
+        return part[None].cpu
+    parts = part.new_empty(world.size, *part.shape)
+    work = dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=world.group, async_op=True)
+
+    def whole() -> Tensor:
+        work.wait()
+        return parts.cpu()
+
+    return whole
+
+
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
     """Metric values from the (sum, count) pairs of each evaluation batch, keyed by the batch's number."""
     batches = _agreed_maximum(max(sums, default=-1) + 1, world)

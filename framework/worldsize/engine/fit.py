@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import share
+from worldsize.collectives.exact import gather
 from worldsize.core import (
     Emit,
     Evaluated,
@@ -117,44 +117,41 @@ class _Window:
         self.opened = time.perf_counter()
 
     def close(self, step: int) -> Callable[[], StepDone]:
-        """Begin to agree with the other ranks on the window's figures, in one all-reduce, and open the next."""
+        """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
         elapsed = time.perf_counter() - self.opened
-        table = share(self._table((elapsed - self.waited) / len(self.results)), self.world)
-        finish = partial(_step_done, step, self, self.results, table, waited=self.waited, elapsed=elapsed)
+        parts = gather(self._part((elapsed - self.waited) / len(self.results)), self.world)
+        finish = partial(_step_done, step, self, self.results, parts, waited=self.waited, elapsed=elapsed)
         self.results, self.waited = [], 0.0
         self.restart()
         return finish
 
-    def _table(self, step_seconds: float) -> Tensor:
-        """This rank's part of float64 [steps + 1, columns]: losses by logical rank; last, step times by rank."""
+    def _part(self, step_seconds: float) -> Tensor:
+        """float64 [steps + 1, local logical ranks]: losses; in the last row this rank's time of a step."""
         losses = torch.stack([loss for result in self.results for loss in result.losses]).double()
-        ranks, size, steps = self.order.logical_ranks, self.world.size, len(self.results)
-        table = losses.new_zeros(steps + 1, ranks)
-        table[:-1, self.order.mine[0] : ranks : size] = losses.view(steps, -1)
-        table[-1, self.world.rank] = step_seconds
-        return table
+        losses_sl = losses.view(len(self.results), -1)
+        return torch.cat([losses_sl, torch.full_like(losses_sl[:1], step_seconds)])
 
 
 def _step_done(
     step: int,
     window: _Window,
     results: Sequence[StepResult],
-    table: Callable[[], Tensor],
+    parts: Callable[[], Tensor],
     *,
     waited: float,
     elapsed: float,
 ) -> StepDone:
-    figures, last = table(), results[-1]
+    figures_psl, last = parts(), results[-1]
     batch_size = window.order.batch_size
     return StepDone(
         step=step,
         samples=step * batch_size,
-        loss=_logged_loss(figures[:-1]),
+        loss=_logged_loss(figures_psl[:, :-1].transpose(0, 1).flatten(1)),
         lr=last.lr,
         grad_norm=None if last.grad_norm is None else float(last.grad_norm),
         skipped=sum(result.skipped for result in results),
         data_seconds=waited / len(results),
-        step_seconds=tuple(figures[-1, : window.world.size].tolist()),
+        step_seconds=tuple(figures_psl[:, -1, 0].tolist()),
         samples_per_second=len(results) * batch_size / elapsed,
     )
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from worldsize.collectives.gathered import gathered_mean, is_small
 from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
 from worldsize.core import MicroBatch, Reduction
 
@@ -31,19 +32,31 @@ class Accumulation(ABC):
 
 def accumulation(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> Accumulation:
     """For ``module``: a model, or the DistributedDataParallel around it with its ``group``."""
-    return Ordered(module, group) if reduce == "ordered" else Flat(module)
+    return Ordered(module, group) if reduce == "ordered" else Flat(module, group)
 
 
 def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
+def _gathered(bucket_n: Tensor, group: ProcessGroup) -> Future[Tensor]:
+    """For DDP's communication hook; that it waits costs nothing, since there is nothing left to overlap with."""
+    future: Future[Tensor] = Future()
+    future.set_result(gathered_mean(bucket_n, group))
+    return future
+
+
 @final
 class Flat(Accumulation):
-    """Torch's own sums: in the order of arrival here, in the collective's order across processes."""
+    """Torch's own sums: in the order of arrival here, in the collective's order across processes.
 
-    def __init__(self, module: nn.Module) -> None:
+    The gradients of a small model on CPUs are gathered instead, see :mod:`worldsize.collectives.gathered`.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
         self._module = module
+        if group and isinstance(module, DistributedDataParallel) and is_small(module, dist.get_world_size(group)):
+            module.register_comm_hook(None, lambda _, bucket: _gathered(bucket.buffer(), group))
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         scale = 1 / len(batches)

@@ -1,0 +1,31 @@
+"""The mean of small tensors in one round: every rank gathers all rows and adds them up by itself.
+
+An all-reduce needs two rounds. On a CPU a round costs several wake-ups of threads, far more than it takes
+to send some kilobytes: with gloo on loopback half the time up to about 1 MiB of gathered rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from worldsize.collectives.ordered import finish
+
+_LARGEST = 1 << 20  # bytes of all rows together
+
+
+def is_small(module: nn.Module, size: int) -> bool:
+    """Whether gathering the gradients of ``module`` from ``size`` ranks beats an all-reduce of them."""
+    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    on_cpu = all(parameter.device.type == "cpu" for parameter in gradients)
+    return on_cpu and size * sum(parameter.nbytes for parameter in gradients) <= _LARGEST
+
+
+def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean over ranks in place of each rank's flat ``row_n``; the same bits on every rank."""
+    size = dist.get_world_size(group)
+    rows_pn = row_n.new_empty(size * row_n.numel())
+    dist.all_gather_into_tensor(rows_pn, row_n, group=group)
+    return torch.div(finish(rows_pn.view(size, -1).unbind()), size, out=row_n)
