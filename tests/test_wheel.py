@@ -25,13 +25,14 @@ def test_the_wheel_has_the_configuration_the_recipes_and_the_type_marker(wheel: 
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
         "worldsize/py.typed",
+        "worldsize/reproducibility/run_manifest.schema.json",
         "worldsize/conf/config.yaml",
         "worldsize/bundled/recipes/digits/recipe.py",
         "worldsize/bundled/recipes/stdlib_lm/conf/recipe/stdlib_lm.yaml",
     } <= names
 
 
-def test_the_installed_command_trains_outside_a_clone(
+def test_the_installed_command_trains_outside_a_clone_and_reproduces_what_it_did(
     wheel: Path, tmp_path: Path, environment_without_wandb: dict[str, str]
 ) -> None:
     site = tmp_path / "site"
@@ -50,3 +51,7 @@ def test_the_installed_command_trains_outside_a_clone(
     assert json.loads(manifest.read_text())["code"]["commit"] is None
     assert (manifest.parent / "environment" / "requirements.txt").exists()
     assert str(REPOSITORY) not in (manifest.parent / "config.yaml").read_text()
+    again = [sys.executable, program, "reproduce", str(manifest)]
+    done = subprocess.run(again, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bitwise identical" in done.stdout

@@ -65,12 +65,16 @@ class Role:
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated run: everything that a launcher needs to start it."""
+    """A validated run: everything that a launcher needs to start it.
+
+    ``secrets`` are variables of every process too, but must not be written, shown or put on a command line.
+    """
 
     run_dir: Path
     cluster: Cluster
     roles: Mapping[str, Role]
     environment: Mapping[str, str]
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def world_size(self) -> int:

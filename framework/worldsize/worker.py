@@ -33,14 +33,16 @@ from worldsize.core import (
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import fit
-from worldsize.errors import WorldsizeError
+from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.observe.aside import Aside
 from worldsize.observe.jsonl import JsonLines, metrics_digest
 from worldsize.observe.timing import Timing
-from worldsize.reproducibility.digest import state_digest
+from worldsize.reproducibility.digest import state_digest, tensor_digests
+from worldsize.reproducibility.manifest import read_manifest
+from worldsize.reproducibility.redact import missing, restore
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.run_directory import RunDirectory
-from worldsize.world.environments import Placement, from_torchrun
+from worldsize.world.environments import Placement, from_torchrun, withheld_secrets
 from worldsize.world.world import check_size, open_world, role_of
 
 
@@ -72,8 +74,12 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
 
 
 def read_settings(run: RunDirectory) -> Settings:
-    """The run's settings from its ``config.yaml``, which is all that a process is told."""
+    """The run's settings from its ``config.yaml``, which is all that a process is told, secrets apart."""
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(run.config))  # type: ignore[assignment]
+    restore(config, withheld_secrets(os.environ))
+    if lost := missing(config):
+        names = ", ".join(".".join(map(str, keys)) for keys in lost)
+        raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
     make_importable(Path(folder) for folder in config["run"]["import_path"])
     return load_settings(config)
 
@@ -86,7 +92,7 @@ def _leave_error(path: Path, error: BaseException) -> None:
 
 
 def _play(settings: Settings, run: RunDirectory, placement: Placement, listeners: Sequence[Listener]) -> None:
-    settings.determinism.apply()
+    settings.determinism.apply(settings.cluster.device)
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.seed, "init"), world.device)
         if world.role == "worker":
@@ -136,7 +142,8 @@ def _listeners(settings: Settings, run: RunDirectory, role: str, rank: int) -> l
     own: list[Listener] = [Timing(run.timing(rank), rank=rank)]
     if rank != 0:
         return own
-    facts = {"run_id": run.id, "folder": run.path, "config": settings.config, "manifest": run.manifest}
+    config = read_manifest(run.manifest)["config"]  # without secrets
+    facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
     remote = [Aside(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
     return [*own, JsonLines(run.metrics), *remote]
 
@@ -158,10 +165,11 @@ class _History:
 
 
 def _result(settings: Settings, model: StateDict, run: RunDirectory, history: _History) -> dict[str, Any]:
-    seconds = time.perf_counter() - history.started
+    seconds, tensors = time.perf_counter() - history.started, tensor_digests(model)
     samples = settings.pace.steps * settings.batch_size
     return {
-        "state_digest": state_digest(model),
+        "state_digest": state_digest(tensors),
+        "tensors": tensors,
         "metrics_digest": metrics_digest(run.metrics),
         "metrics": dict(history.metrics),
         "steps": settings.pace.steps,

@@ -245,3 +245,16 @@ def test_outside_git_and_before_the_first_commit_there_is_nothing_to_say(tmp_pat
     assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
     subprocess.run(["git", "init"], cwd=tmp_path, capture_output=True, check=True)
     assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
+
+
+def test_a_change_of_equal_size_within_the_second_of_the_commit_is_seen(repository: tuple[Path, Git]) -> None:
+    """Git compares whole seconds, and looks closer at files as young as its index."""
+    root, git = repository
+    second = (10**9, 10**9)
+    git("config", "core.trustctime", "false")
+    os.utime(root / "kept.py", second)
+    git("update-index", "--refresh")
+    (root / "kept.py").write_text("kept.pz\n")
+    for path in (root / "kept.py", root / ".git" / "index"):
+        os.utime(path, second)
+    assert b"+kept.pz" in capture_code(root, exclude=root / "runs").patch

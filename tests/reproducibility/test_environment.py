@@ -35,7 +35,7 @@ def install(site: Path, name: str, version: str, origin: object = None) -> None:
 
 
 def pins(tmp_path: Path) -> list[str]:
-    write_environment(tmp_path / "environment", project=tmp_path)
+    write_environment(tmp_path / "environment", project=tmp_path, clean=str)
     return (tmp_path / "environment" / "requirements.txt").read_text().splitlines()
 
 
@@ -71,7 +71,7 @@ def test_a_lock_is_copied_with_what_it_locks_and_without_credentials(tmp_path: P
     (tmp_path / "uv.lock").write_bytes(lock)
     (tmp_path / "pyproject.toml").write_text('url = "https://u:p@example.org/simple"\n')
     folder = tmp_path / "environment"
-    assert write_environment(folder, project=tmp_path) == hashlib.sha256(lock).hexdigest()
+    assert write_environment(folder, project=tmp_path, clean=str) == hashlib.sha256(lock).hexdigest()
     assert (folder / "uv.lock").read_bytes() == lock
     assert (folder / "pyproject.toml").read_text() == 'url = "https://example.org/simple"\n'
     assert sorted(path.name for path in folder.iterdir()) == ["pyproject.toml", "python.json", "uv.lock"]

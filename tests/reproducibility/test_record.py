@@ -16,7 +16,7 @@ import torch
 
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.data import fingerprint
-from worldsize.reproducibility.digest import state_digest
+from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.environment import capture_environment, relevant_variables, write_environment
 from worldsize.reproducibility.lock import RunLock, is_locked
 from worldsize.reproducibility.manifest import begin_attempt, end_attempt, look, read_manifest, write_manifest
@@ -63,7 +63,7 @@ def test_the_environment_names_every_package(tmp_path: Path) -> None:
         found["packages"]["torch"] == torch.__version__.split("+")[0] or torch.__version__ in found["packages"]["torch"]
     )
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    digest = write_environment(tmp_path / "environment", project=tmp_path)
+    digest = write_environment(tmp_path / "environment", project=tmp_path, clean=str)
     pins = (tmp_path / "environment" / "requirements.txt").read_bytes()
     assert digest == hashlib.sha256(pins).hexdigest()
     assert b"hydra-core==" in pins
@@ -86,6 +86,10 @@ def test_a_fingerprint_is_the_files_own_sha256(tmp_path: Path) -> None:
     assert fingerprint({"x/a": tmp_path / "a"})["sha256"] != found["sha256"]
 
 
+def digest(state: dict[str, torch.Tensor]) -> str:
+    return state_digest(tensor_digests(state))
+
+
 def test_the_state_digest_sees_one_bit_a_name_and_a_shape() -> None:
     state = {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.int64)}
     changed = {
@@ -94,10 +98,10 @@ def test_the_state_digest_sees_one_bit_a_name_and_a_shape() -> None:
         "shape": {**state, "w": state["w"].view(3, 2)},
         "dtype": {**state, "b": torch.tensor(1, dtype=torch.int32)},
     }
-    digests = [state_digest(state), *map(state_digest, changed.values())]
+    digests = [digest(state), *map(digest, changed.values())]
     assert len(set(digests)) == 5
-    assert state_digest(dict(reversed(state.items()))) == digests[0]
-    assert state_digest({"w": torch.ones(2, dtype=torch.bfloat16)})
+    assert digest(dict(reversed(state.items()))) == digests[0]
+    assert digest({"w": torch.ones(2, dtype=torch.bfloat16)})
 
 
 def test_streams_are_distinct_and_seeding_reaches_every_generator() -> None:

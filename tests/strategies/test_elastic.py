@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import MicroBatch, Numerics, Recipe, World
 from worldsize.engine.data import Order, logical_ranks_of, micro_batches
-from worldsize.reproducibility.digest import state_digest
+from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 
@@ -102,7 +102,7 @@ def trained(world: World) -> Mapping[str, Tensor]:
 
 def test_batch_norm_statistics_are_the_same_at_every_world_size() -> None:
     states = [state for size in (1, 2, 3, 4, 6) for state in run_in_worlds(trained, size)]
-    assert len({state_digest(state) for state in states}) == 1
+    assert len({state_digest(tensor_digests(state)) for state in states}) == 1
     assert states[0]["1.running_mean"].abs().sum() > 0
     assert states[0]["1.num_batches_tracked"] == 10
 

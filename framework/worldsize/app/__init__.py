@@ -7,7 +7,12 @@ import sys
 
 from worldsize.errors import neighbours
 
-COMMANDS = {"train": "train a recipe; the same as train.py", "status": "list runs and how they ended"}
+COMMANDS = {
+    "train": "train a recipe; the same as train.py",
+    "status": "list runs and how they ended",
+    "reproduce": "re-create a run from its manifest, and say how exactly",
+    "compare": "show where two runs differ, and by how much",
+}
 
 
 def main() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 import worldsize.worker  # noqa: F401 - imported once here, before the fork, rather than in every worker
-from worldsize.app.record import write_record
+from worldsize.app.record import with_secrets, write_record
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
 from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
@@ -26,10 +27,11 @@ from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.reproducibility.lock import RunLock
 from worldsize.reproducibility.manifest import begin_attempt, end_attempt
+from worldsize.reproducibility.redact import scrubber
 from worldsize.run_directory import RunDirectory, created, planned
 
 
-def execute(cfg: DictConfig, arguments: Sequence[str]) -> int:
+def execute(cfg: DictConfig) -> int:
     """Check, record and run; the exit code.
 
     Raises:
@@ -43,8 +45,10 @@ def execute(cfg: DictConfig, arguments: Sequence[str]) -> int:
     if cfg.launch == "show":
         print(settings.launcher.describe(plan))
         return 0
+    clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
+    plan = with_secrets(settings, plan, clean)
     with created(run):
-        write_record(settings, plan, run, arguments)
+        write_record(settings, plan, run, clean)
     if cfg.launch == "write":
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0

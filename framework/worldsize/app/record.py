@@ -6,62 +6,104 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from worldsize.config.compose import task_overrides
 from worldsize.config.places import bundle
 from worldsize.config.settings import Settings
-from worldsize.core import Cluster, Plan
+from worldsize.core import Cluster, ConfigError, Plan
 from worldsize.reproducibility import seeds
-from worldsize.reproducibility.code import capture_code
-from worldsize.reproducibility.data import fingerprint
+from worldsize.reproducibility.claim import claim_of, lowered, lowerings
+from worldsize.reproducibility.code import Code, capture_code
+from worldsize.reproducibility.data import check_data, fingerprint
 from worldsize.reproducibility.environment import (
     capture_environment,
     hardware,
     relevant_variables,
     write_environment,
 )
-from worldsize.reproducibility.manifest import write_manifest
-from worldsize.reproducibility.redact import redacted, redacted_arguments, without_credentials
+from worldsize.reproducibility.manifest import read_manifest, write_manifest
+from worldsize.reproducibility.redact import Scrubber, withheld
 from worldsize.run_directory import RunDirectory
-from worldsize.world.world import role_of
+from worldsize.world.world import role_of, threads_per_process
 
 
-def write_record(settings: Settings, plan: Plan, run: RunDirectory, arguments: Sequence[str]) -> None:
-    """Fill the run folder with everything that is known before the start."""
-    run.config.write_text(OmegaConf.to_yaml(OmegaConf.create(dict(settings.config))))
-    run.overrides.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted_arguments(arguments))))
-    code = capture_code(Path.cwd(), exclude=Path(settings.config["run"]["root"]).resolve())
-    if code.patch:
-        run.patch.write_bytes(code.patch)
-    lock = write_environment(run.environment, _project())
+def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:
+    """The plan with the values that will be in no file of the run."""
+    secrets = withheld(settings.config, clean.tree(settings.config))
+    return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
+
+
+def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber) -> None:
+    """Fill the run folder with everything that is known before the start.
+
+    Raises:
+        ConfigError: the run re-creates another one, whose data were different, or less exactly than demanded.
+    """
+    config = clean.tree(settings.config)
+    run.config.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    run.overrides.write_text(OmegaConf.to_yaml(OmegaConf.create(clean.words(task_overrides()))))
+    code = _code(settings, clean)
+    if code["patch"]:
+        run.patch.write_bytes(code["patch"])
     manifest = {
         "run_id": run.id,
         "parent_run": None,
         "attempts": [],
-        "config": redacted(settings.config),
-        "config_sha256": _digest(settings.config),
-        "overrides": redacted_arguments(arguments),
-        "command": [without_credentials(sys.argv[0]), *redacted_arguments(arguments)],
-        "code": code.describe(),
-        "environment": {**capture_environment(), "lock_sha256": lock, "image": None},
+        "config": config,
+        "config_sha256": _digest(config),
+        "overrides": clean.words(task_overrides()),
+        "command": clean.words(sys.argv),
+        "code": {key: value for key, value in code.items() if key != "patch"},
+        "environment": {**capture_environment(), **_lock(run, clean), "image": None},
         "hardware": [hardware()],
         "cluster": _shape(plan),
         "determinism": _determinism(settings),
         "data": fingerprint(settings.recipe.files()),
         "results": None,
-        "claim": _claim(settings),
+        "claim": asdict(claim_of(settings.determinism)),
     }
-    write_manifest(run.manifest, manifest)
+    write_manifest(run.manifest, clean.tree({**manifest, **_parentage(settings, manifest)}))
 
 
-def _project() -> Path:
-    """The folder whose lock made this environment: the working directory's, else the clone's."""
-    return next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
+def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
+    """Facts of the checkout, with the bytes of its patch; ``framework``: worldsize's own, where it is another one."""
+    code = capture_code(Path.cwd(), exclude=Path(settings.config["run"]["root"]).resolve())
+    patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    scrubbed = patch != code.patch
+    own = Code() if _is_inside(bundle(), code.checkout) else capture_code(bundle(), exclude=bundle() / "runs")
+    framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
+    code = replace(code, patch=patch)
+    return {**code.describe(), "scrubbed": scrubbed, "framework": framework, "patch": patch}
+
+
+def _is_inside(folder: Path, root: str | None) -> bool:
+    return root is not None and folder.resolve().is_relative_to(Path(root).resolve())
+
+
+def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+    """The lock of the working directory, else the one of the clone."""
+    project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
+    return {"lock_sha256": write_environment(run.environment, project, clean.text)}
+
+
+def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run that re-creates another one may claim."""
+    if settings.config["run"]["reproduces"] is None:
+        return {}
+    original = read_manifest(Path(settings.config["run"]["reproduces"]))
+    check_data(original["data"], manifest["data"])
+    found = lowerings(original, manifest)
+    for each in found:
+        print(f"lowers the claim to {each.level}: {each.reason}", file=sys.stderr, flush=True)
+    if found and settings.config["run"]["strict"]:
+        raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
+    return {"parent_run": original["run_id"], "claim": asdict(lowered(original, manifest, found))}
 
 
 def _digest(config: Any) -> str:
@@ -92,24 +134,12 @@ def _device(cluster: Cluster, local_rank: int) -> str:
 
 
 def _determinism(settings: Settings) -> dict[str, Any]:
+    cluster = settings.cluster
     return {
         "seed": settings.seed,
         "streams": seeds.__doc__,
         "logical_ranks": settings.logical_ranks,
-        "threads_per_process": settings.cluster.threads,
+        "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),
         "environment": relevant_variables(os.environ),
         **settings.determinism.describe(),
-    }
-
-
-def _claim(settings: Settings) -> dict[str, str]:
-    if settings.determinism.reduce == "ordered":
-        why = "a function of configuration and seed at any number of processes that divides the logical ranks"
-        return {"level": "bitwise", "why": f"{why}; on this CPU or GPU model and this torch build"}
-    if settings.determinism.deterministic:
-        why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"
-        return {"level": "same-topology bitwise", "why": why}
-    return {
-        "level": "tolerance",
-        "why": f"reproducibility={settings.determinism.mode} does not pin kernels and threads",
     }

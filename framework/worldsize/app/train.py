@@ -23,7 +23,7 @@ def train(arguments: Sequence[str]) -> int:
     codes: list[int] = []
 
     def task(cfg: DictConfig) -> None:
-        codes.append(_run(cfg, arguments))
+        codes.append(_run(cfg))
 
     try:
         compose_and_call(task, arguments)
@@ -34,12 +34,12 @@ def train(arguments: Sequence[str]) -> int:
     return max(codes, default=0)
 
 
-def _run(cfg: DictConfig, arguments: Sequence[str]) -> int:
+def _run(cfg: DictConfig) -> int:
     # imports torch, which takes seconds: a misspelt option is told before
     from worldsize.app.execute import execute
 
     try:
-        return execute(cfg, arguments)
+        return execute(cfg)
     except WorldsizeError as error:
         return _refuse(error)
 

@@ -43,6 +43,7 @@ def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
     work = dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=world.group, async_op=True)
 
     def whole() -> Tensor:
+        assert work is not None, "only members of the group take part"
         work.wait()
         return parts.cpu()
 

@@ -90,6 +90,11 @@ def choices() -> dict[str, str]:
     return {str(group): str(option) for group, option in chosen.items() if not str(group).startswith("hydra/")}
 
 
+def task_overrides() -> list[str]:
+    """What was typed for this run; of a sweep, the values of this one point."""
+    return list(HydraConfig.get().overrides.task)
+
+
 def is_sweep() -> bool:
     return str(HydraConfig.get().mode).endswith("MULTIRUN")
 

@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from worldsize.config.places import main_conf
+from worldsize.config.places import config_folders, main_conf
 from worldsize.errors import ConfigError, neighbours
 
 
@@ -41,9 +41,8 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
 def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:
     """Keys of the node ``parent`` in the configuration that the group choices alone compose."""
     GlobalHydra.instance().clear()
-    chosen = [
-        word for word in overrides if re.fullmatch(r"\w+=[\w-]+", word) and (main_conf() / word.split("=")[0]).is_dir()
-    ]
+    groups = {group.name for conf in (main_conf(), *config_folders()) for group in conf.iterdir() if group.is_dir()}
+    chosen = [word for word in overrides if re.fullmatch(r"\w+=[\w-]+", word) and word.split("=")[0] in groups]
     with initialize_config_dir(str(main_conf()), version_base="1.3"):
         node = OmegaConf.select(compose("config", overrides=chosen), parent) if parent else compose("config", chosen)
     return [str(key) for key in node] if isinstance(node, DictConfig) else []

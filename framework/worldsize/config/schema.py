@@ -34,11 +34,16 @@ class ClusterSchema:
 
 @dataclass
 class RunSchema:
-    """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb."""
+    """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
+
+    ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing lowers its claim.
+    """
 
     root: str = "runs"
     name: str | None = None
     group: str | None = None
+    reproduces: str | None = None
+    strict: bool = False
 
 
 @dataclass

@@ -72,7 +72,7 @@ def _start(plan: Plan, run: RunDirectory, placement: Placement) -> Member:
     role, rank = role_of(placement.rank, plan.roles)
     log = run.log(role, rank)
     log.parent.mkdir(exist_ok=True)
-    environment = {**_loopback(plan.cluster), **plan.environment, **placement.variables()}
+    environment = {**_loopback(plan.cluster), **plan.environment, **plan.secrets, **placement.variables()}
     process: BaseProcess = get_context("fork").Process(
         target=_body, args=(run, placement, log, environment, os.getpid())
     )
@@ -91,6 +91,7 @@ def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mappi
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    del sys.argv[1:]  # what was typed may hold a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
     from worldsize.worker import play  # imported by the launcher before the fork

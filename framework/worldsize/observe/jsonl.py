@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone
+from worldsize.reproducibility.strict import strict
 
 # what follows from the computation alone; the rest of a line is time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
@@ -33,15 +33,6 @@ class JsonLines:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(strict(line)) + "\n")
-
-
-def strict(value: Any) -> Any:
-    """``value`` with NaN and infinities, which JSON lacks, as the strings "nan", "inf" and "-inf"."""
-    if isinstance(value, dict):
-        return {key: strict(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def metrics_digest(path: Path) -> str:

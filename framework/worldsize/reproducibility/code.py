@@ -23,14 +23,25 @@ _DIFF = (
 )
 
 
+_OTHERS = ("ls-files", "--others", "--exclude-standard", "--exclude=__pycache__/", "-z")
+_ADD = ("add", "--pathspec-from-file=-", "--pathspec-file-nul")
+
+# what a run outside of git can import from its folder
+_OWN = ("recipes", "plugins", "conf", "train.py")
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # known to every git
+
+
 @dataclass(frozen=True)
 class Code:
-    """State of a checkout. ``patch`` re-creates it with ``git apply`` on ``commit``.
+    """State of a checkout. ``patch`` re-creates it with ``git apply`` on ``commit``, or on nothing if there is none.
 
+    ``checkout`` is its root on the machine of the run, ``folder`` the working directory inside it.
     ``left_out`` names what is untracked and not in the patch: files that are too large or cannot be read,
     and other repositories inside this one (their names end in a slash).
     """
 
+    checkout: str | None = None
+    folder: str = "."
     remote: str | None = None
     commit: str | None = None
     branch: str | None = None
@@ -47,19 +58,22 @@ class Code:
 def capture_code(folder: Path, *, exclude: Path) -> Code:
     """The checkout that ``folder`` belongs to, files below ``exclude`` (the runs) left out.
 
-    Outside git, or before the first commit, a :class:`Code` without facts.
+    Outside git, or before the first commit, there is only a patch, with the folder's own recipes, plugins
+    and configuration; without git not even that.
 
     Raises:
         WorldsizeError: git cannot compare the checkout with its commit.
     """
     top = _git(folder, "rev-parse", "--show-toplevel", "HEAD")
     if top is None:
-        return Code()
+        return _capture_folder(folder)
     root, commit = os.fsdecode(top).rstrip("\n").rsplit("\n", 1)
     untracked, left_out = _untracked(Path(root), exclude)
     patch = _patch(Path(root), untracked)
     remote = _text(Path(root), "config", "--get", "remote.origin.url")
     return Code(
+        checkout=root,
+        folder=os.path.relpath(folder.resolve(), Path(root).resolve()),
         remote=without_credentials(remote) if remote else None,
         commit=commit,
         branch=_text(Path(root), "symbolic-ref", "--short", "-q", "HEAD"),
@@ -69,10 +83,30 @@ def capture_code(folder: Path, *, exclude: Path) -> Code:
     )
 
 
+def _capture_folder(folder: Path) -> Code:
+    """By way of a repository that exists only for that."""
+    with tempfile.TemporaryDirectory() as name:
+        database = Path(name) / "git"
+        if shutil.which("git") is None or not any((folder / own).exists() for own in _OWN):
+            return Code()
+        _needed(folder, "init", "--quiet", "--bare", str(database))
+        names, left_out = _kept(folder, _git(folder, *_OTHERS, "--", *_OWN, database=database))
+        if not names:
+            return Code(left_out=left_out)
+        _needed(folder, *_ADD, stdin=_lines(names), database=database)
+        patch = _needed(folder, *_DIFF[:-1], "--cached", _EMPTY_TREE, database=database)
+        return Code(dirty=True, patch=patch, left_out=left_out)
+
+
 def _untracked(root: Path, exclude: Path) -> tuple[list[str], tuple[str, ...]]:
-    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or b""
-    names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
-    names = [name for name in names if not (root / name).is_relative_to(exclude)]
+    kept, left_out = _kept(root, _git(root, *_OTHERS))
+    inside = tuple(name for name in left_out if not (root / name).is_relative_to(exclude))
+    return [name for name in kept if not (root / name).is_relative_to(exclude)], inside
+
+
+def _kept(root: Path, listed: bytes | None) -> tuple[list[str], tuple[str, ...]]:
+    """Names that go into the patch, and those that do not."""
+    names = [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
     kept = [name for name in names if _fits(root, name)]
     return kept, tuple(sorted(set(names) - set(kept)))
 
@@ -91,32 +125,30 @@ def _patch(root: Path, untracked: list[str]) -> bytes:
         index = Path(folder) / "index"
         own = _text(root, "rev-parse", "--path-format=absolute", "--git-path", "index")
         if own and Path(own).exists():
-            shutil.copy(own, index)
+            shutil.copy2(own, index)  # with its time: by it git knows which files may have changed since
         if untracked:
-            _needed(
-                root,
-                "add",
-                "--intent-to-add",
-                "--pathspec-from-file=-",
-                "--pathspec-file-nul",
-                index=index,
-                stdin=b"\0".join(map(os.fsencode, untracked)),
-            )
+            _needed(root, *_ADD, "--intent-to-add", index=index, stdin=_lines(untracked))
         return _needed(root, *_DIFF, index=index)
 
 
-def _git(folder: Path, *arguments: str) -> bytes | None:
+def _lines(names: list[str]) -> bytes:
+    return b"\0".join(map(os.fsencode, names))
+
+
+def _git(folder: Path, *arguments: str, database: Path | None = None) -> bytes | None:
     """Output of git, or None where it fails or is not installed."""
     try:
-        done = _run(folder, *arguments)
+        done = _run(folder, *arguments, database=database)
     except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
 
 
-def _needed(root: Path, *arguments: str, index: Path, stdin: bytes = b"") -> bytes:
+def _needed(
+    root: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
+) -> bytes:
     """Output of git. A failure is an error: taken for no output, it would say that the checkout is clean."""
-    done = _run(root, *arguments, index=index, stdin=stdin)
+    done = _run(root, *arguments, index=index, database=database, stdin=stdin)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()
         raise WorldsizeError(f"git cannot compare {root} with its last commit: {reason}. Repair that.")
@@ -124,11 +156,13 @@ def _needed(root: Path, *arguments: str, index: Path, stdin: bytes = b"") -> byt
 
 
 def _run(
-    folder: Path, *arguments: str, index: Path | None = None, stdin: bytes = b""
+    folder: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_LITERAL_PATHSPECS": "1"}
     if index:
         environment["GIT_INDEX_FILE"] = str(index)
+    if database:
+        environment |= {"GIT_DIR": str(database), "GIT_WORK_TREE": str(folder)}
     return subprocess.run(["git", *arguments], cwd=folder, env=environment, input=stdin, capture_output=True)
 
 

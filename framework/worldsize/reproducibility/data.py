@@ -21,6 +21,21 @@ def fingerprint(files: Mapping[str, Path]) -> dict[str, Any]:
     return {"files": described, "sha256": total.hexdigest()}
 
 
+def check_data(original: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raise WorldsizeError, which names the first file that differs, unless two fingerprints are equal."""
+    then, now = original["files"], present["files"]
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            raise WorldsizeError(
+                f"the data file {name!r} is not the one that the run learned from: {_found(then.get(name))} then, "
+                f"{_found(now.get(name))} now. Bring that file back; nothing was started."
+            )
+
+
+def _found(file: Mapping[str, Any] | None) -> str:
+    return f"{file['size']} bytes, SHA-256 {file['sha256']}" if file else "missing"
+
+
 def _describe(name: str, path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:

@@ -40,13 +40,19 @@ class Determinism:
         """Environment of every worker: libraries read these when they are first used."""
         return _PINNED_VARIABLES if self.deterministic else {}
 
-    def apply(self) -> None:
-        """Set torch's global flags in this process."""
+    def apply(self, device: str) -> None:
+        """Set torch's global flags in this process, which computes on ``device`` ("cpu" or "cuda")."""
         # use_deterministic_algorithms does the same and imports the compiler, 1.7 s in every worker
         torch.set_deterministic_debug_mode("error" if self.deterministic else "default")
         torch.backends.cudnn.deterministic = self.deterministic
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
+        if self.deterministic and device == "cuda":
+            # which fused kernel attention takes depends on shapes and versions; this one is always there
+            torch.backends.cuda.enable_flash_sdp(False)
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def describe(self) -> dict[str, Any]:
-        return {**asdict(self), "variables": dict(self.variables())}
+        attention = "math on CUDA" if self.deterministic else "any"
+        return {**asdict(self), "attention": attention, "variables": dict(self.variables())}

@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 
 
-def state_digest(state: Mapping[str, Tensor]) -> str:
-    """Digest over name, dtype, shape and bytes of every tensor, in the order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+def tensor_digests(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """By name, a digest over dtype, shape and bytes of each tensor."""
+    return {name: _digest(state[name].detach().cpu().contiguous()) for name in sorted(state)}
+
+
+def state_digest(digests: Mapping[str, str]) -> str:
+    """One digest over all names and their tensors' digests."""
+    return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -9,7 +9,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,14 @@ def capture_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
         "platform": platform.platform(),
-        "packages": _packages(),
+        "packages": packages(),
         "torch": _torch(),
         "driver": _driver(),
     }
 
 
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
+    """Version of every installed package, by normalised name."""
     return {name: version for name, (version, _) in _installed().items()}
 
 
@@ -97,8 +98,8 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: without_credentials(environ[name]) for name in sorted(kept)}
 
 
-def write_environment(folder: Path, project: Path) -> str:
-    """Write what rebuilds the environment; the SHA-256 of its lock.
+def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) -> str:
+    """Write what rebuilds the environment, every text through ``clean``; the SHA-256 of its lock.
 
     ``uv.lock`` and ``pyproject.toml`` of ``project`` where they are, else pins of what is installed.
     """
@@ -109,16 +110,16 @@ def write_environment(folder: Path, project: Path) -> str:
     if lock.exists():
         for name in ("uv.lock", "pyproject.toml", ".python-version"):
             if (project / name).exists():
-                _copy(project / name, folder / name)
+                _copy(project / name, folder / name, clean)
         return hashlib.sha256((folder / "uv.lock").read_bytes()).hexdigest()
-    pins = "".join(f"{_pin(name, *found)}\n" for name, found in _installed().items())
+    pins = clean("".join(f"{_pin(name, *found)}\n" for name, found in _installed().items()))
     (folder / "requirements.txt").write_text(pins)
     return hashlib.sha256(pins.encode()).hexdigest()
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Byte for byte, but for credentials in the URLs of package indexes."""
-    target.write_bytes(without_credentials(source.read_bytes().decode()).encode())
+def _copy(source: Path, target: Path, clean: Callable[[str], str]) -> None:
+    """Byte for byte, but for secrets and for credentials in the URLs of package indexes."""
+    target.write_bytes(clean(without_credentials(source.read_bytes().decode())).encode())
 
 
 def _pin(name: str, version: str, distribution: metadata.Distribution) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -13,14 +14,21 @@ from typing import Any
 
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.lock import RunLock, is_locked
+from worldsize.reproducibility.owner import signature
+from worldsize.reproducibility.strict import strict
 
 SCHEMA_VERSION = 1
 NAME = "run_manifest.json"
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write it whole or not at all: a temporary file beside it, fsync, then a rename. Keys are sorted."""
-    text = json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, indent=2, sort_keys=True) + "\n"
+    """Write it whole or not at all: a temporary file beside it, fsync, then a rename.
+
+    Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``.
+    """
+    facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
+    digest = _digest(facts)
+    text = _text({**facts, "digest": digest, "signature": signature(digest)})
     temporary = path.with_name(f".manifest_{secrets.token_hex(4)}")
     try:
         with temporary.open("x") as file:  # tempfile would make it unreadable for other users
@@ -35,22 +43,37 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     os.close(folder)
 
 
+def _text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    facts = {key: value for key, value in manifest.items() if key not in ("digest", "signature")}
+    return hashlib.sha256(_text(facts).encode()).hexdigest()
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest.
 
     Raises:
-        WorldsizeError: it is missing, not JSON, or of a newer schema.
+        WorldsizeError: it is missing, not JSON, of a newer schema, or not as worldsize wrote it.
     """
     try:
-        manifest = json.loads(path.read_text())
+        text = path.read_text()
+        manifest = json.loads(text)
         version = int(manifest["schema_version"])
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Name the folder of a run.") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise WorldsizeError(f"{path} is not a run manifest: {error}.") from None
+        raise WorldsizeError(f"{path} is not a run manifest, or was edited: {error}.") from None
     if version > SCHEMA_VERSION:
         raise WorldsizeError(
             f"{path} has schema version {version}; this worldsize reads up to {SCHEMA_VERSION}. Upgrade worldsize."
+        )
+    if manifest.get("digest") != (found := _digest(manifest)) or _text(manifest) != text:
+        raise WorldsizeError(
+            f"{path} was edited after it was written: its digest is {found}, it says {manifest.get('digest')}. "
+            "Take the original from a copy of the run."
         )
     return dict(manifest)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from os import pathsep
 from pathlib import Path
+from typing import Any
 
 from worldsize.errors import ConfigError
 
@@ -64,3 +66,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def plugin_folders(environ: Mapping[str, str]) -> list[Path]:
     """Folders named by ``WORLDSIZE_PLUGINS``, separated as in PATH."""
     return [Path(entry) for entry in environ.get("WORLDSIZE_PLUGINS", "").split(pathsep) if entry]
+
+
+def withheld_secrets(environ: MutableMapping[str, str]) -> list[tuple[list[str | int], Any]]:
+    """Leaves of the configuration that are in no file, from ``WORLDSIZE_SECRETS``, which no child process inherits."""
+    return [(keys, value) for keys, value in json.loads(environ.pop("WORLDSIZE_SECRETS", "[]"))]

@@ -1,0 +1,207 @@
+"""``worldsize reproduce MANIFEST [OVERRIDE ...]``: re-create a run from its record, and say how exactly."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from worldsize.app.compare import EXIT_CODES, add_report_options, folder_of, show
+from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
+from worldsize.config.places import bundle
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.checkout import checked_out, read_patch
+from worldsize.reproducibility.compare import compare_runs
+from worldsize.reproducibility.manifest import read_manifest
+from worldsize.reproducibility.owner import is_own
+from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt
+from worldsize.reproducibility.redact import REDACTED
+from worldsize.reproducibility.strict import strict
+from worldsize.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    manifest: Path
+    overrides: Sequence[str]
+    yes: bool
+    strict: bool
+    approximate: bool
+    rebuild: bool
+    json: bool
+    tolerance: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize reproduce", description=__doc__)
+    parser.add_argument("manifest", type=Path, help="run_manifest.json, or the run folder that holds it")
+    parser.add_argument(
+        "overrides", nargs="*", help="changes, e.g. cluster.processes=4; they lower the claim if they must"
+    )
+    parser.add_argument("--yes", action="store_true", help="run another user's manifest without asking")
+    parser.add_argument("--strict", action="store_true", help="refuse to run if anything lowers the claim")
+    parser.add_argument("--approximate", action="store_true", help="go on without recorded changes that are lost")
+    parser.add_argument(
+        "--rebuild", action="store_true", help="build the environment anew even if this one is identical"
+    )
+    add_report_options(parser)
+    try:
+        sys.exit(reproduce(Options(**vars(parser.parse_args()))))
+    except WorldsizeError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def reproduce(options: Options) -> int:
+    """Exit code: the verdict's, see ``worldsize compare``; or that of the run, if it did not complete.
+
+    Raises:
+        WorldsizeError: the record is damaged or incomplete, or may not be run; nothing was started.
+    """
+    original = RunDirectory(folder_of(options.manifest))
+    manifest = read_manifest(original.manifest)
+    code, own = manifest["code"], is_own(manifest["digest"], manifest["signature"])
+    _check_targets(manifest, options, own=own)
+    patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
+    if not own:
+        _ask(manifest, options)
+    overrides = _overrides(manifest, options, own=own)
+    clones = [Path(place) for place in (code["checkout"], original.path, Path.cwd(), bundle()) if place]
+    with tempfile.TemporaryDirectory(prefix="worldsize_") as name:
+        root = Path(name) / "code"
+        with checked_out(code, patch, root, clones) as folder:
+            python = _python(manifest, original, options, folder, root=root, clones=clones)
+            new, exit_code = _run(options, original, python, folder, overrides)
+    return exit_code or _report(options, original, new)
+
+
+def _check_targets(manifest: Mapping[str, Any], options: Options, *, own: bool) -> None:
+    """A stranger's manifest cannot widen the allow-list; only this command line can."""
+    added = [word.partition("=")[2] for word in options.overrides if word.startswith("allow_targets=")]
+    prefixes = [prefix for words in added for prefix in re.findall(r"[\w.]+", words)]
+    recorded = manifest["config"]["allow_targets"] if own else []
+    check_targets(manifest["config"], Allowed((*ALLOWED, *recorded, *prefixes)))
+
+
+def _ask(manifest: Mapping[str, Any], options: Options) -> None:
+    code, changed = manifest["code"], different_packages(manifest["environment"])
+    facts = {
+        "run": manifest["run_id"],
+        "code": f"{code['commit']} from {code['remote']}" if code["commit"] else "only what the record holds",
+        "with changes": code["patch_sha256"] or "none",
+        "options": " ".join(manifest["overrides"]) or "none",
+        "to be installed": ", ".join(changed[:10]) + (f" and {len(changed) - 10} more" if len(changed) > 10 else ""),
+        "data": ", ".join(list(manifest["data"]["files"])[:5]) or "none",
+    }
+    for name, value in facts.items():
+        print(f"{name:16} {value or 'nothing'}", file=sys.stderr)
+    if options.yes:
+        return
+    if not sys.stdin.isatty():
+        raise WorldsizeError("this manifest was not written by this user on this machine. Look at it, then pass --yes.")
+    print("This manifest was not written by you. Install and run this code? [y/N] ", end="", file=sys.stderr)
+    if input().strip().lower() not in ("y", "yes"):
+        raise WorldsizeError("nothing was installed or run.")
+
+
+def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> list[str]:
+    """The recorded ones, but for those that the command line replaces, with lost secrets asked for by name."""
+    given = {_key(word) for word in options.overrides} | (set() if own else {"allow_targets"})
+    kept = [word for word in manifest["overrides"] if _key(word) not in given]
+    return [*(_revealed(word) if REDACTED in word else word for word in kept), *options.overrides]
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _revealed(word: str) -> str:
+    key = word.partition("=")[0]
+    if not sys.stdin.isatty():
+        raise WorldsizeError(
+            f"the record does not hold the secret {key}. Give it as {key}='${{oc.env:NAME_OF_A_VARIABLE}}'."
+        )
+    return f"{key}={getpass.getpass(f'{key}: ')}"
+
+
+def _python(
+    manifest: Mapping[str, Any],
+    original: RunDirectory,
+    options: Options,
+    folder: Path,
+    *,
+    root: Path,
+    clones: Sequence[Path],
+) -> Interpreter:
+    environment = manifest["environment"]
+    if not options.rebuild and not different_packages(environment):
+        return present(root, clones=clones)
+    print("building the recorded environment with uv", file=sys.stderr, flush=True)
+    return rebuilt(environment, original.environment, folder, root.parent)
+
+
+# the overrides come by standard input: one of them may be a secret, and a command line can be seen by everyone
+_CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.app import main; main()"
+
+
+def _run(
+    options: Options, original: RunDirectory, python: Interpreter, folder: Path, overrides: Sequence[str]
+) -> tuple[RunDirectory, int]:
+    """Train in the checkout; the new run's folder and its exit code.
+
+    Raises:
+        WorldsizeError: the run was refused; its reason has been shown.
+    """
+    runs, name = _runs(original), f"{original.id}_reproduced_{secrets.token_hex(3)}"
+    own = [
+        f"run.root={runs}",
+        f"run.name={name}",
+        f"run.reproduces={original.manifest}",
+        f"run.strict={options.strict}",
+    ]
+    path = os.pathsep.join(map(str, (*python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+    done = subprocess.run(
+        [str(python.python), "-c", _CHILD],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path.strip(os.pathsep)},
+        input=json.dumps(["train", *overrides, *own]),
+        stdout=sys.stderr if options.json else None,
+        text=True,
+    )
+    found = list(runs.glob(f"*/{name}"))
+    if not found:
+        raise WorldsizeError("the run was refused, see above.")
+    return RunDirectory(found[0]), done.returncode
+
+
+def _runs(original: RunDirectory) -> Path:
+    """Beside the original; for a manifest that lies elsewhere, below the working directory."""
+    beside = original.path.parents[1]
+    return beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"
+
+
+def _report(options: Options, original: RunDirectory, new: RunDirectory) -> int:
+    comparison = compare_runs(original.path, new.path, tolerance=options.tolerance)
+    claim = read_manifest(new.manifest)["claim"]
+    report = strict({**comparison.describe(), "original": str(original.path), "run": str(new.path), "claim": claim})
+    (new.path / "reproduction.json").write_text(json.dumps(report, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(comparison, as_json=False)
+        Console().print(f"claim: {claim['level']}: {claim['why']}", markup=False, highlight=False)
+    return EXIT_CODES[comparison.verdict]

@@ -1,0 +1,113 @@
+"""A run's code, re-created in a folder of its own from what its manifest says; the user's tree is not touched."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from worldsize.errors import WorldsizeError
+
+_ALL = "+refs/*:refs/*"
+# no hook or helper that a repository names, and no prompt for a password
+_OPTIONS = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never")
+_NO_PROMPT = {"GIT_TERMINAL_PROMPT": "0"}
+
+
+@contextmanager
+def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates: Sequence[Path]) -> Iterator[Path]:
+    """The working directory of the run inside ``folder``, a git worktree that ends with the context.
+
+    ``candidates`` are folders in whose repositories the commit is looked for, before it is fetched.
+
+    Raises:
+        WorldsizeError: the commit can be had nowhere, or the patch does not apply to it.
+    """
+    _check(code)
+    if code["commit"] is None:
+        folder.mkdir(parents=True)
+        _apply(patch, folder)
+        yield folder
+        return
+    repository = _repository(code, candidates, folder.with_name("repository.git"))
+    _needed(repository, "worktree", "add", "--quiet", "--detach", "--force", str(folder), code["commit"])
+    try:
+        _apply(patch, folder)
+        yield folder / code["folder"]
+    finally:
+        _git(repository, "worktree", "remove", "--force", str(folder))
+
+
+def _check(code: Mapping[str, Any]) -> None:
+    """A stranger's manifest may not reach beyond the worktree, or hand options to git."""
+    folder = PurePosixPath(code["folder"])
+    if folder.is_absolute() or ".." in folder.parts:
+        raise WorldsizeError(f"the manifest names a folder outside of the checkout: {folder}. It is not to be trusted.")
+    if code["commit"] is not None and not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", code["commit"]):
+        raise WorldsizeError(f"the manifest names {code['commit']!r}, which is no commit. It is not to be trusted.")
+
+
+def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
+    """The recorded changes, verified; ``approximate`` goes on without lost ones.
+
+    Raises:
+        WorldsizeError: they are lost, or not those that the manifest names.
+    """
+    if digest is None:
+        return b""
+    if not path.exists():
+        if approximate:
+            return b""
+        raise WorldsizeError(
+            f"{path} is lost: the run had uncommitted changes with SHA-256 {digest}. "
+            "Bring it back, or go on without them with --approximate."
+        )
+    patch = path.read_bytes()
+    if (found := hashlib.sha256(patch).hexdigest()) != digest:
+        raise WorldsizeError(f"{path} was changed: its SHA-256 is {found}, the manifest says {digest}. Bring it back.")
+    return patch
+
+
+def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path) -> Path:
+    commit, remote = code["commit"], code["remote"]
+    for folder in candidates:
+        if folder.is_dir() and _git(folder, "cat-file", "-e", f"{commit}^{{commit}}"):
+            return folder
+    if remote is not None:
+        spare.mkdir(parents=True)
+        _needed(spare, "init", "--quiet", "--bare")
+        # a server may refuse to give a commit by its hash; then everything is fetched
+        _ = _git(spare, "fetch", "--quiet", "--", remote, commit) or _git(spare, "fetch", "--quiet", "--", remote, _ALL)
+        if _git(spare, "cat-file", "-e", f"{commit}^{{commit}}"):
+            return spare
+    where = f"nor could it be fetched from {remote}" if remote else "and the run's repository had no remote"
+    raise WorldsizeError(
+        f"commit {commit} is in no repository here ({', '.join(map(str, candidates))}), {where}. "
+        "Run the command inside a clone that has it."
+    )
+
+
+def _apply(patch: bytes, folder: Path) -> None:
+    if patch:
+        # outside of a repository too; never a path outside of the folder (git refuses those by itself)
+        _needed(folder, "apply", "--whitespace=nowarn", "--binary", "-", stdin=patch)
+
+
+def _git(folder: Path, *arguments: str) -> bool:
+    return _run(folder, *arguments).returncode == 0
+
+
+def _needed(folder: Path, *arguments: str, stdin: bytes = b"") -> None:
+    done = _run(folder, *arguments, stdin=stdin)
+    if done.returncode != 0:
+        raise WorldsizeError(f"git {arguments[0]} failed: {done.stderr.decode(errors='replace').strip()}.")
+
+
+def _run(folder: Path, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    command, environment = ["git", *_OPTIONS, *arguments], {**os.environ, **_NO_PROMPT}
+    return subprocess.run(command, cwd=folder, input=stdin, capture_output=True, env=environment)

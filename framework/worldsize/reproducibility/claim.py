@@ -1,0 +1,109 @@
+"""How exactly a run can be re-created, and what lowers it: from bitwise to a tolerance, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from worldsize.reproducibility.determinism import Determinism
+
+LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
+_NOT_COMPUTED = ("run", "launch", "launcher", "logger", "cluster", "reproducibility", "checkpoint", "allow_targets")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``level`` is one of LEVELS; ``why`` says what it rests on."""
+
+    level: str
+    why: str
+
+
+class Lowering(NamedTuple):
+    """A difference between a record and the machine at hand, and the highest level that it leaves possible."""
+
+    level: str
+    reason: str
+
+
+def claim_of(determinism: Determinism) -> Claim:
+    """What a run claims by its reproducibility mode alone."""
+    if determinism.reduce == "ordered":
+        why = "a function of configuration and seed at any number of processes that divides the logical ranks"
+        return Claim("bitwise", f"{why}; on this CPU or GPU model and this torch build")
+    if determinism.deterministic:
+        why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"
+        return Claim("same-topology bitwise", why)
+    return Claim("tolerance", f"reproducibility={determinism.mode} does not pin kernels and threads")
+
+
+def lowerings(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[Lowering]:
+    """Every difference between two manifests that lowers the claim of the first one for the second."""
+    return [*_config(original, present), *_machine(original, present), *_code(original, present)]
+
+
+def lowered(original: Mapping[str, Any], present: Mapping[str, Any], found: Sequence[Lowering]) -> Claim:
+    """The lowest of both runs' claims and of what ``found`` leaves possible."""
+    claims = [Lowering(run["claim"]["level"], run["claim"]["why"]) for run in (original, present)]
+    lowest = min([*claims, *found], key=lambda each: LEVELS.index(each.level))
+    reasons = [each.reason for each in found] or [lowest.reason]
+    return Claim(lowest.level, "; ".join(reasons))
+
+
+def _config(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Lowering]:
+    then, now = _flat(original["config"]), _flat(present["config"])
+    for key in sorted(then.keys() | now.keys()):
+        if key.split(".")[0] not in _NOT_COMPUTED and then.get(key) != now.get(key):
+            yield Lowering("none", f"{key}: {then.get(key)} then, {now.get(key)} now: another experiment")
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(node, Mapping):
+        return {path: node}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in _flat(child, f"{path}.{name}" if path else str(name)).items()
+    }
+
+
+def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Lowering]:
+    for what, path in _DECIDES_BITS.items():
+        then, now = _at(original, path), _at(present, path)
+        if then != now:
+            yield Lowering("tolerance", f"{what}: {then} then, {now} now")
+    then, now = (len(run["cluster"]["ranks"]) for run in (original, present))
+    if then != now and original["determinism"]["reduce"] != "ordered":
+        yield Lowering("tolerance", f"processes: {then} then, {now} now, and sums depend on their number")
+
+
+_DECIDES_BITS = {
+    "reproducibility": ("determinism", "mode"),
+    "Python": ("environment", "python"),
+    "torch": ("environment", "torch"),
+    "numpy": ("environment", "packages", "numpy"),
+    "driver": ("environment", "driver"),
+    "CPU": ("hardware", 0, "cpu"),
+    "GPUs": ("hardware", 0, "gpus"),
+    "backend": ("cluster", "backend"),
+    "device": ("config", "cluster", "device"),
+    "threads a process": ("determinism", "threads_per_process"),
+    "variables": ("determinism", "environment"),
+}
+
+
+def _at(manifest: Any, path: Sequence[str | int]) -> Any:
+    for key in path:
+        manifest = manifest[key] if isinstance(key, int) else manifest.get(key)
+    return manifest
+
+
+def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Lowering]:
+    then, now = original["code"], present["code"]
+    if then["left_out"]:
+        yield Lowering("tolerance", f"files that the record lacks: {', '.join(then['left_out'])}")
+    if then["scrubbed"]:
+        yield Lowering("tolerance", "a secret was taken out of the recorded changes")
+    if then["framework"] != now["framework"]:
+        yield Lowering("tolerance", f"worldsize itself: {then['framework']} then, {now['framework']} now")

@@ -1,0 +1,137 @@
+"""Two runs side by side: where each metric and each tensor first differs, by how much, and the verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+
+Verdict = Literal["bitwise identical", "within tolerance", "different"]
+Series = dict[int, float]  # step -> value
+_FIGURES = ("loss", "lr", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far one metric or tensor of run B is from that of run A; zeros and no step where they are equal.
+
+    ``ulp``: the largest distance in units in the last place, of float64 for metrics, of its own dtype for a tensor.
+    """
+
+    name: str
+    first_step: int | None = None
+    absolute: float = 0.0
+    relative: float = 0.0
+    ulp: int = 0
+
+    @property
+    def is_equal(self) -> bool:
+        return self.absolute == 0.0 and self.ulp == 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``missing`` says what one of the runs lacks, so that it could not be compared."""
+
+    verdict: Verdict
+    metrics: tuple[Divergence, ...]
+    tensors: tuple[Divergence, ...]
+    missing: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
+    """Compare two run folders. ``tolerance``: largest relative difference of any logged figure that is let pass."""
+    results = [_results(run) for run in (first, second)]
+    series = [_series(run) for run in (first, second)]
+    missing = [*_unfinished(first, results[0]), *_unfinished(second, results[1])]
+    names = sorted(series[0].keys() & series[1].keys())
+    missing += [f"only one of the runs has logged {name}" for name in sorted(series[0].keys() ^ series[1].keys())]
+    metrics = [_divergence(name, series[0][name], series[1][name]) for name in names]
+    metrics += _final(results[0].get("metrics", {}), results[1].get("metrics", {}))
+    tensors = tuple(_tensors(results[0].get("tensors", {}), results[1].get("tensors", {})))
+    return Comparison(_verdict(results, metrics, missing, tolerance), tuple(metrics), tensors, tuple(missing))
+
+
+def _results(run: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((run / "run_manifest.json").read_text())
+    return manifest["results"] or {}
+
+
+def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
+    if "state_digest" not in results:
+        yield f"{run.name} has no final state: it ended as {results.get('exit_reason', 'killed or running')}"
+
+
+def _series(run: Path) -> dict[str, Series]:
+    """Figures by name and step; of a step that was logged twice, the last."""
+    found: dict[str, Series] = {}
+    path = run / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        row = json.loads(line)
+        figures = row["metrics"] if row["event"] == "evaluation" else {key: row[key] for key in _FIGURES}
+        for name, value in figures.items():
+            if value is not None:
+                label = f"test {name}" if row["event"] == "evaluation" else name
+                found.setdefault(label, {})[row["step"]] = float(value)
+    return found
+
+
+def _tensors(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Divergence]:
+    for name in sorted(then.keys() | now.keys()):
+        equal = then.get(name) == now.get(name)
+        yield Divergence(name) if equal else Divergence(name, absolute=math.nan, relative=math.nan)
+
+
+def _final(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Divergence]:
+    names = sorted(then.keys() & now.keys())
+    return [_divergence(f"final {name}", {0: float(then[name])}, {0: float(now[name])}) for name in names]
+
+
+def _divergence(name: str, first: Series, second: Series) -> Divergence:
+    steps = sorted(first.keys() & second.keys())
+    differing = [step for step in steps if not _equal(first[step], second[step])]
+    if not differing:
+        return Divergence(name)
+    pairs = [(first[step], second[step]) for step in differing]
+    return Divergence(
+        name,
+        first_step=differing[0],
+        absolute=max(abs(one - other) for one, other in pairs),
+        relative=max(_relative(one, other) for one, other in pairs),
+        ulp=max(ulps(one, other) for one, other in pairs),
+    )
+
+
+def _equal(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other))
+
+
+def ulps(one: float, other: float) -> int:
+    """Float64 values between two numbers, the second included (Goldberg 1991, section 1.2)."""
+    return abs(_ordered(one) - _ordered(other))
+
+
+def _ordered(value: float) -> int:
+    """Integers in the order of the floats: neighbours differ by 1, and both zeros are 0."""
+    bits = int(numpy.float64(value).view(numpy.int64))
+    return bits if bits >= 0 else -(bits & 0x7FFFFFFFFFFFFFFF)
+
+
+def _verdict(results: list[dict[str, Any]], metrics: list[Divergence], missing: list[str], tolerance: float) -> Verdict:
+    first, second = ((run.get("state_digest"), run.get("metrics_digest")) for run in results)
+    if first == second and None not in first:
+        return "bitwise identical"
+    close = all(each.relative <= tolerance for each in metrics)  # NaN is not close
+    return "within tolerance" if metrics and close and not missing else "different"
