@@ -74,6 +74,7 @@ class Plan:
     cluster: Cluster
     roles: Mapping[str, Role]
     environment: Mapping[str, str]
+    attempt: int = 1
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -250,15 +251,22 @@ class Failure:
     rank: int
     cause: str
     exit_code: int
+    step: int | None = None  # that it was in, if it is known
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: ``exit_reason`` is "completed", "failed" or "interrupted"."""
+    """How a job ended: ``exit_reason`` is "completed", "failed", "interrupted", or "preempted": saved, start it again.
+
+    ``steps``: the step after which it began, and the last one it completed, where they are known.
+    ``first_step_at``: Unix time at which it completed its first step.
+    """
 
     exit_reason: str
     exit_code: int
     failure: Failure | None = None
+    steps: tuple[int, int] | None = None
+    first_step_at: float | None = None
 
 
 class Job(ABC):
@@ -272,7 +280,12 @@ class Job(ABC):
 
 
 class Launcher(ABC):
-    """How processes start. Every process runs ``python -m worldsize.worker RUN_DIR`` or its equivalent."""
+    """How processes start. Every process runs ``python -m worldsize.worker RUN_DIR`` or its equivalent.
+
+    ``max_restarts``: times that a gang that failed is started again from its last checkpoint.
+    """
+
+    max_restarts: int = 0
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every launcher has something to check
         """Raise ConfigError for a cluster that this launcher cannot start, before a run folder exists."""
@@ -300,6 +313,8 @@ class RunStarted:
 @dataclass(frozen=True)
 class StepDone:
     """A logged step: global mean loss, and where the time since the last logged step went.
+
+    ``skipped`` counts the updates left out since the run began.
 
     ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded.
     """

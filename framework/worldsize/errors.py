@@ -14,6 +14,10 @@ class ConfigError(WorldsizeError):
     """The configuration cannot run; raised before any process starts where that can be known."""
 
 
+class CheckpointError(WorldsizeError):
+    """A checkpoint cannot be written, is damaged, or does not fit the run."""
+
+
 class NonfiniteLossError(WorldsizeError):
     """The loss became NaN or infinite while ``nonfinite=stop``."""
 

@@ -49,6 +49,10 @@ class RunDirectory:
         return self.path / "result.json"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
     def id(self) -> str:
         return self.path.name
 

@@ -85,6 +85,7 @@ def running(planted: Path, environment_without_wandb: dict[str, str]) -> Iterato
     """A run of 3 processes of which rank 1 hangs in its first step."""
     action = "open('hanging', 'w').close(); time.sleep(3600)"
     command = [sys.executable, str(REPOSITORY / "train.py"), "recipe=planted", "logger=none", "cluster.processes=3"]
+    command.append("launcher.save_grace=1")
     process = subprocess.Popen(
         [*command, f'recipe.action="{action}"'],
         cwd=planted,
@@ -103,7 +104,7 @@ def running(planted: Path, environment_without_wandb: dict[str, str]) -> Iterato
 def test_the_traceback_of_the_rank_that_failed_comes_first(planted: Path, train: Any) -> None:
     run = train("recipe=planted", "cluster.processes=3", 'recipe.action="raise ValueError(42)"')
     assert run.code == 1
-    assert run.error.startswith("worker 1 failed:\nTraceback")
+    assert run.error.startswith("worker 1 failed at step 1:\nTraceback")
     assert "ValueError: 42" in run.error
     assert "gloo" not in run.error.lower()
     assert run.json("run_manifest.json")["attempts"][-1]["exit_reason"] == "failed"
@@ -120,7 +121,7 @@ def test_a_process_that_dies_without_a_word_is_named_with_its_signal_or_code(
 ) -> None:
     run = train("recipe=planted", "cluster.processes=3", f'recipe.action="{action}"')
     assert run.code == 1
-    assert run.error.startswith("worker 1 failed:")
+    assert run.error.startswith("worker 1 failed at step 1:")
     assert cause in run.error.splitlines()[1]
 
 

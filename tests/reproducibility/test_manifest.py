@@ -66,7 +66,7 @@ def test_a_run_that_ends_while_it_is_looked_at_keeps_its_end(run: Path, monkeypa
 
     monkeypatch.setattr(module, "is_locked", ends_meanwhile)
     assert look(run)["attempts"][-1]["exit_reason"] == "completed"
-    assert read_manifest(run / "run_manifest.json")["results"] == {"loss": 1}
+    assert read_manifest(run / "run_manifest.json")["results"]["loss"] == 1
 
 
 def test_a_run_whose_lock_is_taken_while_it_is_looked_at_is_left_alone(

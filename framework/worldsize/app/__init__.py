@@ -9,6 +9,7 @@ from worldsize.errors import neighbours
 
 COMMANDS = {
     "train": "train a recipe; the same as train.py",
+    "resume": "go on with a run from its newest checkpoint",
     "status": "list runs and how they ended",
     "reproduce": "re-create a run from its manifest, and say how exactly",
     "compare": "show where two runs differ, and by how much",

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
 import worldsize.worker  # noqa: F401 - imported once here, before the fork, rather than in every worker
-from worldsize.app.record import with_secrets, write_record
+from worldsize.app.attempts import run_attempts
+from worldsize.app.record import check_same, config_text, with_secrets, write_record
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
 from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
 from worldsize.config.shape import with_processes
-from worldsize.core import Job, Outcome, Plan
+from worldsize.core import Plan
 from worldsize.engine.data import is_iterable, steps_of
 from worldsize.errors import ConfigError
-from worldsize.observe.progress import Progress
-from worldsize.observe.summary import summary_table
-from worldsize.reproducibility.lock import RunLock
-from worldsize.reproducibility.manifest import begin_attempt, end_attempt
 from worldsize.reproducibility.redact import scrubber
 from worldsize.run_directory import RunDirectory, created, planned
 
@@ -52,42 +45,23 @@ def execute(cfg: DictConfig) -> int:
     if cfg.launch == "write":
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0
-    return _launch(settings, plan, run)
+    return run_attempts(settings, plan, run)
 
 
-def _launch(settings: Settings, plan: Plan, run: RunDirectory) -> int:
-    console = Console()
-    with RunLock(run.path):
-        begin_attempt(run.manifest, hosts=[socket.gethostname()], world_size=plan.world_size)
-        job = settings.launcher.launch(plan)
-        outcome = _watch(job, settings, run, console)
-        result = _result(run, outcome)
-        end_attempt(run.manifest, exit_reason=outcome.exit_reason, exit_code=outcome.exit_code, results=result)
-    _report(run, outcome, result, console)
-    return outcome.exit_code
+def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
+    """Run an existing run again, from its newest checkpoint; the exit code.
 
-
-def _watch(job: Job, settings: Settings, run: RunDirectory, console: Console) -> Outcome:
-    with Progress(run.metrics, settings.pace.steps, console):
-        return job.wait()
-
-
-def _result(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """What rank 0 wrote; a run that did not get so far has only its exit reason, and that is written here."""
-    if not run.result.exists() or outcome.exit_code != 0:
-        run.result.write_text(json.dumps({"exit_reason": outcome.exit_reason}) + "\n")
-    result: dict[str, Any] = json.loads(run.result.read_text())
-    return result
-
-
-def _report(run: RunDirectory, outcome: Outcome, result: Mapping[str, Any], console: Console) -> None:
-    if failure := outcome.failure:
-        print(f"{failure.role} {failure.rank} failed:\n{failure.cause.rstrip()}", file=sys.stderr)
-        print(f"run folder: {run.path}", file=sys.stderr)
-    elif outcome.exit_reason == "completed":
-        console.print(summary_table(result, run.path))
-    else:
-        print(f"{outcome.exit_reason}; run folder: {run.path}", file=sys.stderr)
+    Raises:
+        WorldsizeError: its configuration or its data are others than then, in what ``ignore`` does not name.
+    """
+    torch.set_num_threads(1)
+    settings = _settings(cfg)
+    clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
+    plan = with_secrets(settings, _plan(settings, run), clean)
+    settings.launcher.check(settings.cluster)
+    check_same(settings, run, clean, ignore)
+    run.config.write_text(config_text(settings, clean))
+    return run_attempts(settings, plan, run)
 
 
 def _settings(cfg: DictConfig) -> Settings:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from worldsize.config.places import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Plan
 from worldsize.reproducibility import seeds
-from worldsize.reproducibility.claim import claim_of, lowered, lowerings
+from worldsize.reproducibility.claim import changes, changes_but, claim_of, lowered, lowerings
 from worldsize.reproducibility.code import Code, capture_code
 from worldsize.reproducibility.data import check_data, fingerprint
 from worldsize.reproducibility.environment import (
@@ -46,7 +46,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         ConfigError: the run re-creates another one, whose data were different, or less exactly than demanded.
     """
     config = clean.tree(settings.config)
-    run.config.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    run.config.write_text(config_text(settings, clean))
     run.overrides.write_text(OmegaConf.to_yaml(OmegaConf.create(clean.words(task_overrides()))))
     code = _code(settings, clean)
     if code["patch"]:
@@ -69,6 +69,25 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "claim": asdict(claim_of(settings.determinism)),
     }
     write_manifest(run.manifest, clean.tree({**manifest, **_parentage(settings, manifest)}))
+
+
+def config_text(settings: Settings, clean: Scrubber) -> str:
+    """``config.yaml``, without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(clean.tree(settings.config)))
+
+
+def check_same(settings: Settings, run: RunDirectory, clean: Scrubber, ignore: Sequence[str]) -> None:
+    """Raise WorldsizeError unless the run that is gone on with computes what it computed before."""
+    manifest = read_manifest(run.manifest)
+    changed = changes(manifest["config"], clean.tree(settings.config))
+    kept = [f"{key}: {then} then, {now} now" for key, then, now in changes_but(changed, ("steps", *ignore))]
+    if kept:
+        raise ConfigError(
+            f"the run was begun with another configuration: {'; '.join(kept)}. "
+            "Leave the change out, or accept it with --ignore KEY; nothing was started."
+        )
+    if "data" not in ignore:
+        check_data(manifest["data"], fingerprint(settings.recipe.files()))
 
 
 def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:

@@ -47,6 +47,22 @@ class RunSchema:
 
 
 @dataclass
+class CheckpointSchema:
+    """``every``: steps between saves (0: none in between); ``at_end``: one after the last step.
+
+    ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
+    as they are, e.g. [optimizer]. ``allow_older``: an older checkpoint stands in for a damaged one.
+    """
+
+    every: int = 0
+    at_end: bool = True
+    keep: Any = None
+    signals: list[str] = field(default_factory=list)
+    ignore: list[str] = field(default_factory=list)
+    allow_older: bool = False
+
+
+@dataclass
 class NumericsSchema:
     _target_: str = "worldsize.core.Numerics"
     precision: str = "${precision}"
@@ -76,6 +92,8 @@ class Schema:
     run: RunSchema = field(default_factory=RunSchema)
     numerics: NumericsSchema = field(default_factory=NumericsSchema)
     cluster: ClusterSchema = field(default_factory=ClusterSchema)
+    checkpoint: CheckpointSchema = field(default_factory=CheckpointSchema)
+    faults: list[dict[str, Any]] = field(default_factory=list)
     launcher: Any = MISSING
     strategy: Any = MISSING
     reproducibility: Any = MISSING

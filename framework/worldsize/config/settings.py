@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_targets
 from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Recipe, Role, Strategy
 from worldsize.engine.data import Order, logical_ranks_of
 from worldsize.engine.fit import Pace
+from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
+from worldsize.testing.faults import Faults
+from worldsize.world.preemption import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Settings:
     roles: Mapping[str, Role]
     launcher: Launcher
     logger: Callable[..., Listener] | None
+    retention: Retention
+    faults: Faults
     logical_ranks: int
 
     @property
@@ -56,7 +62,14 @@ class Settings:
 
     @property
     def pace(self) -> Pace:
-        return Pace(int(self.config["steps"]), int(self.config["log_every"]), int(self.config["evaluate_every"]))
+        config, saves = self.config, self.config["checkpoint"]
+        return Pace(
+            steps=config["steps"],
+            log_every=config["log_every"],
+            evaluate_every=config["evaluate_every"],
+            save_every=saves["every"],
+            save_at_end=saves["at_end"],
+        )
 
     def order(self, rank: int, size: int) -> Order:
         """The data order as seen by worker ``rank`` of ``size``."""
@@ -86,6 +99,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         roles=roles,
         launcher=build(config["launcher"], Launcher, allowed=allowed, key="launcher"),  # type: ignore[type-abstract]
         logger=build(config["logger"], partial, allowed=allowed, key="logger") if config["logger"] else None,
+        retention=build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep"),
+        faults=Faults.parsed(config["faults"]),
         logical_ranks=_logical_ranks(config, roles["worker"].processes),
     )
 
@@ -122,6 +137,13 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
     for key, least in _MINIMA.items():
         if config[key] < least:
             raise ConfigError(f"{key}={config[key]} must be {least} or more.")
+    saves = config["checkpoint"]
+    if saves["every"] < 0:
+        raise ConfigError(f"checkpoint.every={saves['every']} must be 0 (none in between) or more.")
+    known = [number.name for number in SIGNALS]
+    for name in saves["signals"]:
+        if name not in known:
+            raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
     if config["launch"] not in ("run", "show", "write"):
         raise ConfigError(f"launch={config['launch']!r} is unknown. Known: run, show, write.")
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, World
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.world.parent import die_with_parent
+from worldsize.world.preemption import SIGNALS
 
 _CPU = torch.device("cpu")
 
@@ -139,7 +140,8 @@ def _drawn(dataset: Any, order: Order, first: int, device: torch.device, workers
 
 def _begin_worker(parent: int, _: int) -> None:
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
+    for number in SIGNALS:  # they may reach every process; this one is needed until the training process ends
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Batch) -> Batch:

@@ -22,22 +22,43 @@ from worldsize.core import (
     StepResult,
     World,
 )
+from worldsize.engine.agreement import Agreement
 from worldsize.engine.data import Order
 
 
 @dataclass(frozen=True)
 class Pace:
-    """When a run stops, and every how many steps it logs and evaluates (0: only at the end)."""
+    """When a run stops, and every how many steps it logs, evaluates and saves (0: only at the end)."""
 
     steps: int
     log_every: int = 10
     evaluate_every: int = 0
+    save_every: int = 0
+    save_at_end: bool = False
 
-    def logs(self, step: int, *, first: int) -> bool:
-        return step % self.log_every == 0 or step in (first + 1, self.steps)
+    def logs(self, step: int) -> bool:
+        return step % self.log_every == 0 or step in (1, self.steps)
 
     def evaluates(self, step: int) -> bool:
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+
+    def saves(self, step: int) -> bool:
+        return (self.save_at_end and step == self.steps) or (self.save_every > 0 and step % self.save_every == 0)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training has come: steps taken, and of these the updates that were left out (nonfinite=skip)."""
+
+    step: int = 0
+    skipped: int = 0
+
+
+def _nothing(position: Position) -> None: ...
+
+
+def _never() -> bool:
+    return False
 
 
 def fit(
@@ -49,40 +70,53 @@ def fit(
     pace: Pace,
     evaluate: Callable[[], Mapping[str, float]],
     emit: Emit,
-    first: int = 0,
+    save: Callable[[Position], None] = _nothing,
+    wants_stop: Callable[[], bool] = _never,
+    first: Position = Position(),
     stop_on_nonfinite: bool = True,
-) -> None:
-    """Run steps ``first + 1`` to ``pace.steps``; ``batches`` starts at the first of them.
+) -> Position:
+    """Run the steps after ``first`` up to ``pace.steps``; ``batches`` starts at the first of them.
 
-    Nothing here waits for the device or for other ranks between logged steps.
+    Ends earlier, on all ranks after the same step and with a save, once ``wants_stop()`` on any rank. Nothing here
+    waits for the device or for other ranks between logged steps.
 
     Raises:
         NonfiniteLossError: on every rank alike, at the first logged step after the loss became NaN or infinite.
     """
-    window = _Window(world, order)
+    window = _Window(world, order, skipped=first.skipped)
     source = iter(batches)
     closed: list[Callable[[], StepDone]] = []
+    agreement = Agreement(world, wants_stop)
 
     def tell() -> None:
         while closed:
             done = closed.pop()()
+            agreement.tell(done)
             emit(done)
             if stop_on_nonfinite and not math.isfinite(done.loss):
                 raise NonfiniteLossError(_explain(done))
 
-    for step in range(first + 1, pace.steps + 1):
+    for step in range(first.step + 1, pace.steps + 1):
         window.fetching()
         micro_batches = next(source)
         window.stepping()
         window.add(replica.step(micro_batches))
         tell()  # of the step before, whose figures have crossed the network during this one
-        if pace.logs(step, first=first):
+        if pace.logs(step):
             closed.append(window.close(step))
         if pace.evaluates(step):
             tell()
             emit(Evaluated(step, evaluate()))
             window.restart()
+        stops = agreement.reached(step) and step < pace.steps
+        if stops or pace.saves(step):
+            tell()  # what is logged up to here belongs to the checkpoint
+            save(Position(step, window.skipped))
+            window.restart()
+        if stops:
+            return Position(step, window.skipped)
     tell()
+    return Position(pace.steps, window.skipped)
 
 
 def _explain(done: StepDone) -> str:
@@ -99,6 +133,7 @@ class _Window:
     world: World
     order: Order
     results: list[StepResult] = field(default_factory=list)
+    skipped: int = 0  # since the run began
     waited: float = 0.0
     mark: float = 0.0
     opened: float = field(default_factory=time.perf_counter)
@@ -111,6 +146,7 @@ class _Window:
 
     def add(self, result: StepResult) -> None:
         self.results.append(result)
+        self.skipped += result.skipped
 
     def restart(self) -> None:
         """Forget the time spent outside of training."""
@@ -120,7 +156,8 @@ class _Window:
         """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
         elapsed = time.perf_counter() - self.opened
         parts = gather(self._part((elapsed - self.waited) / len(self.results)), self.world)
-        finish = partial(_step_done, step, self, self.results, parts, waited=self.waited, elapsed=elapsed)
+        times = {"waited": self.waited, "elapsed": elapsed}
+        finish = partial(_step_done, step, self, self.results, parts, skipped=self.skipped, **times)
         self.results, self.waited = [], 0.0
         self.restart()
         return finish
@@ -138,6 +175,7 @@ def _step_done(
     results: Sequence[StepResult],
     parts: Callable[[], Tensor],
     *,
+    skipped: int,
     waited: float,
     elapsed: float,
 ) -> StepDone:
@@ -149,7 +187,7 @@ def _step_done(
         loss=_logged_loss(figures_psl[:, :-1].transpose(0, 1).flatten(1)),
         lr=last.lr,
         grad_norm=None if last.grad_norm is None else float(last.grad_norm),
-        skipped=sum(result.skipped for result in results),
+        skipped=skipped,
         data_seconds=waited / len(results),
         step_seconds=tuple(figures_psl[:, -1, 0].tolist()),
         samples_per_second=len(results) * batch_size / elapsed,

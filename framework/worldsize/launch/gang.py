@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -20,21 +21,28 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from worldsize.core import Failure, Job, Outcome
 from worldsize.run_directory import RunDirectory
+from worldsize.world.heartbeat import Beat, read_beat
+from worldsize.world.preemption import PREEMPTED, SIGNALS
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process, where its output goes and where it would leave its error."""
+    """One process, where its output goes, where it would leave its error, and where it says how far it is."""
 
     role: str
     rank: int
     process: BaseProcess
     log: Path
     error: Path
+    heartbeat: Path
 
     @property
     def failed(self) -> bool:
-        return self.process.exitcode not in (0, None)
+        return self.process.exitcode not in (0, PREEMPTED, None)
+
+    @property
+    def beat(self) -> Beat | None:
+        return read_beat(self.heartbeat)
 
 
 class _InterruptedError(Exception):
@@ -45,35 +53,48 @@ class _InterruptedError(Exception):
 @final
 @dataclass
 class Gang(Job):
-    """A running gang. ``grace``: seconds for the others to leave their errors once one has failed."""
+    """A running gang. Graces in seconds: ``grace`` for the others to leave their errors once one has failed,
+    ``interrupt_grace`` to save after Ctrl-C, ``save_grace`` to save after SIGTERM and SIGUSR1.
+    """
 
     run: RunDirectory
     members: Sequence[Member]
     meeting: Path
     grace: float
+    interrupt_grace: float
+    save_grace: float
     terminal_logs: bool
     _dead: list[Member] = field(default_factory=list)
+    _silent: list[Member] = field(default_factory=list)
 
     def wait(self) -> Outcome:
-        """Block until all have ended. Ctrl-C and SIGTERM end them all, within ``grace`` seconds."""
-        tails = self._tails()
+        """Block until all have ended. A first signal is passed on, so that they save and end; a second ends them."""
+        tails, signum = self._tails(), 0
         try:
             with _raised_signals():
-                self._join(deadline=None)
-            return self._outcome()
+                try:
+                    self._join(deadline=None)
+                except _InterruptedError as interrupt:
+                    signum = interrupt.signum
+                    self._ask(self.interrupt_grace if signum == signal.SIGINT else self.save_grace)
         except _InterruptedError as interrupt:
-            self.cancel()
-            return Outcome("interrupted", 128 + interrupt.signum)
+            signum = interrupt.signum
         finally:
+            self._silent = self._alive()
             self._kill()
             tails.stop()
             self._copy_errors_to_logs()
+            outcome = self._outcome(signum)
             shutil.rmtree(self.meeting, ignore_errors=True)
+        return outcome
 
     def cancel(self) -> None:
+        self._ask(self.save_grace)
+
+    def _ask(self, grace: float) -> None:
         for member in self._alive():
             member.process.terminate()
-        self._join(deadline=time.monotonic() + self.grace)
+        self._join(deadline=time.monotonic() + grace)
 
     def _alive(self) -> list[Member]:
         return [member for member in self.members if member.process.is_alive()]
@@ -98,13 +119,32 @@ class Gang(Job):
             member.process.kill()
             member.process.join()
 
-    def _outcome(self) -> Outcome:
-        failed = [member for member in self._dead if member.failed]
-        if not failed:
-            return Outcome("completed", 0)
-        first = min(failed, key=_time_of_failure)
-        code = first.process.exitcode or 1
-        return Outcome("failed", 1, Failure(first.role, first.rank, _cause(first), code))
+    def _outcome(self, signum: int) -> Outcome:
+        beats = [beat for member in self.members if (beat := member.beat)]
+        facts: dict[str, Any] = {
+            "steps": (beats[0].first, min(beat.done for beat in beats)) if beats else None,
+            "first_step_at": max((beat.at for beat in beats), default=0.0) or None,
+        }
+        codes = {member.process.exitcode for member in self.members}
+        failed = [member for member in self._dead if member.failed and not (signum and _error(member) is None)]
+        if codes == {0}:
+            return Outcome("completed", 0, **facts)
+        if codes == {PREEMPTED}:
+            return Outcome("preempted", PREEMPTED, **facts)
+        if failed:
+            failure = self._failure(min(failed, key=_time_of_failure))
+            return Outcome("failed", 1, failure, **facts)
+        return Outcome("interrupted", 128 + (signum or signal.SIGTERM), **facts)
+
+    def _failure(self, first: Member) -> Failure:
+        """Of a rank that waited in vain, the cause is the one that did not come."""
+        cause = _cause(first)
+        if _is_timeout(cause) and self._silent:
+            first = min(self._silent, key=lambda member: member.beat.step if member.beat else 0)
+            at = f" at step {first.beat.step}" if first.beat else " before its first step"
+            cause = f"did not answer{at} while the others waited for it, until cluster.timeout ended that.\n{cause}"
+        step = first.beat.step if first.beat else None
+        return Failure(first.role, first.rank, cause, first.process.exitcode or 1, step)
 
     def _tails(self) -> TailLog:
         shown = self.members if self.terminal_logs else []
@@ -143,14 +183,18 @@ def _cause(member: Member) -> str:
     return f"exited with code {code} and left no error; its output is in {member.log}"
 
 
+def _is_timeout(cause: str) -> bool:
+    return re.search(r"[Tt]imed out|[Tt]imeout", cause) is not None
+
+
 @contextmanager
 def _raised_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into an exception while the launching process waits."""
+    """Turn the signals that ask for an end into an exception while the launching process waits."""
 
     def interrupt(signum: int, _: FrameType | None) -> None:
         raise _InterruptedError(signum)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from worldsize.launch.gang import Gang, Member
 from worldsize.run_directory import RunDirectory
 from worldsize.world.environments import Placement
 from worldsize.world.parent import die_with_parent
+from worldsize.world.preemption import SIGNALS
 from worldsize.world.world import role_of
 
 
@@ -35,7 +36,10 @@ class Local(Launcher):
     failed process it sees first, which often is not the one that failed first.
     """
 
+    max_restarts: int = 0
     grace: float = 1.0
+    interrupt_grace: float = 1.0
+    save_grace: float = 30.0
     terminal_logs: bool = True
 
     def check(self, cluster: Cluster) -> None:
@@ -46,38 +50,50 @@ class Local(Launcher):
 
     def launch(self, plan: Plan) -> Job:
         meeting = Path(tempfile.mkdtemp(prefix="worldsize_"))  # mode 0700: only this user can join the run
-        store = f"file://{meeting}/store"
         run = RunDirectory(plan.run_dir)
         gc.freeze()  # workers need not look through what was imported here, nor copy its pages to do so
-        members = [_start(plan, run, placement) for placement in placements(plan, store)]
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a worker unblocks them when it is ready to save
+        members = [_start(plan, run, placement) for placement in placements(plan, meeting)]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         gc.unfreeze()
-        return Gang(run, members, meeting, grace=self.grace, terminal_logs=self.terminal_logs)
+        return Gang(
+            run,
+            members,
+            meeting,
+            grace=self.grace,
+            interrupt_grace=self.interrupt_grace,
+            save_grace=self.save_grace,
+            terminal_logs=self.terminal_logs,
+        )
 
     def describe(self, plan: Plan) -> str:
         lines = [
             f"{plan.world_size} processes on this machine, device {plan.cluster.device}, backend {plan.cluster.backend}"
         ]
-        for placement in placements(plan, "file://(private folder)/store"):
+        for placement in placements(plan, Path("(private folder)")):
             role, rank = role_of(placement.rank, plan.roles)
             lines.append(f"  [{role} {rank}] RANK={placement.rank} python -m worldsize.worker {plan.run_dir}")
         return "\n".join(lines)
 
 
-def placements(plan: Plan, store: str) -> list[Placement]:
-    size = plan.world_size
-    return [Placement(rank, size, local_rank=rank, local_world_size=size, store=store) for rank in range(size)]
+def placements(plan: Plan, meeting: Path) -> list[Placement]:
+    """Of every process; ``meeting`` is a private folder in which the ranks meet and leave their heartbeats."""
+    size, store = plan.world_size, f"file://{meeting}/store"
+    return [Placement(rank, size, rank, size, store, plan.attempt, meeting / f"beat_{rank}") for rank in range(size)]
 
 
 def _start(plan: Plan, run: RunDirectory, placement: Placement) -> Member:
     role, rank = role_of(placement.rank, plan.roles)
     log = run.log(role, rank)
     log.parent.mkdir(exist_ok=True)
+    run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt
+    assert placement.heartbeat is not None
     environment = {**_loopback(plan.cluster), **plan.environment, **plan.secrets, **placement.variables()}
     process: BaseProcess = get_context("fork").Process(
         target=_body, args=(run, placement, log, environment, os.getpid())
     )
     process.start()
-    return Member(role, rank, process, log, run.error(role, rank))
+    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat)
 
 
 def _loopback(cluster: Cluster) -> dict[str, str]:
@@ -89,17 +105,19 @@ def _loopback(cluster: Cluster) -> dict[str, str]:
 def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mapping[str, str], parent: int) -> None:
     """In the forked process."""
     die_with_parent(parent)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     del sys.argv[1:]  # what was typed may hold a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
     from worldsize.worker import play  # imported by the launcher before the fork
 
     try:
-        play(run, placement)
+        code = play(run, placement)
     except BaseException:  # the launcher shows the error that play has left
-        sys.exit(1)
+        code = 1
+    sys.exit(code)
 
 
 def _write_to(log: Path) -> None:

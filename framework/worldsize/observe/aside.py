@@ -13,6 +13,7 @@ from select import select
 from typing import BinaryIO, final
 
 from worldsize.core import Event, Listener, RunEnded, RunFailed
+from worldsize.world.preemption import SIGNALS
 
 
 @final
@@ -62,14 +63,15 @@ class Aside:
         os.close(self._sender)
         self._process.join(max(0.0, deadline - time.monotonic()))
         if self._process.is_alive():
+            self._process.kill()
             _warn(f"the logger did not finish within {self._timeout} s; what it has not sent yet is lost")
 
 
 def _serve(make: Callable[[], Listener], receiver: int, sender: int) -> None:
     """In the forked process."""
     os.close(sender)  # or the end of the training process would not be seen
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in SIGNALS:  # what they ask of the run, the training process says
+        signal.signal(number, signal.SIG_IGN)
     try:
         with open(receiver, "rb") as events:
             listener = make()

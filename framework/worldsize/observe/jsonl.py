@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.reproducibility.strict import strict
 
 # what follows from the computation alone; the rest of a line is time
@@ -17,13 +17,21 @@ _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "
 
 @final
 class JsonLines:
-    """Appends each event to ``path`` and flushes, so that others can follow the file."""
+    """Appends each event to ``path`` and flushes, so that others can follow the file.
+
+    What an earlier attempt wrote of steps that are about to be done again is taken out.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("a", buffering=1)
 
     def __call__(self, event: Event) -> None:
         match event:
+            case RunStarted(first=first):
+                self._file.close()
+                rewind(self._path, first)
+                self._file = self._path.open("a", buffering=1)
             case StepDone():
                 self._write({"event": "step", **asdict(event)})
             case Evaluated():
@@ -33,6 +41,23 @@ class JsonLines:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(strict(line)) + "\n")
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drop the lines of steps after ``step`` and a last line that was cut off, by way of a new file."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        rewritten = path.with_name(f".{path.name}")
+        rewritten.write_text("".join(kept))
+        rewritten.replace(path)
+
+
+def last_metrics(path: Path) -> dict[str, float]:
+    """Of the last evaluation that was logged."""
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    found = [row["metrics"] for row in rows if row["event"] == "evaluation"]
+    return {name: float(value) for name, value in found[-1].items()} if found else {}
 
 
 def metrics_digest(path: Path) -> str:

@@ -48,11 +48,11 @@ class Progress:
 
 @final
 class Tail:
-    """The complete lines that a growing file has gained since the last look."""
+    """The complete lines that a growing file has gained since the last look, or since this was made."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[str]:
         if not self._path.exists():

@@ -46,6 +46,9 @@ class WandbListener:
                 self._run.log(_step_metrics(event), step=event.step)
             case Evaluated(step=step, metrics=metrics):
                 self._run.log({f"test/{name}": value for name, value in metrics.items()}, step=step)
+            case RunEnded(exit_reason="preempted"):
+                self._run.mark_preempting()
+                self._run.finish(exit_code=1)
             case RunEnded(summary=summary):
                 self._run.summary.update({key: value for key, value in summary.items() if key != "metrics"})
                 self._run.finish(exit_code=0)

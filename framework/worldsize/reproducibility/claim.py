@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 from worldsize.reproducibility.determinism import Determinism
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
-_NOT_COMPUTED = ("run", "launch", "launcher", "logger", "cluster", "reproducibility", "checkpoint", "allow_targets")
+_NOT_COMPUTED = (
+    "run",
+    "launch",
+    "launcher",
+    "logger",
+    "cluster",
+    "reproducibility",
+    "checkpoint",
+    "allow_targets",
+    "faults",
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +61,26 @@ def lowered(original: Mapping[str, Any], present: Mapping[str, Any], found: Sequ
     return Claim(lowest.level, "; ".join(reasons))
 
 
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys that decide what is computed and differ between two configurations, with both values."""
+    first, second = _flat(then), _flat(now)
+    keys = [key for key in sorted(first.keys() | second.keys()) if key.split(".")[0] not in _NOT_COMPUTED]
+    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+
+
+def changes_but(found: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
+    """Those that are not below a key in ``ignore``, nor follow from the value of one."""
+    accepted = [(then, now) for key, then, now in found if _is_below(key, ignore)]
+    return [each for each in found if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
+
+
+def _is_below(key: str, parents: Sequence[str]) -> bool:
+    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+
+
 def _config(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Lowering]:
-    then, now = _flat(original["config"]), _flat(present["config"])
-    for key in sorted(then.keys() | now.keys()):
-        if key.split(".")[0] not in _NOT_COMPUTED and then.get(key) != now.get(key):
-            yield Lowering("none", f"{key}: {then.get(key)} then, {now.get(key)} now: another experiment")
+    for key, then, now in changes(original["config"], present["config"]):
+        yield Lowering("none", f"{key}: {then} then, {now} now: another experiment")
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.goodput import goodput
 from worldsize.reproducibility.lock import RunLock, is_locked
 from worldsize.reproducibility.owner import signature
 from worldsize.reproducibility.strict import strict
@@ -78,13 +80,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def begin_attempt(path: Path, *, hosts: list[str], world_size: int) -> None:
-    """Note that the run is being started."""
+def begin_attempt(path: Path, *, hosts: list[str], world_size: int) -> int:
+    """Note that the run is being started; the number of this attempt."""
     manifest = read_manifest(path)
     attempt = {
         "number": len(manifest["attempts"]) + 1,
         "start": now(),
+        "start_at": time.time(),
         "end": None,
+        "end_at": None,
+        "steps": None,
+        "first_step_at": None,
         "exit_reason": "running",
         "exit_code": None,
         "hosts": hosts,
@@ -92,12 +98,18 @@ def begin_attempt(path: Path, *, hosts: list[str], world_size: int) -> None:
         "pid": os.getpid(),
     }
     write_manifest(path, {**manifest, "attempts": [*manifest["attempts"], attempt]})
+    return len(manifest["attempts"]) + 1
 
 
-def end_attempt(path: Path, *, exit_reason: str, exit_code: int, results: Mapping[str, Any]) -> None:
-    """Note how the last attempt ended, and what came of it."""
-    manifest = _ended(read_manifest(path), end=now(), exit_reason=exit_reason, exit_code=exit_code)
-    write_manifest(path, {**manifest, "results": dict(results)})
+def end_attempt(path: Path, results: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
+    """Note ``facts`` of the last attempt (exit_reason and exit_code at least), and what came of the run.
+
+    The results, with the goodput of all attempts.
+    """
+    manifest = _ended(read_manifest(path), end=now(), end_at=time.time(), **facts)
+    noted = {**results, "goodput": goodput(manifest["attempts"])}
+    write_manifest(path, {**manifest, "results": noted})
+    return noted
 
 
 def look(run_dir: Path) -> dict[str, Any]:
@@ -116,7 +128,9 @@ def _amend(run_dir: Path) -> None:
     """Under the lock, and read again: the run may have ended in good order since it was first read."""
     manifest = read_manifest(run_dir / NAME)
     if _says_running(manifest):
-        killed = _ended(manifest, end=_last_sign(run_dir), exit_reason="killed", exit_code=None)
+        last = _last_sign(run_dir)
+        end = datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
+        killed = _ended(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
         write_manifest(run_dir / NAME, killed)
 
 
@@ -129,9 +143,9 @@ def _ended(manifest: dict[str, Any], **facts: Any) -> dict[str, Any]:
     return {**manifest, "attempts": [*earlier, {**last, **facts}]}
 
 
-def _last_sign(run_dir: Path) -> str:
-    newest = max(file.stat().st_mtime for file in run_dir.rglob("*") if file.is_file())
-    return datetime.fromtimestamp(newest, UTC).isoformat(timespec="seconds")
+def _last_sign(run_dir: Path) -> float:
+    """Unix time at which the run last wrote."""
+    return max(file.stat().st_mtime for file in run_dir.rglob("*") if file.is_file())
 
 
 def now() -> str:

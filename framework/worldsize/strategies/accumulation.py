@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import final
 
 import torch
@@ -28,6 +29,9 @@ class Accumulation(ABC):
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         """Losses in the order of ``batches``; ``backward(batch, scale)`` adds a scaled gradient to ``.grad``."""
+
+    def resumed(self) -> None:  # noqa: B027 - most sums do not depend on what came before
+        """The next step goes on where another process stopped, and has to sum as that one would have."""
 
 
 def accumulation(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> Accumulation:
@@ -55,14 +59,31 @@ class Flat(Accumulation):
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
         self._module = module
+        self._settled = True
         if group and isinstance(module, DistributedDataParallel) and is_small(module, dist.get_world_size(group)):
             module.register_comm_hook(None, lambda _, bucket: _gathered(bucket.buffer(), group))
 
+    def resumed(self) -> None:
+        self._settled = not isinstance(self._module, DistributedDataParallel)
+
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        if not self._settled:
+            self._settle(partial(backward, batches[-1]))
         scale = 1 / len(batches)
         with _no_sync(self._module):
             losses = [backward(batch, scale) for batch in batches[:-1]]
         return [*losses, backward(batches[-1], scale)]
+
+    def _settle(self, backward: Callable[[float], Tensor]) -> None:
+        """A pass whose gradients are thrown away: DDP groups its buckets anew after its first one, and how they are
+        grouped decides the order of sums at three ranks and more.
+        """
+        self._settled = True
+        kept = [buffer.clone() for buffer in self._module.buffers()]
+        backward(1.0)
+        self._module.zero_grad()
+        for buffer, before in zip(self._module.buffers(), kept, strict=True):
+            buffer.copy_(before)
 
 
 @final
@@ -135,9 +156,9 @@ class Ordered(Accumulation):
         """This process's nodes for the bucket's parameters, flat; the bucket itself holds the last leaf."""
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
-        for partial in current.waiting:
+        for waiting in current.waiting:
             for gradient, place in zip(bucket.gradients(), places, strict=True):
-                gradient.add_(partial[place])
+                gradient.add_(waiting[place])
         sums = [counter.waiting[0] for counter in complete]
         return [*(torch.cat([total[place].flatten() for place in places]) for total in sums), bucket.buffer()]
 

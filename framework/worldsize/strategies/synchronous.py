@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import (
@@ -105,14 +106,15 @@ class SynchronousReplica(Replica):
         schedule = self.schedule.state_dict() if self.schedule is not None else {}
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
             "schedule": schedule,
             "scaler": self.scaler.state_dict(),
         }
 
     def load(self, state: StateDict) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+        self.accumulation.resumed()

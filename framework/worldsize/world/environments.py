@@ -16,13 +16,18 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Placement:
-    """One process among all of a run, as its launcher tells it; ``store`` is where the ranks meet."""
+    """One process among all of a run, as its launcher tells it; ``store`` is where the ranks meet.
+
+    ``attempt`` counts the starts of the run; ``heartbeat`` is a file in which to say how far this process is.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     store: str
+    attempt: int = 1
+    heartbeat: Path | None = None
 
     @property
     def node_rank(self) -> int:
@@ -32,7 +37,9 @@ class Placement:
         """The environment that :func:`from_torchrun` reads back; torchrun's names, so that user code finds them."""
         numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         names = dict(zip(_NAMES, map(str, numbers), strict=True))
-        return {**names, "GROUP_RANK": str(self.node_rank), "WORLDSIZE_STORE": self.store}
+        beat = {"WORLDSIZE_HEARTBEAT": str(self.heartbeat)} if self.heartbeat else {}
+        own = {"WORLDSIZE_STORE": self.store, "WORLDSIZE_ATTEMPT": str(self.attempt), **beat}
+        return {**names, "GROUP_RANK": str(self.node_rank), **own}
 
 
 def from_torchrun(environ: Mapping[str, str]) -> Placement:
@@ -53,7 +60,9 @@ def from_torchrun(environ: Mapping[str, str]) -> Placement:
             "Start workers with torchrun or a launcher, or unset them all."
         )
     rank, size, local_rank, local_size = (_number(environ, name) for name in _NAMES)
-    return Placement(rank, size, local_rank, local_size, environ.get("WORLDSIZE_STORE", "env://"))
+    attempt = _number(environ, "WORLDSIZE_ATTEMPT") if "WORLDSIZE_ATTEMPT" in environ else 1
+    beat = Path(environ["WORLDSIZE_HEARTBEAT"]) if "WORLDSIZE_HEARTBEAT" in environ else None
+    return Placement(rank, size, local_rank, local_size, environ.get("WORLDSIZE_STORE", "env://"), attempt, beat)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

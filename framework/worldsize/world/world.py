@@ -108,6 +108,8 @@ def _groups(placement: Placement, ranks: Mapping[str, range]) -> dict[str, Proce
     groups = {"all": _group(everyone, everyone)}
     for name, members in ranks.items():
         groups[name] = _group(members, everyone)
+        # a checkpoint is written by a thread, while the role's own group is in use
+        groups[f"checkpoint/{name}"] = cast("ProcessGroup", dist.new_group(list(members), backend="gloo"))
     if placement.local_world_size < placement.world_size:
         groups |= _node_groups(placement)
     return groups

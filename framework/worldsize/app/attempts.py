@@ -1,0 +1,81 @@
+"""A run's processes, started as often as it takes, and the record of each attempt."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from worldsize.checkpoints.format import complete, step_of
+from worldsize.config.settings import Settings
+from worldsize.core import Failure, Outcome, Plan
+from worldsize.observe.jsonl import rewind
+from worldsize.observe.progress import Progress
+from worldsize.observe.summary import summary_table
+from worldsize.reproducibility.lock import RunLock
+from worldsize.reproducibility.manifest import begin_attempt, end_attempt
+from worldsize.run_directory import RunDirectory
+
+
+def run_attempts(settings: Settings, plan: Plan, run: RunDirectory) -> int:
+    """Start the run, and again after a failure while ``launcher.max_restarts`` lasts; the exit code.
+
+    A failure at the same step twice in a row ends it: the third time would be no other.
+    """
+    console, restarts, failed_at = Console(), 0, -1
+    with RunLock(run.path):
+        while True:
+            outcome = _attempt(settings, plan, run, console)
+            if (failure := outcome.failure) is None or restarts == settings.launcher.max_restarts:
+                break
+            if failure.step == failed_at:
+                print(f"the run failed at step {failed_at} twice in a row; it is not started again.", file=sys.stderr)
+                break
+            restarts, failed_at = restarts + 1, failure.step or 0
+            _say_restart(failure, f"{restarts} of {settings.launcher.max_restarts}")
+    _report(run, outcome, console)
+    return outcome.exit_code
+
+
+def _say_restart(failure: Failure, count: str) -> None:
+    cause = failure.cause.rstrip().splitlines()[-1]
+    text = f"{failure.role} {failure.rank} failed at step {failure.step}: {cause}; starting again ({count})"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console) -> Outcome:
+    number = begin_attempt(run.manifest, hosts=[socket.gethostname()], world_size=plan.world_size)
+    saved = complete(run.checkpoints)
+    rewind(run.metrics, step_of(saved[-1]) if saved else 0)  # before anybody follows the file
+    run.result.unlink(missing_ok=True)
+    job = settings.launcher.launch(replace(plan, attempt=number))
+    with Progress(run.metrics, settings.pace.steps, console):
+        outcome = job.wait()
+    facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
+    results = end_attempt(run.manifest, _result(run, outcome), **facts)
+    run.result.write_text(json.dumps(results, indent=2) + "\n")
+    return outcome
+
+
+def _result(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
+    """What rank 0 wrote; a run that did not get so far has only its exit reason."""
+    if outcome.exit_code != 0 or not run.result.exists():
+        return {"exit_reason": outcome.exit_reason}
+    result: dict[str, Any] = json.loads(run.result.read_text())
+    return result
+
+
+def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
+    if failure := outcome.failure:
+        at = f" at step {failure.step}" if failure.step else ""
+        print(f"{failure.role} {failure.rank} failed{at}:\n{failure.cause.rstrip()}", file=sys.stderr)
+        print(f"run folder: {run.path}", file=sys.stderr)
+    elif outcome.exit_reason == "completed":
+        console.print(summary_table(json.loads(run.result.read_text()), run.path))
+    else:
+        print(f"{outcome.exit_reason}; run folder: {run.path}", file=sys.stderr)
+        print(f"go on with: worldsize resume {run.path}", file=sys.stderr)

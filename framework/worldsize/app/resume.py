@@ -1,0 +1,65 @@
+"""``worldsize resume RUN [OVERRIDE ...]``: go on from the newest checkpoint that verifies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from worldsize.app.train import CONFIG_ERROR
+from worldsize.config.compose import compose_and_call
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.manifest import look
+from worldsize.run_directory import RunDirectory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize resume", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("overrides", nargs="*", help="changes, e.g. cluster.processes=2 or steps=2000")
+    parser.add_argument("--allow-older", action="store_true", help="an older checkpoint may stand in for a damaged one")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="a key of the configuration that may have changed (e.g. lr, recipe), 'data', or a part of the state that "
+        "is not loaded (optimizer, schedule); may be given more than once",
+    )
+    options = parser.parse_args()
+    try:
+        sys.exit(resume(RunDirectory(options.run.resolve()), options.overrides, options.ignore, options.allow_older))
+    except WorldsizeError as error:
+        print(error, file=sys.stderr)
+        sys.exit(CONFIG_ERROR)
+
+
+def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], allow_older: bool) -> int:
+    """The exit code, as of ``worldsize train``.
+
+    Raises:
+        WorldsizeError: there is nothing to go on with, or the configuration is another one; nothing was started.
+    """
+    manifest = look(run.path)
+    if manifest["attempts"] and manifest["attempts"][-1]["exit_reason"] == "completed" and not overrides:
+        raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
+    folder = Path(manifest["config"]["run"]["import_path"][0])
+    if folder.is_dir():
+        os.chdir(folder)  # its recipes and plugins are found from there
+    replaced = {word.partition("=")[0].lstrip("+~") for word in overrides}
+    recorded = [word for word in manifest["overrides"] if word.partition("=")[0].lstrip("+~") not in replaced]
+    own = [f"run.root={run.path.parents[1]}", f"run.name={run.id}", f"checkpoint.allow_older={allow_older}"]
+    parts = [part for part in ignore if part in ("model", "optimizer", "schedule", "scaler")]
+    codes: list[int] = []
+
+    def task(cfg: DictConfig) -> None:
+        from worldsize.app.execute import go_on
+
+        codes.append(go_on(cfg, run, ignore))
+
+    compose_and_call(task, [*recorded, *overrides, *own, f"checkpoint.ignore={parts}".replace(" ", "")])
+    return codes[0]

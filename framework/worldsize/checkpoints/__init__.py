@@ -1,0 +1,1 @@
+"""Checkpoints: raw tensor shards and JSON, verified by digests, loadable at any world size; never a pickle."""

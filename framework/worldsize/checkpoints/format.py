@@ -1,0 +1,161 @@
+"""What lies in a checkpoint's folder, and how it is verified.
+
+``step_0001000/`` holds one file of raw tensor bytes a rank, ``manifest.json`` (every file with size and SHA-256,
+every tensor with its place in them, and all that is no tensor) and ``COMPLETE`` (the manifest's SHA-256), which is
+written last. The folder gets its name by one rename after that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worldsize.errors import CheckpointError
+
+SCHEMA_VERSION = 1
+MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+            torch.complex64,
+            torch.complex128,
+        ),
+    )
+}
+_FOLDER = re.compile(r"step_(\d{7,})")
+_SHARD = re.compile(r"rank_\d{5,}\.bin")
+_PIECE = 8 << 20  # bytes that are hashed at once
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint as its manifest describes it; ``facts`` are the caller's own, e.g. metrics."""
+
+    path: Path
+    step: int
+    world_size: int
+    facts: Mapping[str, Any]
+    files: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    values: Any
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:07d}"
+
+
+def complete(root: Path) -> list[Path]:
+    """Folders below ``root`` that carry a checkpoint's final name, oldest first."""
+    found = {int(match[1]): path for path in root.glob("step_*") if (match := _FOLDER.fullmatch(path.name))}
+    return [found[step] for step in sorted(found)]
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.partition("_")[2])
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in ``path``; its shards are not looked at.
+
+    Raises:
+        CheckpointError: it is incomplete, not as it was written, or of a newer schema.
+    """
+    text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
+    expected, found = seal.strip(), hashlib.sha256(text).hexdigest()
+    if expected != found or seal != f"{found}\n":
+        raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {found}"))
+    manifest = json.loads(text)
+    if manifest["schema_version"] > SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path} has schema version {manifest['schema_version']}; this worldsize reads up to {SCHEMA_VERSION}. "
+            "Upgrade worldsize."
+        )
+    facts = {key: manifest[key] for key in ("step", "world_size", "facts", "files", "tensors", "values")}
+    return Checkpoint(path, **facts)
+
+
+def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
+    """Compare the folder with the manifest, and the content of the files ``names`` (None: all) with their digests.
+
+    Raises:
+        CheckpointError: a file is missing, unknown, a link, or of other content; names it, what was expected and found.
+    """
+    path, files = checkpoint.path, checkpoint.files
+    present = {file.name for file in path.iterdir()} - {MANIFEST, COMPLETE}
+    for name in sorted(present ^ files.keys()):
+        known = "a file that the manifest lists" if name in files else "no such file"
+        raise CheckpointError(_differs(path / name, known, "a file" if name in present else "none"))
+    for name in sorted(files if names is None else names):
+        _verify_file(path / name, files[name])
+
+
+def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
+    if not _SHARD.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+        raise CheckpointError(_differs(path, "a regular file named like a shard", "another thing"))
+    if (size := path.stat().st_size) != expected["size"]:
+        raise CheckpointError(_differs(path, f"{expected['size']} bytes", f"{size} bytes"))
+    if (found := _sha256(path)) != expected["sha256"]:
+        raise CheckpointError(_differs(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {found}"))
+
+
+def _differs(path: Path, expected: str, found: str) -> str:
+    return f"the checkpoint is damaged: {path} has {found}, expected {expected}."
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.is_symlink():
+            raise CheckpointError(_differs(path, "a regular file", "a link"))
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(_differs(path, "a readable file", error.strerror or "an error")) from None
+
+
+def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -> None:
+    """Write the manifest, then ``COMPLETE``, each on disk before the next."""
+    text = (json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, sort_keys=True) + "\n").encode()
+    at("checkpoint:after-shards")
+    write_through(folder / MANIFEST, text)
+    at("checkpoint:after-manifest")
+    write_through(folder / COMPLETE, f"{hashlib.sha256(text).hexdigest()}\n".encode())
+    sync_folder(folder)
+    at("checkpoint:after-complete")
+
+
+def write_through(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,89 @@
+"""Finding the newest checkpoint that verifies, and loading it at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+
+from worldsize.checkpoints.format import Checkpoint, complete, read, verify
+from worldsize.checkpoints.storage import Reader
+from worldsize.checkpoints.tree import join, split
+from worldsize.core import StateDict, World
+from worldsize.errors import CheckpointError
+
+_SHOWN = 8  # differences in an error
+
+
+def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
+    """The newest complete checkpoint that verifies; each rank hashes its share of the files, and all agree.
+
+    Raises:
+        CheckpointError: the newest one is damaged and ``allow_older`` does not let an older one stand in for it.
+    """
+    folders: list[Path] = _agreed(lambda: complete(root), world)[0]
+    for path in reversed(folders):
+        errors = [error for error in _agreed(lambda: _damage(path, world), world) if error]  # noqa: B023
+        if not errors:
+            return read(path)
+        if not allow_older:
+            raise CheckpointError(f"{errors[0]} An older checkpoint is used with --allow-older.")
+        print(f"warning: {errors[0]} Trying an older one.", flush=True)
+    return None
+
+
+def _damage(path: Path, world: World) -> str | None:
+    try:
+        checkpoint = read(path)
+        verify(checkpoint, sorted(checkpoint.files)[world.rank :: world.size])
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
+    """What ``task`` gave on each rank, by rank."""
+    if world.group is None:
+        return [task()]
+    answers = [None] * world.size
+    dist.all_gather_object(answers, task(), group=world.group)
+    return answers
+
+
+def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
+    """Fill the tensors of ``template``, plain or sharded, and give them back with the checkpoint's other values.
+
+    Top-level parts of the state named in ``ignore`` stay as the template has them.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ; nothing has been written then.
+    """
+    tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
+    saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
+    if differences := list(_differences(saved, tensors)):
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise CheckpointError(
+            f"{checkpoint.path} holds another model or optimizer: {'; '.join(differences[:_SHOWN])}{more}. "
+            "Resume with the run's own configuration, or leave a part out with checkpoint.ignore=[optimizer]."
+        )
+    state_dict_loader.load(tensors, storage_reader=Reader(checkpoint), no_dist=True)
+    kept = {part: child for part, child in template.items() if part in ignore}
+    values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
+    state: StateDict = join(values, tensors)
+    return {**state, **kept}
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Tensor]) -> Iterator[str]:
+    for name in sorted(then.keys() | now.keys()):
+        saved = _facts(then[name]["dtype"], then[name]["shape"]) if name in then else "absent"
+        present = _facts(str(now[name].dtype), now[name].shape) if name in now else "absent"
+        if saved != present:
+            yield f"{name}: {saved} saved, {present} now"
+
+
+def _facts(dtype: str, shape: Any) -> str:
+    return f"{dtype.removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,75 @@
+"""Which checkpoints are kept; deleting the others can be interrupted at any point."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from worldsize.checkpoints.format import complete, read, step_of, sync_folder
+from worldsize.errors import CheckpointError, ConfigError
+
+_DELETING = ".deleting_"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keep the ``last`` k, those of every ``every``-th step (0: none), and the ``best`` by a metric.
+
+    ``best`` names a metric of the last evaluation before the save; ``direction`` says which is better.
+    """
+
+    last: int = 2
+    every: int = 0
+    best: str | None = None
+    direction: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ConfigError(
+                f"checkpoint.keep.last={self.last}: at least the newest checkpoint is kept. Set 1 or more."
+            )
+
+    def kept(self, folders: Sequence[Path]) -> set[Path]:
+        """Of complete checkpoints, oldest first, those to keep."""
+        spaced = {path for path in folders if self.every and step_of(path) % self.every == 0}
+        return {*folders[-self.last :], *spaced, *self._best(folders)}
+
+    def _best(self, folders: Sequence[Path]) -> list[Path]:
+        scored = {path: score for path in folders if (score := self._score(path)) is not None}
+        sign = 1 if self.direction == "max" else -1
+        return [max(scored, key=lambda path: (sign * scored[path], step_of(path)))] if scored else []
+
+    def _score(self, path: Path) -> float | None:
+        if self.best is None:
+            return None
+        try:
+            value = read(path).facts["metrics"].get(self.best)
+        except CheckpointError:
+            return None
+        return None if value is None else float(value)
+
+
+def apply(retention: Retention, root: Path, at: Callable[[str], None]) -> None:
+    """Delete what is not kept, and what an earlier deletion or save has left behind.
+
+    Called after a save: the newest checkpoint has just been written and is always kept.
+    """
+    at("retention:begin")
+    folders = complete(root)
+    for path in set(folders) - retention.kept(folders):
+        path.rename(root / f"{_DELETING}{path.name}")  # from here on it is no checkpoint
+    sync_folder(root)
+    for path in sorted(root.glob(f"{_DELETING}*")):
+        _delete(path, at)
+    at("retention:end")
+
+
+def _delete(path: Path, at: Callable[[str], None]) -> None:
+    for number, file in enumerate(sorted(path.iterdir())):
+        if number == 1:
+            at("retention:in-delete")
+        file.unlink()
+    shutil.rmtree(path)

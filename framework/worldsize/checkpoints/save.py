@@ -1,0 +1,184 @@
+"""Saving in the background: training stops only for the copy to host memory."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from worldsize.checkpoints import retention
+from worldsize.checkpoints.format import folder_name, read, sync_folder, verify
+from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoints.storage import Writer
+from worldsize.checkpoints.tree import split
+from worldsize.core import CheckpointSaved, StateDict, World
+from worldsize.errors import CheckpointError
+
+
+def _nothing(point: str) -> None: ...
+
+
+@final
+class Saver:
+    """Writes one checkpoint at a time below ``root``; every rank of the role calls the same methods in the same order.
+
+    ``group`` is a gloo group of the role that nothing else uses (None: one process): a thread communicates there
+    while training goes on. ``at`` is called at named points, where tests let a process die.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        world: World,
+        group: ProcessGroup | None,
+        *,
+        keep: Retention,
+        facts: Mapping[str, Any],
+        at: Callable[[str], None] = _nothing,
+    ) -> None:
+        self._root, self._world, self._group = root, world, group
+        self._keep, self._facts, self._at = keep, facts, at
+        self._buffers: dict[str, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[CheckpointSaved | None] | None = None
+
+    def save(self, state: StateDict, *, step: int, facts: Mapping[str, Any]) -> list[CheckpointSaved]:
+        """Begin a save, after the one before has ended, which is what is returned.
+
+        Raises:
+            CheckpointError: the save before failed on some rank.
+        """
+        ended = self.finish()
+        self._at("checkpoint:begin")
+        tensors, values = split(state)
+        mine = self._copied(dict(_shares(tensors, self._world)))
+        head = {"step": step, "world_size": self._world.size, "values": values, "facts": {**self._facts, **facts}}
+        self._pending = self._thread.submit(self._write, mine, head, step)
+        return ended
+
+    def ended(self) -> list[CheckpointSaved]:
+        """The save in flight, if it has ended; raises what it raised."""
+        return self.finish() if self._pending and self._pending.done() else []
+
+    def finish(self) -> list[CheckpointSaved]:
+        """Wait for the save in flight; raises what it raised."""
+        if self._pending is None:
+            return []
+        pending, self._pending = self._pending, None
+        saved = pending.result()
+        return [saved] if saved else []
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Into host memory that is kept from save to save: this is all that training waits for."""
+        if self._buffers.keys() != tensors.keys():
+            self._buffers = {name: _host_like(tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return self._buffers
+
+    def _write(self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int) -> CheckpointSaved | None:
+        """In the thread. A failure on one rank is a failure on all, since each phase ends with an exchange."""
+        final_ = self._root / folder_name(step)
+        folder = self._together(lambda: self._begun(final_))
+        if folder is None:
+            return None
+        writer = Writer(folder, self._world.rank, head=head, at=self._at)
+        try:
+            save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        except Exception as error:  # DCP's own kind, which holds every rank's error
+            raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
+        self._together(lambda: self._published(folder, final_))
+        return CheckpointSaved(step, final_)
+
+    def _begun(self, final_: Path) -> Path | None:
+        """On rank 0: a new folder; what an earlier attempt has left is removed. None: it was saved before."""
+        if final_.exists() and _stands(final_):
+            return None
+        self._root.mkdir(parents=True, exist_ok=True)
+        for stale in self._root.glob(".step_*"):
+            shutil.rmtree(stale)
+        folder = self._root / f".{final_.name}.{secrets.token_hex(4)}"
+        folder.mkdir()
+        return folder
+
+    def _published(self, folder: Path, final_: Path) -> None:
+        """On rank 0: one rename, durable; then older ones may go."""
+        if final_.exists():  # damaged, and an older one was resumed from
+            final_.rename(self._root / f".step_damaged_{secrets.token_hex(4)}")
+        folder.rename(final_)
+        sync_folder(self._root)
+        self._at("checkpoint:after-rename")
+        retention.apply(self._keep, self._root, self._at)
+
+    def _together(self, task: Callable[[], Any]) -> Any:
+        """The result of ``task`` on rank 0, or its error, on every rank."""
+        answer: list[Any] = [None, None]
+        if self._world.rank == 0:
+            try:
+                answer[0] = task()
+            except OSError as error:
+                answer[1] = f"{error.strerror}: {error.filename}"
+        if self._group is not None:
+            dist.broadcast_object_list(answer, group=self._group, group_src=0)
+        if answer[1] is not None:
+            raise CheckpointError(
+                f"a checkpoint could not be written: {answer[1]}. Make room, or choose another folder."
+            )
+        return answer[0]
+
+
+def _stands(path: Path) -> bool:
+    try:
+        verify(read(path))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _reasons(error: Exception) -> str:
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(failures.items()))
+
+
+def _shares(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, Tensor]]:
+    """What this rank writes: its shards of sharded tensors, and its part, by bytes, of those that all ranks hold."""
+    loads = [0] * world.size
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor):
+            yield name, tensor
+            continue
+        least = loads.index(min(loads))
+        loads[least] += tensor.nbytes
+        if least == world.rank:
+            yield name, tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    pinned = tensor.device.type == "cuda"
+    local = torch.empty_like(_local(tensor), device="cpu", memory_format=torch.contiguous_format, pin_memory=pinned)
+    if isinstance(tensor, DTensor):
+        shape, stride = tensor.shape, tensor.stride()
+        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=shape, stride=stride)
+    return local

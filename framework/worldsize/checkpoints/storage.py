@@ -1,0 +1,194 @@
+"""torch.distributed.checkpoint's storage interface over our format: its planners deduplicate and reshard."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from worldsize.checkpoints.format import DTYPES, Checkpoint, seal
+from worldsize.errors import CheckpointError
+
+# DCP's word for a run of one process, where it is meant
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+_PIECE = 8 << 20  # bytes that are written and hashed at once
+Point = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk's bytes are, and facts of the whole file, which are known when it is closed."""
+
+    file: str
+    offset: int
+    length: int
+    size: int
+    sha256: str
+
+
+@final
+class Writer(StorageWriter):
+    """Writes this rank's tensors, one after the other, into one file of ``folder``; rank 0 seals it."""
+
+    def __init__(self, folder: Path, rank: int, *, head: Mapping[str, Any], at: Point) -> None:
+        self._folder = folder
+        self._name = f"rank_{rank:05d}.bin"
+        self._head = head
+        self._at = at
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan, planner) if plan.items else [])
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        tensors = [_bytes_of(planner.resolve_data(item)) for item in plan.items]
+        lengths = [len(tensor) for tensor in tensors]
+        facts = (sum(lengths), self._stream(tensors, sum(lengths)))
+        self._at("checkpoint:after-shard")
+        return [
+            WriteResult(item.index, length, Place(self._name, start, length, *facts))
+            for item, length, start in zip(plan.items, lengths, accumulate([0, *lengths[:-1]]), strict=True)
+        ]
+
+    def _stream(self, tensors: Sequence[memoryview], total: int) -> str:
+        """Write all tensors through to the disk; their SHA-256."""
+        digest, written = hashlib.sha256(), 0
+        with (self._folder / self._name).open("xb", buffering=0) as file:
+            for piece in _pieces(tensors):
+                _write_all(file, piece)
+                digest.update(piece)
+                if 2 * written < total <= 2 * (written + len(piece)):
+                    self._at("checkpoint:in-shard")
+                written += len(piece)
+            os.fsync(file.fileno())
+        return digest.hexdigest()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, after all have written."""
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
+        tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
+        seal(self._folder, {**self._head, "files": files, "tensors": tensors}, self._at)
+
+
+def _described(name: str, facts: Any, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+    dtype = str(facts.properties.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name} is of dtype {dtype}, which a checkpoint cannot hold.")
+    chunks = [_located(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in facts.chunks]
+    return {"dtype": dtype, "shape": list(facts.size), "chunks": chunks}
+
+
+def _located(chunk: ChunkStorageMetadata, place: Place) -> dict[str, Any]:
+    where = {"file": place.file, "offset": place.offset, "length": place.length}
+    return {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where}
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _pieces(tensors: Sequence[memoryview]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        for start in range(0, len(tensor), _PIECE):
+            yield tensor[start : start + _PIECE]
+
+
+def _write_all(file: Any, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[file.write(piece) :]
+
+
+@final
+class Reader(StorageReader):
+    """Reads what the planner asks for from the raw files of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[str, Tensor] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors = self._checkpoint.tensors.items()
+        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in facts["chunks"]}
+        return Metadata({name: _restored(facts) for name, facts in tensors}, storage_data=places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self._places[item.storage_index]
+            dtype = DTYPES[self._checkpoint.tensors[item.storage_index.fqn]["dtype"]]
+            chunk = self._chunk(place).view(dtype).reshape(place["sizes"])
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _chunk(self, place: Mapping[str, Any]) -> Tensor:
+        if place["length"] == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if place["file"] not in self._files:
+            path = self._checkpoint.path / place["file"]
+            self._files[place["file"]] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        whole = self._files[place["file"]][place["offset"] : place["offset"] + place["length"]]
+        return whole.clone()  # of a mapped file: a chunk may begin where its dtype cannot
+
+
+def _restored(facts: Mapping[str, Any]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in facts["chunks"]]
+    return TensorStorageMetadata(TensorProperties(DTYPES[facts["dtype"]]), torch.Size(facts["shape"]), chunks)
+
+
+def _narrowed(chunk: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    for dimension, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        chunk = chunk.narrow(dimension, start, length)
+    return chunk

@@ -1,0 +1,68 @@
+"""A state tree as named tensors and a JSON value, and back; exact, and without pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from worldsize.errors import CheckpointError
+
+
+def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """Tensors by their path, and everything else as JSON in which each tensor is ``{"$tensor": path}``.
+
+    Raises:
+        CheckpointError: a leaf that is neither a tensor nor plain (None, bool, int, float, str).
+    """
+    tensors: dict[str, Tensor] = {}
+    return tensors, _encoded(tree, "", tensors)
+
+
+def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree that :func:`split` took apart."""
+    if isinstance(value, list):
+        return [join(child, tensors) for child in value]
+    if not isinstance(value, dict):
+        return value
+    match next(iter(value.items()), None):
+        case ("$tensor", name):
+            return tensors[name]
+        case ("$tuple", children):
+            return tuple(join(child, tensors) for child in children)
+        case ("$float", text):
+            return float(text)
+        case ("$items", pairs):
+            return {key: join(child, tensors) for key, child in pairs}
+    return {key: join(child, tensors) for key, child in value.items()}
+
+
+def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(node, Tensor):
+        tensors[path] = node
+        return {"$tensor": path}
+    if isinstance(node, Mapping):
+        return _mapping(node, path, tensors)
+    if isinstance(node, list):
+        return [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]
+    if isinstance(node, tuple):
+        return {"$tuple": [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]}
+    if isinstance(node, float) and not math.isfinite(node):
+        return {"$float": str(node)}
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise CheckpointError(
+        f"{path} is a {type(node).__name__}, which a checkpoint cannot hold. "
+        "Keep tensors and plain values (None, bool, int, float, str, and lists, tuples and dicts of them) in the state."
+    )
+
+
+def _mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    children = {key: _encoded(child, f"{path}/{key}" if path else str(key), tensors) for key, child in node.items()}
+    if all(isinstance(key, str) and not key.startswith("$") for key in children):
+        return children
+    if all(isinstance(key, str | int) for key in children):
+        return {"$items": [[key, child] for key, child in children.items()]}
+    raise CheckpointError(f"{path} has keys that are neither strings nor integers, which a checkpoint cannot hold.")

@@ -1,0 +1,104 @@
+"""Faults that a configuration plants, so that users can rehearse them on their own cluster.
+
+    train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
+
+Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
+checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
+retention:in-delete, retention:end, evaluate:begin.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, final
+
+from worldsize.errors import ConfigError, neighbours
+
+T = TypeVar("T")
+OUT_OF_MEMORY = 137  # what the kernel's killer makes of a process, 128 + SIGKILL
+
+
+def _send(number: int) -> Callable[[float], None]:
+    return lambda _: os.kill(os.getpid(), number)
+
+
+def _raise(_: float) -> None:
+    raise RuntimeError("a fault that the configuration planted")
+
+
+ACTIONS: Mapping[str, Callable[[float], None]] = {
+    "kill": _send(signal.SIGKILL),
+    "stop": _send(signal.SIGSTOP),
+    "segfault": _send(signal.SIGSEGV),
+    "terminate": _send(signal.SIGTERM),
+    "out_of_memory": lambda _: os._exit(OUT_OF_MEMORY),
+    "raise": _raise,
+    "sleep": time.sleep,
+}
+
+
+@final
+@dataclass(frozen=True)
+class Fault:
+    """``action`` on ``rank`` (None: every) when ``step`` begins or, with ``point``, at that point in or after ``step``.
+
+    ``attempt``: only in that start of the run (None: in every one); ``seconds``: of the action sleep.
+    """
+
+    action: str
+    rank: int | None = 0
+    step: int | None = None
+    point: str | None = None
+    attempt: int | None = 1
+    seconds: float = 3600.0
+
+
+@final
+@dataclass
+class Faults:
+    """The faults of one process; :meth:`within` tells it which process and step it is in."""
+
+    planned: Sequence[Fault] = ()
+    _mine: list[Fault] = field(default_factory=list)
+    _step: int = 0
+
+    @staticmethod
+    def parsed(rows: Iterable[Mapping[str, Any]]) -> Faults:
+        """Raises ConfigError for an unknown key or action, with its neighbours."""
+        return Faults([_fault(row) for row in rows])
+
+    def begin(self, rank: int, attempt: int) -> None:
+        """Which process, in which start of the run, this is."""
+        self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
+
+    def within(self, steps: Iterable[T], first: int) -> Iterator[T]:
+        """``steps`` as they are; a fault of step n happens before its data are given out."""
+        for number, step in enumerate(steps, first + 1):
+            self._step = number
+            self._strike(None)
+            yield step
+
+    def at(self, point: str) -> None:
+        if self._mine:
+            self._strike(point)
+
+    def _strike(self, point: str | None) -> None:
+        for fault in self._mine:
+            due = self._step == fault.step if point is None else self._step >= (fault.step or 0)
+            if fault.point == point and due:
+                ACTIONS[fault.action](fault.seconds)
+
+
+def _fault(row: Mapping[str, Any]) -> Fault:
+    known = [each.name for each in fields(Fault)]
+    for key in row:
+        if key not in known:
+            raise ConfigError(f"faults: no key {key!r}{neighbours(key, known)}")
+    action = str(row.get("action"))
+    if action not in ACTIONS:
+        raise ConfigError(f"faults: no action {action!r}{neighbours(action, ACTIONS)}")
+    return Fault(**row)

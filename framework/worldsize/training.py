@@ -1,0 +1,193 @@
+"""What a worker does: resume, train, save, and say how it ended."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.checkpoints.load import load, newest
+from worldsize.checkpoints.save import Saver
+from worldsize.config.settings import Settings
+from worldsize.core import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Listener,
+    MicroBatch,
+    Replica,
+    RunEnded,
+    RunStarted,
+    StateDict,
+    StepDone,
+    World,
+)
+from worldsize.engine.data import micro_batches
+from worldsize.engine.evaluate import evaluate
+from worldsize.engine.fit import Position, fit
+from worldsize.observe.aside import Aside
+from worldsize.observe.jsonl import JsonLines, last_metrics, metrics_digest
+from worldsize.observe.timing import Timing
+from worldsize.reproducibility.digest import state_digest, tensor_digests
+from worldsize.reproducibility.manifest import read_manifest
+from worldsize.run_directory import RunDirectory
+from worldsize.world.heartbeat import Heartbeat
+from worldsize.world.preemption import PREEMPTED, Preemption
+
+
+def listeners_of(settings: Settings, run: RunDirectory, role: str, rank: int) -> list[Listener]:
+    """Every worker writes its own timing; only rank 0 logs what is global."""
+    if role != "worker":
+        return []
+    own: list[Listener] = [Timing(run.timing(rank), rank=rank)]
+    if rank != 0:
+        return own
+    config = read_manifest(run.manifest)["config"]  # without secrets
+    facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
+    remote = [Aside(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
+    return [*own, JsonLines(run.metrics), *remote]
+
+
+@final
+class Training:
+    """One worker's part of a run, from its newest checkpoint to its end."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run: RunDirectory,
+        world: World,
+        listeners: Sequence[Listener],
+        preemption: Preemption,
+    ) -> None:
+        self._settings, self._run, self._world = settings, run, world
+        self._preemption = preemption
+        self._history = _History(run.metrics)
+        self._listeners: list[Listener] = [*listeners, self._history]
+        self._saver = Saver(
+            run.checkpoints,
+            world,
+            world.groups.get(f"checkpoint/{world.role}"),
+            keep=settings.retention,
+            facts={"strategy": type(settings.strategy).__name__, "logical_ranks": settings.logical_ranks},
+            at=settings.faults.at,
+        )
+
+    def run(self, heartbeat: Path | None) -> int:
+        """Train; the exit code."""
+        settings, steps = self._settings, self._settings.pace.steps
+        replica = settings.strategy.replica(settings.recipe, self._world)
+        first = self._resume(replica)
+        self._emit(RunStarted(self._run.id, steps, first.step))
+        last = self._fit(replica, first, Heartbeat(heartbeat) if heartbeat else None)
+        self._tell(self._saver.finish())
+        self._saver.close()
+        if last.step < steps:
+            self._emit(RunEnded(last.step, "preempted"))
+            return PREEMPTED
+        model = replica.state()["model"]  # of every rank: sharded state is gathered
+        summary = self._result(model) if self._world.rank == 0 else {}
+        if summary:
+            self._run.result.write_text(json.dumps(summary, indent=2) + "\n")
+        self._emit(RunEnded(steps, "completed", summary))
+        replica.close()
+        return 0
+
+    def _emit(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+    def _tell(self, saved: Iterable[CheckpointSaved]) -> None:
+        for event in saved:
+            self._emit(event)
+
+    def _resume(self, replica: Replica) -> Position:
+        """Load the newest checkpoint, if there is one."""
+        saves = self._settings.config["checkpoint"]
+        checkpoint = newest(self._run.checkpoints, self._world, allow_older=saves["allow_older"])
+        if checkpoint is None:
+            return Position()
+        replica.load(load(checkpoint, replica.state(), ignore=saves["ignore"]))
+        return Position(checkpoint.step, checkpoint.facts["skipped"])
+
+    def _fit(self, replica: Replica, first: Position, heartbeat: Heartbeat | None) -> Position:
+        settings, world = self._settings, self._world
+        recipe, order = settings.recipe, settings.order(world.rank, world.size)
+        train, test = recipe.data("train"), recipe.data("test")
+        batches = micro_batches(train, order, world.device, first=first.step, workers=settings.data_workers)
+
+        def evaluation() -> Mapping[str, float]:
+            settings.faults.at("evaluate:begin")
+            return evaluate(replica, test, world, batch_size=settings.evaluate_batch_size)
+
+        return fit(
+            replica,
+            settings.faults.within(self._watched(batches, first.step, heartbeat), first.step),
+            world,
+            order=order,
+            pace=settings.pace,
+            evaluate=evaluation,
+            emit=self._emit,
+            save=partial(self._save, replica),
+            wants_stop=self._preemption.is_wanted,
+            first=first,
+            stop_on_nonfinite=settings.stops_on_nonfinite,
+        )
+
+    def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
+        """Each step's data; in between, what has to be looked at at every step."""
+        if heartbeat:
+            heartbeat.begin(first)
+        for done, step in enumerate(batches, first):
+            if heartbeat:
+                heartbeat.step(done)
+            self._tell(self._saver.ended())
+            yield step
+
+    def _save(self, replica: Replica, position: Position) -> None:
+        facts = {"skipped": position.skipped, "metrics": dict(self._history.metrics)}
+        facts["samples"] = position.step * self._settings.batch_size
+        self._tell(self._saver.save(replica.state(), step=position.step, facts=facts))
+
+    def _result(self, model: StateDict) -> dict[str, Any]:
+        tensors, pace = tensor_digests(model), self._settings.pace
+        seconds = time.perf_counter() - self._history.started
+        steps = pace.steps - self._history.first
+        return {
+            "state_digest": state_digest(tensors),
+            "tensors": tensors,
+            "metrics_digest": metrics_digest(self._run.metrics),
+            "metrics": dict(self._history.metrics),
+            "steps": pace.steps,
+            "samples": pace.steps * self._settings.batch_size,
+            "seconds": seconds,
+            "samples_per_second": steps * self._settings.batch_size / seconds,
+            "first_step_at": self._history.first_step_at,
+            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "exit_reason": "completed",
+        }
+
+
+@dataclass
+class _History:
+    """A listener that keeps what the result and the checkpoints need; ``file`` is the run's metrics."""
+
+    file: Path
+    started: float = field(default_factory=time.perf_counter)
+    first: int = 0
+    first_step_at: float | None = None  # Unix time
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted(first=first):
+                self.first, self.metrics = first, last_metrics(self.file) if first else {}
+            case StepDone():
+                self.first_step_at = self.first_step_at or time.time()
+            case Evaluated(metrics=metrics):
+                self.metrics = metrics

@@ -1,0 +1,29 @@
+"""Signals that ask a process to end: the first sets a flag, which all ranks agree on; the next of its kind ends it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from types import FrameType
+from typing import final
+
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@final
+class Preemption:
+    """Handlers for ``names`` in this process; the other signals of SIGNALS keep what they do."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._wanted = False
+        for name in names:
+            signal.signal(signal.Signals[name], self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher blocks them until here
+
+    def is_wanted(self) -> bool:
+        return self._wanted
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._wanted = True
+        signal.signal(number, signal.SIG_DFL)  # the second of a kind ends the process
