@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,52 @@ def folders(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.rglob("run_manifest.json"))
 
 
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """``command("train", "steps=3", cwd=..., environment=...)``: the worldsize command in a process of its own."""
+    zygote = subprocess.Popen([sys.executable, str(Path(__file__).with_name("zygote.py"))], stdin=subprocess.PIPE)
+    assert zygote.stdin is not None
+    requests = zygote.stdin
+
+    def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: float = 120.0) -> Done:
+        folder = tmp_path_factory.mktemp("command")
+        request = {"arguments": arguments, "cwd": str(cwd), "environment": dict(environment), "folder": str(folder)}
+        requests.write(json.dumps(request).encode() + b"\n")
+        requests.flush()
+        deadline = time.monotonic() + timeout
+        while not (folder / "code").exists():
+            assert time.monotonic() < deadline, f"{arguments} did not end within {timeout} s"
+            assert zygote.poll() is None, "the process that forks commands has died"
+            time.sleep(0.005)
+        output, error = ((folder / name).read_text() for name in ("stdout", "stderr"))
+        return Done(int((folder / "code").read_text()), output, error)
+
+    yield run
+    requests.close()
+    zygote.kill()
+    zygote.wait()
+
+
 @pytest.fixture
-def train(tmp_path: Path) -> Train:
-    """``train("steps=3", ...)``: runs train.py in ``tmp_path`` without wandb, and waits for its end."""
+def train(tmp_path: Path, command: Command) -> Train:
+    """``train("steps=3", ...)``: trains in ``tmp_path`` without wandb, and waits for the end."""
 
     def run(*arguments: str, logger: str = "none", timeout: float = 120.0, **changes: str) -> Run:
         before = set(folders(tmp_path / "runs"))
-        command = [sys.executable, str(REPOSITORY / "train.py"), f"logger={logger}", *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment(**changes), capture_output=True, text=True, timeout=timeout
-        )
+        words = ("train", f"logger={logger}", *arguments)
+        done = command(*words, cwd=tmp_path, environment=environment(**changes), timeout=timeout)
         new = [folder for folder in folders(tmp_path / "runs") if folder not in before]
         return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
 

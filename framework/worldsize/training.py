@@ -84,7 +84,10 @@ class Training:
         replica = settings.strategy.replica(settings.recipe, self._world)
         first = self._resume(replica)
         self._emit(RunStarted(self._run.id, steps, first.step))
-        last = self._fit(replica, first, Heartbeat(heartbeat) if heartbeat else None)
+        beats = Heartbeat(heartbeat, first.step) if heartbeat else None
+        last = self._fit(replica, first, beats)
+        if beats:
+            beats.step(last.step)
         self._tell(self._saver.finish())
         self._saver.close()
         if last.step < steps:
@@ -141,8 +144,6 @@ class Training:
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Each step's data; in between, what has to be looked at at every step."""
-        if heartbeat:
-            heartbeat.begin(first)
         for done, step in enumerate(batches, first):
             if heartbeat:
                 heartbeat.step(done)

@@ -155,18 +155,18 @@ class _Window:
     def close(self, step: int) -> Callable[[], StepDone]:
         """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
         elapsed = time.perf_counter() - self.opened
-        parts = gather(self._part((elapsed - self.waited) / len(self.results)), self.world)
-        times = {"waited": self.waited, "elapsed": elapsed}
-        finish = partial(_step_done, step, self, self.results, parts, skipped=self.skipped, **times)
+        parts = gather(self._part(elapsed), self.world)
+        finish = partial(_step_done, step, self, self.results, parts, skipped=self.skipped, waited=self.waited)
         self.results, self.waited = [], 0.0
         self.restart()
         return finish
 
-    def _part(self, step_seconds: float) -> Tensor:
-        """float64 [steps + 1, local logical ranks]: losses; in the last row this rank's time of a step."""
+    def _part(self, elapsed: float) -> Tensor:
+        """float64 [steps + 2, local logical ranks]: losses; this rank's time of a step without data, and with."""
         losses = torch.stack([loss for result in self.results for loss in result.losses]).double()
         losses_sl = losses.view(len(self.results), -1)
-        return torch.cat([losses_sl, torch.full_like(losses_sl[:1], step_seconds)])
+        times = [(elapsed - self.waited) / len(self.results), elapsed / len(self.results)]
+        return torch.cat([losses_sl, *(torch.full_like(losses_sl[:1], seconds) for seconds in times)])
 
 
 def _step_done(
@@ -177,20 +177,19 @@ def _step_done(
     *,
     skipped: int,
     waited: float,
-    elapsed: float,
 ) -> StepDone:
     figures_psl, last = parts(), results[-1]
     batch_size = window.order.batch_size
     return StepDone(
         step=step,
         samples=step * batch_size,
-        loss=_logged_loss(figures_psl[:, :-1].transpose(0, 1).flatten(1)),
+        loss=_logged_loss(figures_psl[:, :-2].transpose(0, 1).flatten(1)),
         lr=last.lr,
         grad_norm=None if last.grad_norm is None else float(last.grad_norm),
         skipped=skipped,
         data_seconds=waited / len(results),
-        step_seconds=tuple(figures_psl[:, -1, 0].tolist()),
-        samples_per_second=len(results) * batch_size / elapsed,
+        step_seconds=tuple(figures_psl[:, -2, 0].tolist()),
+        samples_per_second=batch_size / float(figures_psl[:, -1, 0].max()),
     )
 
 

@@ -116,7 +116,9 @@ def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mappi
     try:
         code = play(run, placement)
     except BaseException:  # the launcher shows the error that play has left
-        code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a thread may be waiting for a peer that will never come
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ from worldsize.reproducibility.determinism import Determinism
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
 _NOT_COMPUTED = (
+    "strategy",
     "run",
     "launch",
     "launcher",
@@ -98,9 +99,12 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
         then, now = _at(original, path), _at(present, path)
         if then != now:
             yield Lowering("tolerance", f"{what}: {then} then, {now} now")
-    then, now = (len(run["cluster"]["ranks"]) for run in (original, present))
-    if then != now and original["determinism"]["reduce"] != "ordered":
-        yield Lowering("tolerance", f"processes: {then} then, {now} now, and sums depend on their number")
+    if original["determinism"]["reduce"] == "ordered":
+        return
+    for what, path in _DECIDES_SUMS.items():
+        then, now = _at(original, path), _at(present, path)
+        if then != now:
+            yield Lowering("tolerance", f"{what}: {then} then, {now} now, and sums depend on it")
 
 
 _DECIDES_BITS = {
@@ -116,6 +120,8 @@ _DECIDES_BITS = {
     "threads a process": ("determinism", "threads_per_process"),
     "variables": ("determinism", "environment"),
 }
+
+_DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "strategy")}
 
 
 def _at(manifest: Any, path: Sequence[str | int]) -> Any:

@@ -115,11 +115,11 @@ def end_attempt(path: Path, results: Mapping[str, Any], **facts: Any) -> dict[st
 def look(run_dir: Path) -> dict[str, Any]:
     """The manifest of a run; one that says "running" while no process holds the lock is amended to "killed".
 
-    The manifest of a run that this user may not write is returned as it is.
+    A manifest that cannot be written, by this user or on a full disk, is returned as it is.
     """
     manifest = read_manifest(run_dir / NAME)
     if _says_running(manifest) and not is_locked(run_dir):
-        with suppress(WorldsizeError, PermissionError), RunLock(run_dir):
+        with suppress(WorldsizeError, OSError), RunLock(run_dir):
             _amend(run_dir)
     return read_manifest(run_dir / NAME)
 

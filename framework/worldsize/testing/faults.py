@@ -44,9 +44,10 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
 @final
 @dataclass(frozen=True)
 class Fault:
-    """``action`` on ``rank`` (None: every) when ``step`` begins or, with ``point``, at that point in or after ``step``.
+    """``action`` on ``rank`` (None: every) when ``step`` begins (None: every step).
 
-    ``attempt``: only in that start of the run (None: in every one); ``seconds``: of the action sleep.
+    With ``point``: the first time that this point is passed in or after ``step``. ``attempt``: only in that start
+    of the run (None: in every one); ``seconds``: of the action sleep.
     """
 
     action: str
@@ -87,9 +88,10 @@ class Faults:
             self._strike(point)
 
     def _strike(self, point: str | None) -> None:
-        for fault in self._mine:
-            due = self._step == fault.step if point is None else self._step >= (fault.step or 0)
-            if fault.point == point and due:
+        for fault in [fault for fault in self._mine if fault.point == point]:
+            if fault.step in (None, self._step) if point is None else self._step >= (fault.step or 0):
+                if point is not None:
+                    self._mine.remove(fault)
                 ACTIONS[fault.action](fault.seconds)
 
 

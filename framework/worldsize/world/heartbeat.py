@@ -29,14 +29,11 @@ class Beat:
 class Heartbeat:
     """Told at each step, for about a microsecond: a shared mapping needs no call to the kernel."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, first: int) -> None:
         with path.open("w+b") as file:
             file.truncate(_FORMAT.size)
             self._memory = mmap.mmap(file.fileno(), _FORMAT.size)
-        self._first, self._at = 0, 0.0
-
-    def begin(self, first: int) -> None:
-        self._first = first
+        self._first, self._at = first, 0.0
         self.step(first)
 
     def step(self, done: int) -> None:

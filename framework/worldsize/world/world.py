@@ -30,7 +30,7 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     device = device_of(placement, cluster)
     if placement.world_size > 1:
         _join(placement, cluster, device)
-    yield _world(placement, device, roles)
+    yield _world(placement, device, roles, timedelta(seconds=cluster.timeout))
     # not after an error: it can wait for peers that will never come, and the error must get out
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -70,7 +70,7 @@ def _join(placement: Placement, cluster: Cluster, device: torch.device) -> None:
     )
 
 
-def _world(placement: Placement, device: torch.device, roles: Mapping[str, Role]) -> World:
+def _world(placement: Placement, device: torch.device, roles: Mapping[str, Role], timeout: timedelta) -> World:
     ranks = role_ranks(roles)
     role, rank = role_of(placement.rank, roles)
     return World(
@@ -82,7 +82,7 @@ def _world(placement: Placement, device: torch.device, roles: Mapping[str, Role]
         local_rank=placement.local_rank,
         node_rank=placement.node_rank,
         device=device,
-        groups=_groups(placement, ranks) if placement.world_size > 1 else {},
+        groups=_groups(placement, ranks, timeout) if placement.world_size > 1 else {},
     )
 
 
@@ -102,28 +102,29 @@ def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
     return role, global_rank - ranks[role].start
 
 
-def _groups(placement: Placement, ranks: Mapping[str, range]) -> dict[str, ProcessGroup]:
+def _groups(placement: Placement, ranks: Mapping[str, range], timeout: timedelta) -> dict[str, ProcessGroup]:
     # every rank must create every group, members or not
     everyone = range(placement.world_size)
-    groups = {"all": _group(everyone, everyone)}
+    groups = {"all": _group(everyone, everyone, timeout)}
     for name, members in ranks.items():
-        groups[name] = _group(members, everyone)
+        groups[name] = _group(members, everyone, timeout)
         # a checkpoint is written by a thread, while the role's own group is in use
-        groups[f"checkpoint/{name}"] = cast("ProcessGroup", dist.new_group(list(members), backend="gloo"))
+        groups[f"checkpoint/{name}"] = cast("ProcessGroup", dist.new_group(list(members), timeout, backend="gloo"))
     if placement.local_world_size < placement.world_size:
-        groups |= _node_groups(placement)
+        groups |= _node_groups(placement, timeout)
     return groups
 
 
-def _node_groups(placement: Placement) -> dict[str, ProcessGroup]:
+def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessGroup]:
     size = placement.local_world_size
     starts = range(0, placement.world_size, size)
-    nodes = [_group(range(start, start + size), range(placement.world_size)) for start in starts]
-    leaders = _group(starts, range(placement.world_size))
+    everyone = range(placement.world_size)
+    nodes = [_group(range(start, start + size), everyone, timeout) for start in starts]
+    leaders = _group(starts, everyone, timeout)
     return {"node": nodes[placement.node_rank], "leaders": leaders}
 
 
-def _group(members: range, everyone: range) -> ProcessGroup:
+def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
-    return cast("ProcessGroup", dist.new_group(list(members)))  # where this rank is no member, a placeholder
+    return cast("ProcessGroup", dist.new_group(list(members), timeout))  # where this rank is no member, a placeholder

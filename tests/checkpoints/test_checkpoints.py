@@ -1,0 +1,313 @@
+"""Checkpoints on disk: exact at any world size, and refused when anything in them is not as it was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from worldsize.checkpoints import retention
+from worldsize.checkpoints.format import COMPLETE, DTYPES, MANIFEST, complete, read, verify
+from worldsize.checkpoints.load import load, newest
+from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoints.save import Saver
+from worldsize.checkpoints.tree import join, split
+from worldsize.core import StateDict, World
+from worldsize.errors import CheckpointError, ConfigError
+from worldsize.testing.worlds import run_in_worlds
+
+
+def a_tensor(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
+    """Random bits, so that every kind of NaN is among the floats."""
+    generator = torch.Generator().manual_seed(seed)
+    count = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(2 if dtype == torch.bool else 256, (count,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+def a_state(seed: int) -> StateDict:
+    tensors = {f"of {name}": a_tensor(dtype, seed, 3, 5) for name, dtype in DTYPES.items()}
+    sizes = {
+        "scalar": a_tensor(torch.float32, seed),
+        "empty": torch.empty(0, 4),
+        "long": a_tensor(torch.int16, seed, 999),
+    }
+    plain = {"lr": 0.1 + seed, "betas": (0.9, 0.95), "inf": math.inf, "by id": {3: [1, True, None]}, "name": "x"}
+    return {"model": tensors, "optimizer": {"state": sizes, "groups": [plain]}}
+
+
+def bits(state: StateDict) -> dict[str, bytes]:
+    tensors, _ = split(state)
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def saver(root: Path, world: World, **changes: Any) -> Saver:
+    group: Any = dist.new_group(backend="gloo") if world.size > 1 else None
+    return Saver(root, world, group, **{"keep": Retention(last=9), "facts": {}, **changes})
+
+
+def saved(root: Path, world: World, *steps: int) -> None:
+    writer = saver(root, world)
+    for step in steps:
+        writer.save(a_state(step), step=step, facts={"metrics": {"accuracy": 1 / (1 + abs(step - 2))}})
+    writer.finish()
+    writer.close()
+
+
+def alone(body: Callable[[World], Any]) -> Any:
+    return run_in_worlds(body, 1)[0]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    run_in_worlds(lambda world: saved(tmp_path, world, 1, 2), 2)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (4, 2)])
+def test_every_bit_comes_back_at_any_world_size(tmp_path: Path, before: int, after: int) -> None:
+    run_in_worlds(lambda world: saved(tmp_path, world, 7), before)
+
+    def loaded(world: World) -> bool:
+        found = newest(tmp_path, world)
+        assert found is not None
+        state = load(found, a_state(1))
+        assert state["optimizer"]["groups"] == a_state(7)["optimizer"]["groups"]
+        return bits(state) == bits(a_state(7)) and found.step == 7
+
+    assert all(run_in_worlds(loaded, after))
+
+
+def test_each_rank_writes_its_part(root: Path) -> None:
+    checkpoint = read(complete(root)[-1])
+    sizes = [file["size"] for file in checkpoint.files.values()]
+    assert len(sizes) == 2
+    assert sum(sizes) == sum(map(len, bits(a_state(2)).values()))
+    assert max(sizes) < 0.7 * sum(sizes)
+
+
+def layers(seed: int, *, shard: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    if shard:
+        fully_shard(model)
+    return model
+
+
+def test_sharded_state_is_loaded_by_another_number_of_ranks_and_unsharded(tmp_path: Path) -> None:
+    def save(world: World) -> None:
+        model = layers(1, shard=True)
+        writer = saver(tmp_path, world)
+        writer.save({"model": model.state_dict()}, step=1, facts={"metrics": {}})
+        writer.finish()
+
+    def sharded(world: World) -> dict[str, Any]:
+        model = layers(2, shard=True)
+        found = newest(tmp_path, world)
+        assert found is not None
+        model.load_state_dict(load(found, {"model": model.state_dict()})["model"])
+        return {name: tensor.full_tensor().numpy() for name, tensor in model.state_dict().items()}
+
+    def plain(world: World) -> dict[str, Any]:
+        found = newest(tmp_path, world)
+        assert found is not None
+        state = load(found, {"model": layers(2).state_dict()})["model"]
+        return {name: tensor.numpy() for name, tensor in state.items()}
+
+    run_in_worlds(save, 4)
+    for result in (*run_in_worlds(sharded, 2), alone(plain)):
+        assert {name: value.tobytes() for name, value in result.items()} == {
+            name: tensor.numpy().tobytes() for name, tensor in layers(1).state_dict().items()
+        }
+
+
+def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    def body(world: World) -> bool:
+        state, writer = a_state(1), saver(tmp_path, world)
+        before = bits(state)
+        writer.save(state, step=1, facts={"metrics": {}})
+        for tensor in split(state)[0].values():
+            tensor.zero_()
+        writer.finish()
+        found = newest(tmp_path, world)
+        assert found is not None
+        return bits(load(found, a_state(2))) == before
+
+    assert all(run_in_worlds(body, 2))
+
+
+def flipped(data: bytearray, place: int) -> None:
+    data[place] ^= 1 << place % 8
+
+
+def holed(data: bytearray, place: int) -> None:
+    hole = slice(place, place + 64)
+    data[hole] = bytes(byte ^ 0xFF for byte in data[hole])
+
+
+def truncated(data: bytearray, place: int) -> None:
+    del data[place:]
+
+
+@pytest.mark.parametrize("damage", [flipped, holed, truncated])
+def test_damage_anywhere_in_any_file_is_refused_with_file_and_digests(
+    root: Path, damage: Callable[[bytearray, int], None]
+) -> None:
+    folder, chance = complete(root)[-1], random.Random(0)
+    files = sorted(folder.iterdir())
+    assert len(files) == 4
+    for path in files:
+        original = path.read_bytes()
+        for place in chance.sample(range(len(original)), min(200, len(original))):
+            data = bytearray(original)
+            damage(data, place)
+            path.write_bytes(data)
+            with pytest.raises(CheckpointError, match=rf"damaged: .*({path.name}|{MANIFEST}) has .*, expected"):
+                verify(read(folder))
+        path.write_bytes(original)
+    verify(read(folder))
+
+
+def missing_shard(folder: Path) -> None:
+    (folder / "rank_00001.bin").unlink()
+
+
+def extra_shard(folder: Path) -> None:
+    shutil.copy(folder / "rank_00001.bin", folder / "rank_00002.bin")
+
+
+def swapped_shards(folder: Path) -> None:
+    (folder / "rank_00000.bin").rename(folder / "x")
+    (folder / "rank_00001.bin").rename(folder / "rank_00000.bin")
+    (folder / "x").rename(folder / "rank_00001.bin")
+
+
+def linked_shard(folder: Path) -> None:
+    shutil.copy(folder / "rank_00001.bin", folder.parent / "elsewhere")
+    (folder / "rank_00001.bin").unlink()
+    (folder / "rank_00001.bin").symlink_to(folder.parent / "elsewhere")
+
+
+def unsealed(folder: Path) -> None:
+    (folder / COMPLETE).unlink()
+
+
+def lost_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def resealed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """As an attacker would: with a seal that fits."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (folder / MANIFEST).write_bytes(text)
+    (folder / COMPLETE).write_text(hashlib.sha256(text).hexdigest() + "\n")
+
+
+def path_traversal(folder: Path) -> None:
+    shutil.copy(folder / "rank_00001.bin", folder.parent / "rank_00009.bin")
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"]["../rank_00009.bin"] = manifest["files"].pop("rank_00001.bin")
+
+    resealed(folder, change)
+
+
+def newer_schema(folder: Path) -> None:
+    resealed(folder, lambda manifest: manifest.update(schema_version=99))
+
+
+@pytest.mark.parametrize(
+    "craft",
+    [
+        missing_shard,
+        extra_shard,
+        swapped_shards,
+        linked_shard,
+        unsealed,
+        lost_manifest,
+        path_traversal,
+        newer_schema,
+    ],
+)
+def test_a_folder_that_is_not_as_it_was_written_is_refused_and_an_older_one_used_only_on_request(
+    root: Path, craft: Callable[[Path], None]
+) -> None:
+    craft(complete(root)[-1])
+    with pytest.raises(RuntimeError, match="step_0000002.*--allow-older"):
+        run_in_worlds(lambda world: newest(root, world), 2)
+    found = alone(lambda world: newest(root, world, allow_older=True))
+    assert found.step == 1
+
+
+class Malice:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.canary,)
+
+
+@pytest.mark.parametrize("name", ["rank_00000.bin", MANIFEST, COMPLETE, ".metadata"])
+def test_no_pickle_in_any_file_is_ever_run(root: Path, tmp_path: Path, name: str) -> None:
+    canary = tmp_path / "canary"
+    assert pickle.loads(pickle.dumps(Malice(canary))) is None
+    canary.unlink()  # it would have been there
+    (complete(root)[-1] / name).write_bytes(pickle.dumps(Malice(canary)))
+    with pytest.raises(RuntimeError, match="damaged"):
+        alone(lambda world: newest(root, world))
+    assert not canary.exists()
+
+
+def test_another_model_is_refused_before_anything_is_written_and_a_part_can_be_ignored(root: Path) -> None:
+    checkpoint, template = read(complete(root)[-1]), a_state(1)
+    template["model"]["of int8"] = torch.zeros(4, 4, dtype=torch.int8)
+    before = bits(template)
+    with pytest.raises(CheckpointError, match=r"model/of int8: int8\[3, 5\] saved, int8\[4, 4\] now"):
+        load(checkpoint, template)
+    assert bits(template) == before
+    state = load(checkpoint, template, ignore=["model"])
+    assert bits({"optimizer": state["optimizer"]}) == bits({"optimizer": a_state(2)["optimizer"]})
+    assert bits({"model": state["model"]}) == bits({"model": template["model"]})
+
+
+def test_what_is_neither_tensor_nor_plain_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="a/b is a function"):
+        split({"a": {"b": lambda: 0}})
+    tree = {"a": [1, (2.5, None)], "b": {1: "x"}, "c": {"$tensor": "not one"}, "d": -math.inf}
+    tensors, value = split(tree)
+    assert join(json.loads(json.dumps(value)), tensors) == tree
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (Retention(last=2), [5, 6]),
+        (Retention(last=1, every=3), [3, 6]),
+        (Retention(last=1, best="accuracy"), [2, 6]),
+        (Retention(last=1, best="accuracy", direction="min"), [6]),
+    ],
+)
+def test_retention_keeps_the_last_the_spaced_and_the_best(tmp_path: Path, keep: Retention, left: list[int]) -> None:
+    alone(lambda world: saved(tmp_path, world, 1, 2, 3, 4, 5, 6))
+    retention.apply(keep, tmp_path, lambda _: None)
+    assert [read(path).step for path in complete(tmp_path)] == left
+    assert {path.name[:5] for path in tmp_path.iterdir()} == {"step_"}
+
+
+def test_at_least_one_checkpoint_is_kept() -> None:
+    with pytest.raises(ConfigError, match="keep.last=0"):
+        Retention(last=0)

@@ -1,0 +1,318 @@
+"""Runs that are killed, stopped, asked to end or starved, each by the real thing, and what comes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+OPTIONS = ("recipe=digits", "recipe.width=4", "steps=14", "log_every=3", "checkpoint.every=4", "cluster.threads=1")
+RESTART = "launcher.max_restarts=1"
+KEPT = "checkpoint.keep.last=2"
+
+# what a fault does to a save of step 8 on its way, and on which rank it can be done
+POINTS = {
+    "checkpoint:begin": 1,
+    "checkpoint:in-shard": 1,
+    "checkpoint:after-shard": 1,
+    "checkpoint:after-shards": 0,
+    "checkpoint:after-manifest": 0,
+    "checkpoint:after-complete": 0,
+    "checkpoint:after-rename": 0,
+    "retention:begin": 0,
+    "retention:in-delete": 0,
+    "retention:end": 0,
+    "evaluate:begin": 1,
+}
+
+
+def fault(action: str, *, slow: float = 0.0, **facts: Any) -> str:
+    """``slow``: seconds that every step of rank 0 takes longer."""
+    words = ", ".join(f"{key}: {json.dumps(value)}" for key, value in facts.items())
+    every_step = f", {{action: sleep, seconds: {slow}, attempt: null}}" if slow else ""
+    return f"faults=[{{action: {action}, {words}}}{every_step}]"
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that has to be equal: weights, every logged figure, and the whole state in the last checkpoint."""
+    result = json.loads((folder / "result.json").read_text())
+    last = max((folder / "checkpoints").glob("step_*"))
+    state = json.loads((last / "manifest.json").read_text())
+    found = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
+    return {**found, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
+
+
+def restarts(folder: Path) -> list[str]:
+    return [each["exit_reason"] for each in json.loads((folder / "run_manifest.json").read_text())["attempts"]]
+
+
+@pytest.fixture
+def uninterrupted(train: Any) -> Callable[..., dict[str, Any]]:
+    return cache(lambda *options: outcome(train(*OPTIONS, *options).folder))
+
+
+@pytest.mark.parametrize("options", [(), ("reproducibility=elastic",)], ids=["ddp", "elastic"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_killed_at_any_point_is_made_good_to_the_last_bit(
+    train: Any, uninterrupted: Callable[..., dict[str, Any]], size: int, options: tuple[str, ...]
+) -> None:
+    if size == 3 and options:
+        options = (*options, "logical_ranks=6")
+    options = (*options, f"cluster.processes={size}", "evaluate_every=5")
+    expected = uninterrupted(*options)
+    for point, rank in POINTS.items():
+        run = train(*OPTIONS, *options, RESTART, fault("kill", rank=rank, step=8, point=point))
+        assert run.code == 0, (point, run.error)
+        assert restarts(run.folder) == ["failed", "completed"], point
+        assert outcome(run.folder) == expected, point
+        assert not list((run.folder / "checkpoints").glob(".*")), point
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_killed_between_saves_a_model_of_several_buckets_goes_on_bitwise(train: Any, size: int) -> None:
+    options: tuple[str, ...] = (
+        "recipe=stdlib_lm",
+        "recipe.test_bytes=2000",
+        "recipe.depth=2",
+        "steps=8",
+        "checkpoint.every=3",
+        "log_every=1",
+    )
+    options = (*options, "cluster.threads=1", f"cluster.processes={size}")
+    expected = outcome(train(*options).folder)
+    run = train(*options, RESTART, fault("kill", rank=size - 1, step=6))
+    assert restarts(run.folder) == ["failed", "completed"]
+    assert outcome(run.folder) == expected
+    manifest = run.json("run_manifest.json")
+    assert manifest["results"]["goodput"]["lost_steps"] == [2]
+    assert 0 < manifest["results"]["goodput"]["fraction"] < 1
+    assert manifest["results"]["goodput"]["recover_seconds"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("out_of_memory", "code 137"), ("raise", "a fault that the")],
+)
+def test_the_cause_of_a_failure_is_told_with_rank_and_step(train: Any, action: str, said: str) -> None:
+    run = train(*OPTIONS, "cluster.processes=3", fault(action, rank=2, step=6))
+    assert run.code == 1
+    assert run.error.startswith("worker 2 failed at step 6:")
+    assert said in run.error
+
+
+def test_a_rank_that_hangs_is_named_with_its_step_when_the_others_have_waited_long_enough(train: Any) -> None:
+    run = train(*OPTIONS, "cluster.processes=3", "cluster.timeout=2", fault("stop", rank=1, step=6))
+    assert run.code == 1
+    assert run.error.startswith("worker 1 failed at step 6:\ndid not answer at step 6")
+    assert "cluster.timeout" in run.error
+
+
+def test_a_crash_at_the_same_step_is_not_tried_a_third_time(train: Any) -> None:
+    run = train(*OPTIONS, "launcher.max_restarts=9", fault("raise", rank=1, step=6, attempt=None))
+    assert run.code == 1
+    assert restarts(run.folder) == ["failed", "failed"]
+    assert "failed at step 6 twice in a row" in run.error
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rank": 0, "step": 6},
+        {"rank": 2, "step": 6},
+        {"rank": 1, "step": 1},
+        {"rank": None, "step": 7},
+        {"rank": 1, "step": 5, "point": "evaluate:begin"},
+        {"rank": 0, "step": 4, "point": "checkpoint:after-shards"},
+    ],
+    ids=str,
+)
+def test_a_rank_asked_to_end_saves_with_all_others_and_no_step_is_lost(
+    train: Any, command: Any, environment_without_wandb: dict[str, str], facts: dict[str, Any]
+) -> None:
+    options = ("cluster.processes=3", "evaluate_every=5")
+    run = train(*OPTIONS, *options, fault("terminate", slow=0.1, **facts))
+    assert run.code == 75, run.error
+    assert run.json("result.json")["exit_reason"] == "preempted"
+    attempt = run.json("run_manifest.json")["attempts"][0]
+    last = max((run.folder / "checkpoints").glob("step_*"))
+    assert last.name == f"step_{attempt['steps'][1]:07d}"
+    done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert outcome(run.folder) == outcome(train(*OPTIONS, *options).folder)
+    assert run.json("result.json")["goodput"]["lost_steps"] == [0]
+
+
+def test_data_workers_ignore_the_signal_that_asks_for_a_save(train: Any) -> None:
+    options = ("cluster.processes=2", "data_workers=1")
+    run = train(*OPTIONS, *options, fault("terminate", slow=0.1, rank=None, step=6))
+    assert run.code == 75, run.error
+    assert list((run.folder / "checkpoints").glob("step_000000[678]"))
+
+
+def test_a_resumed_elastic_run_ends_with_the_same_bits_on_another_number_of_processes_and_strategy(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    options = ("reproducibility=elastic", "clip_norm=1.0")
+    expected = outcome(train(*OPTIONS, *options, "cluster.processes=8").folder)
+    run = train(*OPTIONS, *options, "cluster.processes=4", fault("terminate", slow=0.1, rank=3, step=5))
+    changes = (
+        ("cluster.processes=2", fault("terminate", slow=0.1, rank=1, step=10, attempt=2)),
+        ("cluster.processes=1", "strategy=single"),
+    )
+    codes = [
+        command("resume", str(run.folder), *words, cwd=run.folder, environment=environment_without_wandb)
+        for words in changes
+    ]
+    assert [done.returncode for done in codes] == [75, 0], codes
+    found = outcome(run.folder)
+    assert {key: found[key] for key in ("state_digest", "metrics_digest")} == {
+        key: expected[key] for key in ("state_digest", "metrics_digest")
+    }
+
+
+@pytest.fixture
+def preempted(train: Any) -> Path:
+    """A run of 2 processes that has saved steps 4 and 6 or 7."""
+    folder = train(*OPTIONS, "cluster.processes=2", fault("terminate", slow=0.1, rank=0, step=6)).folder
+    assert isinstance(folder, Path)
+    return folder
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
+    preempted: Path, train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    shard = max((preempted / "checkpoints").glob("step_*")) / "rank_00000.bin"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    refused = command("resume", str(preempted), cwd=preempted, environment=environment_without_wandb)
+    assert refused.returncode == 1
+    assert re.search(r"rank_00000.bin has SHA-256 \w+, expected SHA-256 \w+", refused.stderr)
+    done = command("resume", str(preempted), "--allow-older", cwd=preempted, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert outcome(preempted) == outcome(train(*OPTIONS, "cluster.processes=2").folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("recipe.width=8",), "recipe.width: 4 then, 8 now"),
+        (("lr=0.5",), "lr: 0.005 then, 0.5 now"),
+        (("batch_size=48",), "batch_size: 96 then, 48 now"),
+        (("recipe.width=8", "--ignore", "recipe"), "holds another model or optimizer"),
+        (("checkpoint.signals=[SIGTREM]",), "no signal 'SIGTREM'; did you mean 'SIGTERM'?"),
+    ],
+)
+def test_a_run_is_not_gone_on_with_as_another_one(
+    preempted: Path, command: Any, environment_without_wandb: dict[str, str], words: tuple[str, ...], said: str
+) -> None:
+    before = (preempted / "config.yaml").read_text()
+    refused = command("resume", str(preempted), *words, cwd=preempted, environment=environment_without_wandb)
+    assert refused.returncode in (1, 2)
+    assert said in refused.stderr
+    assert "--ignore" in words or (preempted / "config.yaml").read_text() == before
+
+
+def test_a_change_that_is_accepted_by_name_goes_on_and_a_finished_run_can_be_trained_further(
+    preempted: Path, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    def resume(*words: str) -> Any:
+        return command("resume", str(preempted), *words, cwd=preempted, environment=environment_without_wandb)
+
+    changed = resume("lr=0.001", "--ignore", "lr", "--ignore", "optimizer")
+    assert changed.returncode == 0, changed.stderr
+    assert resume().returncode == 2
+    assert resume("steps=16", "lr=0.001", "--ignore", "lr").returncode == 0
+    assert json.loads((preempted / "result.json").read_text())["steps"] == 16
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_fails_the_save_on_all_ranks_and_the_older_checkpoint_is_good(
+    small_disk: Path, train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    options = (
+        "recipe=digits",
+        "recipe.width=16",
+        "steps=30",
+        "cluster.processes=3",
+        "cluster.threads=1",
+        "log_every=100",
+    )
+    saves = ("checkpoint.every=2", "checkpoint.keep.last=99")
+    full = train(*options, *saves, f"run.root={small_disk}")
+    assert full.code == 1
+    assert "No space left on device" in full.error
+    (folder,) = small_disk.glob("digits/*")
+    assert not [path for path in (folder / "checkpoints").glob("step_*") if not (path / "COMPLETE").exists()]
+    for old in sorted((folder / "checkpoints").glob("step_*"))[:-1]:
+        shutil.rmtree(old)
+    words = ("resume", str(folder), "checkpoint.keep.last=1")
+    done = command(*words, cwd=small_disk, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    expected = train(*options, *saves)
+    assert (
+        json.loads((folder / "result.json").read_text())["state_digest"] == expected.json("result.json")["state_digest"]
+    )
+
+
+def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_run_that_can_be_resumed(
+    train: Any, tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    options = (*OPTIONS, "steps=1200", "cluster.processes=2", "logger=none", "log_every=1")
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "train.py"), *options],
+        cwd=tmp_path,
+        env=environment_without_wandb,
+        stdout=subprocess.DEVNULL,
+    )
+    folder = _begun(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+    last = int(max((folder / "checkpoints").glob("step_*")).name[5:])
+    assert json.loads((folder / "run_manifest.json").read_text())["attempts"][0]["steps"][1] <= last
+    again = subprocess.Popen(
+        [sys.executable, "-c", "from worldsize.app import main; main()", "resume", str(folder)],
+        cwd=tmp_path,
+        env=environment_without_wandb,
+        stdout=subprocess.DEVNULL,
+    )
+    _begun(tmp_path, after=last + 10)
+    os.kill(again.pid, signal.SIGKILL)
+    again.wait()
+    more = command("resume", str(folder), cwd=tmp_path, environment=environment_without_wandb)
+    assert more.returncode == 0, more.stderr
+    assert restarts(folder) == ["preempted", "killed", "completed"]
+    shutil.rmtree(folder)
+
+
+def _begun(root: Path, after: int = 3) -> Path:
+    """The run's folder, once it has logged a step after ``after``."""
+    deadline = time.monotonic() + 60
+    while True:
+        for file in root.rglob("metrics.jsonl"):
+            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            if lines and json.loads(lines[-1])["step"] > after:
+                return file.parent
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
