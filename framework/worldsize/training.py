@@ -75,6 +75,7 @@ class Training:
             world.groups.get(f"checkpoint/{world.role}"),
             keep=settings.retention,
             facts={"strategy": type(settings.strategy).__name__, "logical_ranks": settings.logical_ranks},
+            finite=settings.stops_on_nonfinite,
             at=settings.faults.at,
         )
 

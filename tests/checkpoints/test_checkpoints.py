@@ -311,3 +311,33 @@ def test_retention_keeps_the_last_the_spaced_and_the_best(tmp_path: Path, keep: 
 def test_at_least_one_checkpoint_is_kept() -> None:
     with pytest.raises(ConfigError, match="keep.last=0"):
         Retention(last=0)
+
+
+def test_a_failure_on_one_rank_is_a_failure_on_all_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    def body(world: World) -> list[str]:
+        def at(point: str) -> None:
+            if point == "checkpoint:after-shard" and world.rank == 1:
+                raise OSError(28, "No space left on device")
+
+        saved(tmp_path, world, 1)
+        writer, state = saver(tmp_path, world, at=at), a_state(2)
+        writer.save(state, step=2, facts={"metrics": {}})
+        with pytest.raises(CheckpointError, match="step 2 could not be written: rank 1: .*No space left"):
+            writer.save(state, step=3, facts={"metrics": {}})
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    assert run_in_worlds(body, 3) == [["step_0000001"]] * 3
+
+
+def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        state: StateDict = {"model": {"w": torch.ones(3), "v": torch.ones(3)}}
+        writer = saver(tmp_path, world, finite=True, keep=Retention(last=1))
+        writer.save(state, step=1, facts={"metrics": {}})
+        state["model"]["v"][1] = math.nan
+        writer.save(state, step=2, facts={"metrics": {}})
+        with pytest.raises(CheckpointError, match="model/v holds NaN or infinity"):
+            writer.finish()
+
+    run_in_worlds(body, 2)
+    assert [read(path).step for path in complete(tmp_path)] == [1]

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from worldsize.checkpoints.format import Checkpoint, complete, read, verify
+from worldsize.checkpoints.format import DTYPES, Checkpoint, complete, read, verify
 from worldsize.checkpoints.storage import Reader
 from worldsize.checkpoints.tree import join, split
 from worldsize.core import StateDict, World
@@ -75,6 +76,14 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
     state: StateDict = join(values, tensors)
     return {**state, **kept}
+
+
+def read_tensors(checkpoint: Checkpoint, part: str) -> dict[str, Tensor]:
+    """The tensors of one top-level part of the state, whole, by their names in it."""
+    described = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(f"{part}/")}
+    tensors = {name: torch.empty(facts["shape"], dtype=DTYPES[facts["dtype"]]) for name, facts in described.items()}
+    state_dict_loader.load(dict(tensors), storage_reader=Reader(checkpoint), no_dist=True)
+    return {name.removeprefix(f"{part}/"): tensor for name, tensor in tensors.items()}
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Tensor]) -> Iterator[str]:

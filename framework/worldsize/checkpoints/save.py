@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +34,8 @@ class Saver:
     """Writes one checkpoint at a time below ``root``; every rank of the role calls the same methods in the same order.
 
     ``group`` is a gloo group of the role that nothing else uses (None: one process): a thread communicates there
-    while training goes on. ``at`` is called at named points, where tests let a process die.
+    while training goes on. ``finite``: a model with NaN or infinities is an error, and older checkpoints stay.
+    ``at`` is called at named points, where tests let a process die.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class Saver:
         *,
         keep: Retention,
         facts: Mapping[str, Any],
+        finite: bool = False,
         at: Callable[[str], None] = _nothing,
     ) -> None:
         self._root, self._world, self._group = root, world, group
-        self._keep, self._facts, self._at = keep, facts, at
+        self._keep, self._facts, self._finite, self._at = keep, facts, finite, at
         self._buffers: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[CheckpointSaved | None] | None = None
@@ -97,10 +100,10 @@ class Saver:
         folder = self._together(lambda: self._begun(final_))
         if folder is None:
             return None
-        writer = Writer(folder, self._world.rank, head=head, at=self._at)
+        writer = Writer(folder, self._world.rank, head=head, finite=self._finite, at=self._at)
         try:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-        except Exception as error:  # DCP's own kind, which holds every rank's error
+        except (CheckpointException, OSError, RuntimeError) as error:
             self._together(lambda: shutil.rmtree(folder, ignore_errors=True))  # it may have filled the disk
             raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
         self._together(lambda: self._published(folder, final_))
@@ -151,11 +154,10 @@ def _stands(path: Path) -> bool:
     return True
 
 
-def _reasons(error: Exception) -> str:
-    failures = getattr(error, "failures", None)
-    if not failures:
+def _reasons(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(failures.items()))
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
 
 
 def _shares(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, Tensor]]:

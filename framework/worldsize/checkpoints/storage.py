@@ -49,10 +49,11 @@ class Place:
 class Writer(StorageWriter):
     """Writes this rank's tensors, one after the other, into one file of ``folder``; rank 0 seals it."""
 
-    def __init__(self, folder: Path, rank: int, *, head: Mapping[str, Any], at: Point) -> None:
+    def __init__(self, folder: Path, rank: int, *, head: Mapping[str, Any], finite: bool, at: Point) -> None:
         self._folder = folder
         self._name = f"rank_{rank:05d}.bin"
         self._head = head
+        self._finite = finite
         self._at = at
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
@@ -75,7 +76,10 @@ class Writer(StorageWriter):
         return future
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        tensors = [_bytes_of(planner.resolve_data(item)) for item in plan.items]
+        found = [(item.index.fqn, planner.resolve_data(item)) for item in plan.items]
+        if self._finite:
+            _check_finite(found)
+        tensors = [_bytes_of(tensor) for _, tensor in found]
         lengths = [len(tensor) for tensor in tensors]
         facts = (sum(lengths), self._stream(tensors, sum(lengths)))
         self._at("checkpoint:after-shard")
@@ -103,6 +107,12 @@ class Writer(StorageWriter):
         files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
         tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
         seal(self._folder, {**self._head, "files": files, "tensors": tensors}, self._at)
+
+
+def _check_finite(tensors: Sequence[tuple[str, Any]]) -> None:
+    for name, tensor in tensors:
+        if name.startswith("model/") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{name} holds NaN or infinity. Lower lr, set clip_norm, or choose nonfinite=ignore")
 
 
 def _described(name: str, facts: Any, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:

@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy
+import torch
+from torch import Tensor
+
+from worldsize.checkpoints.format import complete, read, step_of
+from worldsize.checkpoints.load import read_tensors
 
 Verdict = Literal["bitwise identical", "within tolerance", "different"]
 Series = dict[int, float]  # step -> value
@@ -20,6 +25,7 @@ _FIGURES = ("loss", "lr", "grad_norm")
 class Divergence:
     """How far one metric or tensor of run B is from that of run A; zeros and no step where they are equal.
 
+    A tensor is compared in every checkpoint that both runs have; its figures are those of the last of these.
     ``ulp``: the largest distance in units in the last place, of float64 for metrics, of its own dtype for a tensor.
     """
 
@@ -56,7 +62,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
     missing += [f"only one of the runs has logged {name}" for name in sorted(series[0].keys() ^ series[1].keys())]
     metrics = [_divergence(name, series[0][name], series[1][name]) for name in names]
     metrics += _final(results[0].get("metrics", {}), results[1].get("metrics", {}))
-    tensors = tuple(_tensors(results[0].get("tensors", {}), results[1].get("tensors", {})))
+    tensors = tuple(_tensors(first, second, *(run.get("tensors", {}) for run in results)))
     return Comparison(_verdict(results, metrics, missing, tolerance), tuple(metrics), tensors, tuple(missing))
 
 
@@ -84,10 +90,66 @@ def _series(run: Path) -> dict[str, Series]:
     return found
 
 
-def _tensors(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Divergence]:
-    for name in sorted(then.keys() | now.keys()):
-        equal = then.get(name) == now.get(name)
-        yield Divergence(name) if equal else Divergence(name, absolute=math.nan, relative=math.nan)
+def _tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
+    """By the checkpoints of steps that both runs have kept; without any, by the digests of the final weights."""
+    found = [_weights(first / "checkpoints"), _weights(second / "checkpoints")]
+    steps = sorted(found[0].keys() & found[1].keys())
+    if not steps:
+        return [_by_digest(name, then, now) for name in sorted(then.keys() | now.keys())]
+    states = {step: [read_tensors(read(run[step]), "model") for run in found] for step in steps}
+    names = sorted({name for one, other in states.values() for name in one.keys() & other.keys()})
+    return [_drift(name, {step: (one[name], other[name]) for step, (one, other) in states.items()}) for name in names]
+
+
+def _weights(root: Path) -> dict[int, Path]:
+    return {step_of(path): path for path in complete(root)}
+
+
+def _by_digest(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> Divergence:
+    return Divergence(name) if then.get(name) == now.get(name) else Divergence(name, absolute=math.nan)
+
+
+def _drift(name: str, by_step: Mapping[int, tuple[Tensor, Tensor]]) -> Divergence:
+    differing = [
+        step for step, (one, other) in by_step.items() if one.shape != other.shape or not _same_bits(one, other)
+    ]
+    if not differing:
+        return Divergence(name)
+    one, other = by_step[max(by_step)]
+    if one.shape != other.shape:
+        return Divergence(name, differing[0], math.inf, math.inf)
+    apart = (one.double() - other.double()).abs()
+    scale = torch.maximum(one.double().abs(), other.double().abs())
+    relative = torch.where(apart == 0, 0.0, apart / scale)
+    return Divergence(name, differing[0], _largest(apart), _largest(relative), tensor_ulps(one, other))
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def tensor_ulps(one: Tensor, other: Tensor) -> int:
+    """The largest distance of two elements in values of their own dtype; for integers, their difference."""
+    if not one.numel():
+        return 0
+    if not one.is_floating_point():
+        return int((one.long() - other.long()).abs().max())
+    first, second = (_in_order(tensor) for tensor in (one, other))
+    return int((first - second).abs().max())
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """int64 in the order of the floats, as :func:`_ordered` for one number."""
+    integers = _INTEGERS[tensor.dtype.itemsize]
+    bits = tensor.contiguous().view(integers).long()
+    return torch.where(bits >= 0, bits, -(bits & torch.iinfo(integers).max))
 
 
 def _final(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Divergence]:

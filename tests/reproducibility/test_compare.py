@@ -1,0 +1,95 @@
+"""Distances between runs, against numbers that IEEE 754 gives."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoints.save import Saver
+from worldsize.core import World
+from worldsize.reproducibility.claim import changes, changes_but
+from worldsize.reproducibility.compare import compare_runs, tensor_ulps, ulps
+from worldsize.reproducibility.goodput import goodput
+from worldsize.reproducibility.manifest import write_manifest
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "distance"),
+    [
+        (1.0, math.nextafter(1.0, 2.0), 1),
+        (1.0, 1.0 + 2**-50, 4),  # 2^-52 is one unit at 1
+        (-0.0, 0.0, 0),
+        (-5e-324, 5e-324, 2),  # over zero, from the smallest number to the smallest
+        (1.0, 2.0, 2**52),
+    ],
+)
+def test_units_in_the_last_place(one: float, other: float, distance: int) -> None:
+    assert ulps(one, other) == ulps(other, one) == distance
+    assert (
+        tensor_ulps(torch.tensor([0.0, one], dtype=torch.float64), torch.tensor([0.0, other], dtype=torch.float64))
+        == distance
+    )
+
+
+def test_tensors_count_units_of_their_own_dtype() -> None:
+    assert tensor_ulps(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])) == 1
+    assert tensor_ulps(torch.tensor([1.0]).bfloat16(), torch.tensor([1.0 + 2**-7]).bfloat16()) == 1
+    assert tensor_ulps(torch.tensor([3, 5]), torch.tensor([3, 1])) == 4
+
+
+def a_run(folder: Path, weights: dict[int, float], losses: dict[int, float], digest: str) -> Path:
+    world = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
+    saver = Saver(folder / "checkpoints", world, None, keep=Retention(last=9), facts={})
+    for step, value in weights.items():
+        saver.save({"model": {"w": torch.tensor([2.0, value])}}, step=step, facts={"metrics": {}})
+    saver.finish()
+    saver.close()
+    row = '{{"event": "step", "step": {}, "loss": {}, "lr": 0.1, "grad_norm": null}}\n'
+    (folder / "metrics.jsonl").write_text("".join(row.format(step, loss) for step, loss in losses.items()))
+    results = {"state_digest": digest, "metrics_digest": digest, "metrics": {}, "tensors": {}}
+    write_manifest(folder / "run_manifest.json", {"attempts": [], "results": results})
+    return folder
+
+
+def test_the_first_step_that_differs_and_by_how_much(tmp_path: Path) -> None:
+    first = a_run(tmp_path / "a", {5: 1.0, 10: 1.0, 15: 1.0}, {5: 0.5, 10: 0.25}, "x")
+    second = a_run(tmp_path / "b", {5: 1.0, 10: 1.5, 15: 1.25, 20: 0.0}, {5: 0.5, 10: 0.2525}, "y")
+    found = compare_runs(first, second, tolerance=0.01)
+    (tensor,) = found.tensors
+    assert (tensor.name, tensor.first_step, tensor.absolute, tensor.relative) == ("w", 10, 0.25, 0.2)
+    assert tensor.ulp == 2**21  # a quarter, in units of 2^-23
+    loss = found.metrics[0]
+    assert (loss.name, loss.first_step) == ("loss", 10)
+    assert loss.relative == pytest.approx(0.0025 / 0.2525)
+    assert found.verdict == "within tolerance"
+    assert compare_runs(first, second, tolerance=0.001).verdict == "different"
+    assert compare_runs(first, first, tolerance=0).verdict == "bitwise identical"
+
+
+def test_changes_of_configuration_are_named_and_accepted_by_key() -> None:
+    then = {"lr": 0.1, "optimizer": {"lr": 0.1, "betas": [0.9]}, "cluster": {"processes": 2}, "recipe": {"width": 4}}
+    now = {"lr": 0.2, "optimizer": {"lr": 0.2, "betas": [0.8]}, "cluster": {"processes": 4}, "recipe": {"width": 4}}
+    found = changes(then, now)
+    assert [key for key, _, _ in found] == ["lr", "optimizer.betas", "optimizer.lr"]
+    assert [key for key, _, _ in changes_but(found, ["lr"])] == ["optimizer.betas"]
+    assert changes_but(found, ["lr", "optimizer"]) == []
+
+
+def test_goodput_counts_steps_that_were_done_again_as_lost() -> None:
+    """10 s of 10 steps, of which 4 are lost; 5 s of pause and start; 6 s of 6 steps."""
+    attempts = [
+        {"start_at": 0.0, "first_step_at": 2.0, "end_at": 12.0, "steps": [0, 10]},
+        {"start_at": 13.0, "first_step_at": 17.0, "end_at": 23.0, "steps": [6, 12]},
+    ]
+    found = goodput(attempts)
+    assert found == {
+        "total_seconds": 23.0,
+        "useful_seconds": 12.0,
+        "fraction": 12 / 23,
+        "lost_steps": [4],
+        "recover_seconds": [5.0],
+    }
