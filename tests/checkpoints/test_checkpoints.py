@@ -313,16 +313,21 @@ def test_at_least_one_checkpoint_is_kept() -> None:
         Retention(last=0)
 
 
-def test_a_failure_on_one_rank_is_a_failure_on_all_and_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "rank"), [("checkpoint:after-shard", 1), ("checkpoint:after-shards", 0), ("checkpoint:after-manifest", 0)]
+)
+def test_a_failure_on_one_rank_is_a_failure_on_all_and_leaves_nothing_behind(
+    tmp_path: Path, where: str, rank: int
+) -> None:
     def body(world: World) -> list[str]:
         def at(point: str) -> None:
-            if point == "checkpoint:after-shard" and world.rank == 1:
+            if point == where and world.rank == rank:
                 raise OSError(28, "No space left on device")
 
         saved(tmp_path, world, 1)
         writer, state = saver(tmp_path, world, at=at), a_state(2)
         writer.save(state, step=2, facts={"metrics": {}})
-        with pytest.raises(CheckpointError, match="step 2 could not be written: rank 1: .*No space left"):
+        with pytest.raises(CheckpointError, match=f"step 2 could not be written: rank {rank}: .*No space left"):
             writer.save(state, step=3, facts={"metrics": {}})
         return sorted(path.name for path in tmp_path.iterdir())
 

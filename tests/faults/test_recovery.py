@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+histories = runpy.run_path(str(REPOSITORY / "tests" / "observe" / "wandb_file.py"))["histories"]
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=14", "log_every=3", "checkpoint.every=4", "cluster.threads=1")
 RESTART = "launcher.max_restarts=1"
 KEPT = "checkpoint.keep.last=2"
@@ -135,6 +137,8 @@ def test_a_crash_at_the_same_step_is_not_tried_a_third_time(train: Any) -> None:
         {"rank": None, "step": 7},
         {"rank": 1, "step": 5, "point": "evaluate:begin"},
         {"rank": 0, "step": 4, "point": "checkpoint:after-shards"},
+        {"rank": 1, "step": 6, "action": "user_signal"},
+        {"rank": 1, "step": 6, "action": "interrupt"},
     ],
     ids=str,
 )
@@ -142,7 +146,7 @@ def test_a_rank_asked_to_end_saves_with_all_others_and_no_step_is_lost(
     train: Any, command: Any, environment_without_wandb: dict[str, str], facts: dict[str, Any]
 ) -> None:
     options = ("cluster.processes=3", "evaluate_every=5")
-    run = train(*OPTIONS, *options, fault("terminate", slow=0.1, **facts))
+    run = train(*OPTIONS, *options, fault(**{"action": "terminate", "slow": 0.1, **facts}))
     assert run.code == 75, run.error
     assert run.json("result.json")["exit_reason"] == "preempted"
     attempt = run.json("run_manifest.json")["attempts"][0]
@@ -182,6 +186,38 @@ def test_a_resumed_elastic_run_ends_with_the_same_bits_on_another_number_of_proc
     }
 
 
+def test_the_wandb_run_goes_on_at_the_right_step(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    wanted = (*OPTIONS, "cluster.processes=2", "log_every=1", fault("terminate", slow=0.1, rank=1, step=5))
+    run = train(*wanted, logger="wandb")
+    assert run.code == 75, run.error
+    done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    files = sorted(run.folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert {file.stem for file in files} == {f"run-{run.folder.name}"}
+    steps = [sorted({int(row["_step"]) for row in histories(file)}) for file in files]
+    assert [step for part in steps for step in part] == list(range(1, 15))
+
+
+def test_a_second_signal_ends_a_run_that_cannot_save_and_the_checkpoint_before_is_good(
+    tmp_path: Path, environment_without_wandb: dict[str, str], command: Any
+) -> None:
+    options = (*OPTIONS, "cluster.processes=2", "logger=none", "log_every=1", fault("stop", rank=1, step=9))
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "train.py"), *options], cwd=tmp_path, env=environment_without_wandb
+    )
+    folder = _begun(tmp_path, after=6)
+    while not (folder / "checkpoints" / "step_0000004").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) in (75, 143)  # signals that wait for one another may be merged into one by the kernel
+    done = command("resume", str(folder), "faults=[]", cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def preempted(train: Any) -> Path:
     """A run of 2 processes that has saved steps 4 and 6 or 7."""
@@ -210,6 +246,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
         (("lr=0.5",), "lr: 0.005 then, 0.5 now"),
         (("batch_size=48",), "batch_size: 96 then, 48 now"),
         (("recipe.width=8", "--ignore", "recipe"), "holds another model or optimizer"),
+        (("+recipe.path=other",), "no key 'recipe.path'"),
         (("checkpoint.signals=[SIGTREM]",), "no signal 'SIGTREM'; did you mean 'SIGTERM'?"),
     ],
 )
@@ -287,6 +324,9 @@ def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_r
         stdout=subprocess.DEVNULL,
     )
     folder = _begun(tmp_path)
+    second = command("resume", str(folder), cwd=tmp_path, environment=environment_without_wandb)
+    assert second.returncode == 2
+    assert "being trained by another process" in second.stderr
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 75
     last = int(max((folder / "checkpoints").glob("step_*")).name[5:])

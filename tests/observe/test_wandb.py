@@ -14,7 +14,8 @@ from worldsize.core import RunEnded, StepDone
 from worldsize.observe.aside import Aside
 from worldsize.observe.wandb import WandbListener
 
-records = runpy.run_path(str(Path(__file__).parent / "wandb_file.py"))["records"]
+_reader = runpy.run_path(str(Path(__file__).parent / "wandb_file.py"))
+records, histories = _reader["records"], _reader["histories"]
 CANARY = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -31,11 +32,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def history(folder: Path) -> dict[int, dict[str, float]]:
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     rows: dict[int, dict[str, float]] = {}
-    for record in records(file):
-        if record.HasField("history"):
-            items = record.history.item
-            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
-            rows.setdefault(int(row["_step"]), {}).update(row)
+    for row in histories(file):
+        rows.setdefault(int(row["_step"]), {}).update(row)
     return rows
 
 

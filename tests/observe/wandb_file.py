@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,3 +31,11 @@ def records(path: Path) -> Iterator[Any]:
             record.ParseFromString(whole)
             yield record
             whole = b""
+
+
+def histories(file: Path) -> Iterator[dict[str, Any]]:
+    """What was logged, a row at a time, values decoded."""
+    for record in records(file):
+        if record.HasField("history"):
+            items = record.history.item
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}

@@ -10,13 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from worldsize.checkpoints.format import complete, step_of
+from worldsize.checkpoints.format import COMPLETE, complete, step_of
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Outcome, Plan
 from worldsize.observe.jsonl import rewind
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
-from worldsize.reproducibility.lock import RunLock
 from worldsize.reproducibility.manifest import begin_attempt, end_attempt
 from worldsize.run_directory import RunDirectory
 
@@ -24,19 +23,18 @@ from worldsize.run_directory import RunDirectory
 def run_attempts(settings: Settings, plan: Plan, run: RunDirectory) -> int:
     """Start the run, and again after a failure while ``launcher.max_restarts`` lasts; the exit code.
 
-    A failure at the same step twice in a row ends it: the third time would be no other.
+    The caller holds the run's lock. A failure at the same step twice in a row ends it: a third would be no other.
     """
     console, restarts, failed_at = Console(), 0, -1
-    with RunLock(run.path):
-        while True:
-            outcome = _attempt(settings, plan, run, console)
-            if (failure := outcome.failure) is None or restarts == settings.launcher.max_restarts:
-                break
-            if failure.step == failed_at:
-                print(f"the run failed at step {failed_at} twice in a row; it is not started again.", file=sys.stderr)
-                break
-            restarts, failed_at = restarts + 1, failure.step or 0
-            _say_restart(failure, f"{restarts} of {settings.launcher.max_restarts}")
+    while True:
+        outcome = _attempt(settings, plan, run, console)
+        if (failure := outcome.failure) is None or restarts == settings.launcher.max_restarts:
+            break
+        if failure.step == failed_at:
+            print(f"the run failed at step {failed_at} twice in a row; it is not started again.", file=sys.stderr)
+            break
+        restarts, failed_at = restarts + 1, failure.step or 0
+        _say_restart(failure, f"{restarts} of {settings.launcher.max_restarts}")
     _report(run, outcome, console)
     return outcome.exit_code
 
@@ -62,11 +60,11 @@ def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console
 
 
 def _result(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """What rank 0 wrote; a run that did not get so far has only its exit reason."""
+    """What rank 0 wrote, or only the exit reason if the run did not get so far; and the checkpoints' digests."""
+    digests = {path.name: (path / COMPLETE).read_text().strip() for path in complete(run.checkpoints)}
     if outcome.exit_code != 0 or not run.result.exists():
-        return {"exit_reason": outcome.exit_reason}
-    result: dict[str, Any] = json.loads(run.result.read_text())
-    return result
+        return {"exit_reason": outcome.exit_reason, "checkpoints": digests}
+    return {**json.loads(run.result.read_text()), "checkpoints": digests}
 
 
 def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:

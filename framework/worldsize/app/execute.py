@@ -20,6 +20,7 @@ from worldsize.config.shape import with_processes
 from worldsize.core import Plan
 from worldsize.engine.data import is_iterable, steps_of
 from worldsize.errors import ConfigError
+from worldsize.reproducibility.lock import RunLock
 from worldsize.reproducibility.redact import scrubber
 from worldsize.run_directory import RunDirectory, created, planned
 
@@ -45,7 +46,8 @@ def execute(cfg: DictConfig) -> int:
     if cfg.launch == "write":
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0
-    return run_attempts(settings, plan, run)
+    with RunLock(run.path):
+        return run_attempts(settings, plan, run)
 
 
 def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
@@ -60,8 +62,9 @@ def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, run, clean, ignore)
-    run.config.write_text(config_text(settings, clean))
-    return run_attempts(settings, plan, run)
+    with RunLock(run.path):
+        run.config.write_text(config_text(settings, clean))
+        return run_attempts(settings, plan, run)
 
 
 def _settings(cfg: DictConfig) -> Settings:

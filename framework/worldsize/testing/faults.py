@@ -35,6 +35,8 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
     "stop": _send(signal.SIGSTOP),
     "segfault": _send(signal.SIGSEGV),
     "terminate": _send(signal.SIGTERM),
+    "interrupt": _send(signal.SIGINT),
+    "user_signal": _send(signal.SIGUSR1),
     "out_of_memory": lambda _: os._exit(OUT_OF_MEMORY),
     "raise": _raise,
     "sleep": time.sleep,
