@@ -1,6 +1,6 @@
 """What one save in every 50 steps costs: 10 M parameters with AdamW (120 MB of state), beside not saving.
 
-uv run python benchmarks/checkpoint.py         # 2 gloo processes, three rounds
+uv run python benchmarks/checkpoint.py         # 2 gloo processes, four rounds
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from elastic import Wide
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
-from worldsize.core import StateDict, World
+from worldsize.core import Replica, StateDict, World
 from worldsize.engine.data import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 
-PROCESSES, BATCH, STEPS, AT = 2, 128, 50, 5
-Save = Callable[[StateDict, int], None]
+PROCESSES, BATCH, STEPS, AT = 2, 256, 50, 5
+Save = Callable[[StateDict, int], None]  # state, step
 End = Callable[[], Any]
 
 
@@ -72,43 +72,50 @@ def _dcp(world: World, folder: Path) -> tuple[Save, End]:
 WAYS = {"no saves": _nothing, "worldsize": _worldsize, "torch.save on rank 0": _torch_save, "dcp.async_save": _dcp}
 
 
-def measure(world: World, way: str, folder: Path) -> tuple[float, float]:
-    """Seconds for all steps with the save that one of them begins, and seconds for which that step was held up."""
+def measure(world: World, root: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """By way and round: seconds for all steps with the save that one of them begins, and seconds it was held up.
+
+    All in one process, in turns: two processes that do the same differ by more than a save costs.
+    """
     warnings.simplefilter("ignore")
     recipe = Wide()
     replica = DDP().replica(recipe, world)
     batches = micro_batches(recipe.data("train"), Order(0, BATCH, world.size, (world.rank,)), world.device)
-    save, end = WAYS[way](world, folder)
-    for step in range(2):  # the first save makes buffers and threads
-        replica.step(next(batches))
-        save(replica.state(), step)
-    end()
+    ways = {name: way(world, root / str(number)) for number, (name, way) in enumerate(WAYS.items())}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, (save, end) in ways.items():
+            found[name].append(_steps(replica, batches, lambda state, turn=turn, save=save: save(state, turn), end))
+            if world.rank == 0:
+                print(f"round {turn}/{rounds}: {name}", file=sys.stderr)
+    return {name: rows[1:] for name, rows in found.items()}  # the first save makes buffers and threads
+
+
+def _steps(replica: Replica, batches: Iterator[Any], save: Callable[..., None], end: End) -> tuple[float, float]:
     dist.barrier()
     begun, held = time.perf_counter(), 0.0
     for step in range(STEPS):
         replica.step(next(batches))
         if step == AT:
             before = time.perf_counter()
-            save(replica.state(), 100)
+            save(replica.state())
             held = time.perf_counter() - before
     end()
     dist.barrier()
     return time.perf_counter() - begun, held
 
 
-def main(rounds: int = 3) -> None:
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for number in range(rounds):
-        for way in WAYS:
-            print(f"round {number + 1}/{rounds}: {way}", file=sys.stderr)
-            with tempfile.TemporaryDirectory() as name:
-                body = lambda world, way=way, name=name: measure(world, way, Path(name))  # noqa: E731
-                found[way].append(run_in_worlds(body, PROCESSES, timeout=300)[0])
-    table = Table("", "ms a step", "held up by a save, ms", title=f"{PROCESSES} processes, a save in {STEPS} steps")
-    base = statistics.median(seconds for seconds, _ in found["no saves"])
+def main(rounds: int = 4) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(len(WAYS)):
+            (Path(name) / str(number)).mkdir()
+        found = run_in_worlds(lambda world: measure(world, Path(name), rounds), PROCESSES, timeout=580)[0]
+    title = f"{PROCESSES} processes, a save in {STEPS} steps, medians of {rounds} rounds"
+    table = Table("", "ms a step", "to no saves, same round", "held up by a save, ms", title=title)
     for way, rows in found.items():
         seconds, held = (statistics.median(column) for column in zip(*rows, strict=True))
-        table.add_row(way, f"{seconds / STEPS * 1e3:.1f} ({seconds / base:.3f} ×)", f"{held * 1e3:.0f}")
+        ratio = statistics.median(own[0] / base[0] for own, base in zip(rows, found["no saves"], strict=True))
+        table.add_row(way, f"{seconds / STEPS * 1e3:.1f}", f"{ratio:.3f} ×", f"{held * 1e3:.0f}")
     Console(width=100).print(table)
 
 
