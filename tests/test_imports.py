@@ -13,7 +13,7 @@ FRAMEWORK = Path(__file__).parents[1] / "framework" / "worldsize"
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = sorted(FRAMEWORK.rglob("*.py"))
 LOWER = ("engine", "strategies", "checkpoints", "collectives", "reproducibility", "observe", "world")
-UPPER = ("worldsize.app", "worldsize.launch", "worldsize.config", "worldsize.worker")
+UPPER = ("worldsize.app", "worldsize.launch", "worldsize.config", "worldsize.worker", "worldsize.training")
 
 
 def imports(path: Path) -> Iterator[str]:

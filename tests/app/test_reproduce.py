@@ -257,6 +257,16 @@ def test_a_record_that_does_not_hold_is_refused_and_nothing_is_started(
     assert len(list(committed.folder.rglob("run_manifest.json"))) == 1
 
 
+def test_a_run_whose_data_changed_is_gone_on_with_only_if_that_is_accepted(committed: Project) -> None:
+    run = committed.train("recipe=mine").parent
+    (committed.home / "numbers.txt").write_text("1 " * 64)
+    refused = committed.worldsize("resume", str(run), "steps=9", cwd=committed.elsewhere)
+    assert refused.returncode == 2
+    assert "data file 'numbers' is not the one" in refused.stderr
+    done = committed.worldsize("resume", str(run), "steps=9", "--ignore", "data", cwd=committed.elsewhere)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_lost_commit_is_fetched_from_the_remote(committed: Project, tmp_path: Path) -> None:
     server = tmp_path / "server.git"
     committed.git("clone", "--quiet", "--bare", str(committed.folder), str(server))

@@ -30,10 +30,11 @@ def run_attempts(settings: Settings, plan: Plan, run: RunDirectory) -> int:
         outcome = _attempt(settings, plan, run, console)
         if (failure := outcome.failure) is None or restarts == settings.launcher.max_restarts:
             break
-        if failure.step == failed_at:
-            print(f"the run failed at step {failed_at} twice in a row; it is not started again.", file=sys.stderr)
+        step = failure.step or 0
+        if step == failed_at:
+            print(f"the run failed at step {step} twice in a row; it is not started again.", file=sys.stderr)
             break
-        restarts, failed_at = restarts + 1, failure.step or 0
+        restarts, failed_at = restarts + 1, step
         _say_restart(failure, f"{restarts} of {settings.launcher.max_restarts}")
     _report(run, outcome, console)
     return outcome.exit_code
