@@ -303,7 +303,7 @@ def test_what_is_neither_tensor_nor_plain_is_refused_by_name() -> None:
 )
 def test_retention_keeps_the_last_the_spaced_and_the_best(tmp_path: Path, keep: Retention, left: list[int]) -> None:
     alone(lambda world: saved(tmp_path, world, 1, 2, 3, 4, 5, 6))
-    retention.apply(keep, tmp_path, lambda _: None)
+    retention.apply(keep, complete(tmp_path)[-1], lambda _: None)
     assert [read(path).step for path in complete(tmp_path)] == left
     assert {path.name[:5] for path in tmp_path.iterdir()} == {"step_"}
 
@@ -346,3 +346,16 @@ def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None
 
     run_in_worlds(body, 2)
     assert [read(path).step for path in complete(tmp_path)] == [1]
+
+
+def test_a_damaged_later_checkpoint_does_not_push_out_the_one_that_training_goes_on_with(tmp_path: Path) -> None:
+    alone(lambda world: saved(tmp_path, world, 4, 8))
+    (tmp_path / "step_0000008" / "rank_00000.bin").write_bytes(b"")
+
+    def body(world: World) -> None:
+        writer = saver(tmp_path, world, keep=Retention(last=1))
+        writer.save(a_state(6), step=6, facts={"metrics": {}})
+        writer.finish()
+
+    alone(body)
+    assert alone(lambda world: newest(tmp_path, world, allow_older=True)).step == 6

@@ -52,13 +52,14 @@ class Retention:
         return None if value is None else float(value)
 
 
-def apply(retention: Retention, root: Path, at: Callable[[str], None]) -> None:
-    """Delete what is not kept, and what an earlier deletion or save has left behind.
+def apply(retention: Retention, written: Path, at: Callable[[str], None]) -> None:
+    """Delete what is not kept, and what an earlier deletion has left behind; ``written`` was saved just now.
 
-    Called after a save: the newest checkpoint has just been written and is always kept.
+    Checkpoints of later steps do not count: they are damaged, or training would have gone on from them.
     """
     at("retention:begin")
-    folders = complete(root)
+    root = written.parent
+    folders = [path for path in complete(root) if step_of(path) <= step_of(written)]
     for path in set(folders) - retention.kept(folders):
         path.rename(root / f"{_DELETING}{path.name}")  # from here on it is no checkpoint
     sync_folder(root)

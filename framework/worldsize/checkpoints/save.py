@@ -130,7 +130,7 @@ class Saver:
         folder.rename(final_)
         sync_folder(self._root)
         self._at("checkpoint:after-rename")
-        retention.apply(self._keep, self._root, self._at)
+        retention.apply(self._keep, final_, self._at)
 
     def _together(self, task: Callable[[], Any]) -> Any:
         """The result of ``task`` on rank 0, or its error, on every rank."""
