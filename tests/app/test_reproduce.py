@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 
 from worldsize.reproducibility.manifest import read_manifest, write_manifest
 
-WORLDSIZE = (sys.executable, "-c", "from worldsize.app import main; main()")
 QUICK = ("steps=6", "logger=none", "cluster.processes=2")
 
 # learns from a file of its own
@@ -56,7 +54,8 @@ recipe:
 class Project:
     """A user's project with a data file, a home folder and a shell elsewhere."""
 
-    def __init__(self, root: Path, environment: dict[str, str]) -> None:
+    def __init__(self, root: Path, environment: dict[str, str], command: Any) -> None:
+        self.command = command
         self.folder, self.home, self.elsewhere = root / "project", root / "home", root / "elsewhere"
         for folder in (self.folder, self.home, self.elsewhere):
             folder.mkdir()
@@ -83,16 +82,8 @@ class Project:
         self.git("commit", "--quiet", "-m", "first")
         return self.git("rev-parse", "HEAD")
 
-    def worldsize(self, *arguments: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*WORLDSIZE, *arguments],
-            cwd=cwd,
-            env={**self.environment, **changes},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            stdin=subprocess.DEVNULL,
-        )
+    def worldsize(self, *arguments: str, cwd: Path, **changes: str) -> Any:
+        return self.command(*arguments, cwd=cwd, environment={**self.environment, **changes}, timeout=200)
 
     def train(self, *arguments: str, **changes: str) -> Path:
         """The new run's manifest."""
@@ -102,13 +93,13 @@ class Project:
         (manifest,) = set(self.folder.rglob("run_manifest.json")) - before
         return manifest
 
-    def reproduce(self, manifest: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    def reproduce(self, manifest: Path, *arguments: str, **changes: str) -> Any:
         return self.worldsize("reproduce", str(manifest), *arguments, cwd=self.elsewhere, **changes)
 
 
 @pytest.fixture
-def project(tmp_path: Path, environment_without_wandb: dict[str, str]) -> Project:
-    return Project(tmp_path, environment_without_wandb)
+def project(tmp_path: Path, environment_without_wandb: dict[str, str], command: Any) -> Project:
+    return Project(tmp_path, environment_without_wandb, command)
 
 
 @pytest.fixture
@@ -118,7 +109,7 @@ def committed(project: Project) -> Project:
     return project
 
 
-def report(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def report(done: Any) -> dict[str, Any]:
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
