@@ -359,3 +359,115 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_one_that_training_goes
 
     alone(body)
     assert alone(lambda world: newest(tmp_path, world, allow_older=True)).step == 6
+
+
+def sealed_over(folder: Path, text: bytes) -> None:
+    """What someone who can write the folder can make: a manifest that ``COMPLETE`` does vouch for."""
+    (folder / MANIFEST).write_bytes(text)
+    (folder / COMPLETE).write_text(f"{hashlib.sha256(text).hexdigest()}\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"file": "../../secret"},
+        {"file": "manifest.json"},
+        {"offset": 8},
+        {"offset": -1},
+        {"sizes": [2], "length": 8},
+        {"sizes": [16], "length": 64},
+        {"offsets": [1]},
+    ],
+    ids=str,
+)
+def test_a_sealed_manifest_cannot_lead_out_of_the_checkpoint_or_leave_a_tensor_unread(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    def body(world: World) -> None:
+        writer = saver(tmp_path / "root", world)
+        writer.save({"x": torch.arange(8.0)}, step=1, facts={"metrics": {}})
+        writer.finish()
+
+    alone(body)
+    (tmp_path / "secret").write_bytes(bytes(32))
+    folder = tmp_path / "root" / "step_0000001"
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["tensors"]["x"]["chunks"][0].update(change)
+    sealed_over(folder, json.dumps(manifest).encode())
+    with pytest.raises(CheckpointError, match="is no manifest"):
+        alone_newest(folder.parent)
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"\x80\x04.", b'{"schema_version": "9"}', b"[" * 100_000])
+def test_what_is_sealed_but_no_manifest_is_refused_and_an_older_one_used_on_request(root: Path, text: bytes) -> None:
+    sealed_over(root / "step_0000002", text)
+    with pytest.raises(CheckpointError, match="is no manifest"):
+        alone_newest(root)
+    assert alone_newest(root, allow_older=True).step == 1
+
+
+def alone_newest(root: Path, *, allow_older: bool = False) -> Any:
+    """In this process, so that its own errors come out."""
+    return newest(root, World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu")), allow_older=allow_older)
+
+
+@pytest.mark.parametrize("state", [{"a/b": 1, "a": {"b": 2}}, {0: 1, "0": 2}])
+def test_two_tensors_of_one_path_are_refused_instead_of_one_being_lost(state: dict[Any, Any]) -> None:
+    def tensors(node: Any) -> Any:
+        return {key: tensors(child) for key, child in node.items()} if isinstance(node, dict) else torch.tensor(node)
+
+    with pytest.raises(CheckpointError, match="two tensors of the state are called"):
+        split(tensors(state))
+
+
+def test_a_tensor_may_change_shape_and_dtype_from_save_to_save(tmp_path: Path) -> None:
+    given = {1: torch.tensor([1.0, 2.0, 3.0]), 2: torch.tensor([7.5]), 3: torch.tensor([2**40 + 1, 2, 3])}
+
+    def body(world: World) -> None:
+        writer = saver(tmp_path, world)
+        for step, tensor in given.items():
+            writer.save({"x": tensor}, step=step, facts={"metrics": {}})
+        writer.finish()
+
+    alone(body)
+    for path in complete(tmp_path):
+        tensor = given[read(path).step]
+        loaded = load(read(path), {"x": torch.zeros_like(tensor)})
+        assert torch.equal(loaded["x"], tensor)
+
+
+def test_a_metric_that_is_nan_is_never_the_best(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        writer = saver(tmp_path, world, keep=Retention(last=1, best="accuracy"))
+        for step, accuracy in enumerate((math.nan, 0.9, 0.5, 0.4), 1):
+            writer.save({"x": torch.zeros(1)}, step=step, facts={"metrics": {"accuracy": accuracy}})
+        writer.finish()
+
+    alone(body)
+    assert [read(path).step for path in complete(tmp_path)] == [2, 4]
+
+
+def test_any_error_of_rank_0_reaches_every_rank_at_once(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        def at(point: str) -> None:
+            if point == "checkpoint:after-rename":
+                raise ValueError("planted")
+
+        writer = saver(tmp_path, world, at=at)
+        writer.save(a_state(1), step=1, facts={"metrics": {}})
+        with pytest.raises(CheckpointError, match="ValueError: planted"):
+            writer.finish()
+
+    run_in_worlds(body, 2, timeout=30.0)
+
+
+def test_a_tensor_that_only_some_ranks_have_fails_the_save_instead_of_being_lost(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        extra = {"c": torch.ones(100)} if world.rank == 1 else {}
+        writer = saver(tmp_path, world)
+        writer.save({"a": torch.zeros(8), "b": torch.ones(4), **extra}, step=1, facts={"metrics": {}})
+        with pytest.raises(CheckpointError, match="the ranks' tensors differ"):
+            writer.finish()
+
+    run_in_worlds(body, 2)
+    assert complete(tmp_path) == []

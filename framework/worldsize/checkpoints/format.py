@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -80,14 +81,45 @@ def read(path: Path) -> Checkpoint:
     expected, found = seal.strip(), hashlib.sha256(text).hexdigest()
     if expected != found or seal != f"{found}\n":
         raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {found}"))
-    manifest = json.loads(text)
-    if manifest["schema_version"] > SCHEMA_VERSION:
+    try:
+        return _parsed(path, json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is no manifest ({kind}).") from None
+
+
+def _parsed(path: Path, manifest: Any) -> Checkpoint:
+    if _whole(manifest["schema_version"]) > SCHEMA_VERSION:
         raise CheckpointError(
             f"{path} has schema version {manifest['schema_version']}; this worldsize reads up to {SCHEMA_VERSION}. "
             "Upgrade worldsize."
         )
     facts = {key: manifest[key] for key in ("step", "world_size", "facts", "files", "tensors", "values")}
+    for name, tensor in facts["tensors"].items():
+        _check_tensor(name, tensor, facts["files"])
     return Checkpoint(path, **facts)
+
+
+def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Every chunk lies in a listed file and in the tensor, and together they make it up."""
+    itemsize, shape = DTYPES[tensor["dtype"]].itemsize, [_whole(size) for size in tensor["shape"]]
+    for chunk in tensor["chunks"]:
+        box = list(zip(map(_whole, chunk["offsets"]), map(_whole, chunk["sizes"]), shape, strict=True))
+        if any(offset + size > limit for offset, size, limit in box):
+            raise ValueError(f"a chunk of {name} lies outside of its shape")
+        end = _whole(chunk["offset"]) + _whole(chunk["length"])
+        if chunk["length"] != math.prod(chunk["sizes"]) * itemsize or end > files[chunk["file"]]["size"]:
+            raise ValueError(f"a chunk of {name} does not fit its file")
+    origins = [tuple(chunk["offsets"]) for chunk in tensor["chunks"] if chunk["length"]]
+    covered = sum(math.prod(chunk["sizes"]) for chunk in tensor["chunks"])
+    if covered != math.prod(shape) or len(set(origins)) != len(origins):
+        raise ValueError(f"the chunks of {name} do not make up its shape")
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:

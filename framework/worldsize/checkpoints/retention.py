@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,10 @@ class Retention:
         if self.best is None:
             return None
         try:
-            value = read(path).facts["metrics"].get(self.best)
+            value = read(path).facts.get("metrics", {}).get(self.best)
         except CheckpointError:
             return None
-        return None if value is None else float(value)
+        return None if value is None or math.isnan(value) else float(value)
 
 
 def apply(retention: Retention, written: Path, at: Callable[[str], None]) -> None:

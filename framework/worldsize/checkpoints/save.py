@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -69,7 +70,7 @@ class Saver:
         tensors, values = split(state)
         mine = self._copied(dict(_shares(tensors, self._world)))
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": {**self._facts, **facts}}
-        self._pending = self._thread.submit(self._write, mine, head, step)
+        self._pending = self._thread.submit(self._write, mine, head, step, _outline(tensors))
         return ended
 
     def ended(self) -> list[CheckpointSaved]:
@@ -89,21 +90,26 @@ class Saver:
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Into host memory that is kept from save to save: this is all that training waits for."""
-        if self._buffers.keys() != tensors.keys():
-            self._buffers = {name: _host_like(tensor) for name, tensor in tensors.items()}
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return self._buffers
 
-    def _write(self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int) -> CheckpointSaved | None:
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        old = self._buffers.get(name)
+        return old if old is not None and _layout(old) == _layout(tensor) else _host_like(tensor)
+
+    def _write(
+        self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int, outline: str
+    ) -> CheckpointSaved | None:
         """In the thread. A failure on one rank is a failure on all, since each phase ends with an exchange."""
         final_ = self._root / folder_name(step)
         folder = self._together(lambda: self._begun(final_))
         if folder is None:
             return None
-        writer = Writer(folder, self._world.rank, head=head, finite=self._finite, at=self._at)
+        writer = Writer(folder, self._world.rank, head=head, outline=outline, finite=self._finite, at=self._at)
         try:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError, RuntimeError) as error:
@@ -140,6 +146,8 @@ class Saver:
                 answer[0] = task()
             except OSError as error:
                 answer[1] = f"{error.strerror}: {error.filename}"
+            except Exception as error:  # any: the other ranks wait for an answer
+                answer[1] = f"{type(error).__name__}: {error}"
         if self._group is not None:
             dist.broadcast_object_list(answer, group=self._group, group_src=0)
         if answer[1] is not None:
@@ -185,6 +193,18 @@ def _shares(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What must be equal for one tensor's bytes to go into the other; ``copy_`` would broadcast and convert."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    return tensor.dtype, tensor.shape, placements, _local(tensor).shape
+
+
+def _outline(tensors: Mapping[str, Tensor]) -> str:
+    """Equal on all ranks, or some tensors would be written by nobody."""
+    lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _host_like(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
@@ -49,8 +49,11 @@ class Place:
 class Writer(StorageWriter):
     """Writes this rank's tensors, one after the other, into one file of ``folder``; rank 0 seals it."""
 
-    def __init__(self, folder: Path, rank: int, *, head: Mapping[str, Any], finite: bool, at: Point) -> None:
+    def __init__(
+        self, folder: Path, rank: int, *, head: Mapping[str, Any], outline: str, finite: bool, at: Point
+    ) -> None:
         self._folder = folder
+        self._outline = outline
         self._name = f"rank_{rank:05d}.bin"
         self._head = head
         self._finite = finite
@@ -61,9 +64,11 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+        return replace(plan, storage_data=self._outline)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise CheckpointError("the ranks' tensors differ in names, dtypes or shapes; give all ranks the same")
         return plans
 
     @classmethod

@@ -15,7 +15,8 @@ def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Tensors by their path, and everything else as JSON in which each tensor is ``{"$tensor": path}``.
 
     Raises:
-        CheckpointError: a leaf that is neither a tensor nor plain (None, bool, int, float, str).
+        CheckpointError: a leaf that is neither a tensor nor plain (None, bool, int, float, str), or two tensors
+            of one path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _encoded(tree, "", tensors)
@@ -41,6 +42,8 @@ def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor):
+        if path in tensors:  # one would be saved twice and the other not at all
+            raise CheckpointError(f"two tensors of the state are called {path} (keys like 'a/b', or 1 and '1').")
         tensors[path] = node
         return {"$tensor": path}
     if isinstance(node, Mapping):
