@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from worldsize.app.compare import EXIT_CODES, add_report_options, folder_of, show
+from worldsize.app.leave import leave
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
 from worldsize.config.places import bundle
 from worldsize.errors import WorldsizeError
@@ -60,10 +61,11 @@ def main() -> None:
     )
     add_report_options(parser)
     try:
-        sys.exit(reproduce(Options(**vars(parser.parse_args()))))
+        code = reproduce(Options(**vars(parser.parse_args())))
     except WorldsizeError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    leave(code)
 
 
 def reproduce(options: Options) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from worldsize.app.leave import leave
 from worldsize.app.train import CONFIG_ERROR
 from worldsize.config.compose import compose_and_call
 from worldsize.errors import WorldsizeError
@@ -32,10 +33,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     try:
-        sys.exit(resume(RunDirectory(options.run.resolve()), options.overrides, options.ignore, options.allow_older))
+        code = resume(RunDirectory(options.run.resolve()), options.overrides, options.ignore, options.allow_older)
     except WorldsizeError as error:
         print(error, file=sys.stderr)
-        sys.exit(CONFIG_ERROR)
+        code = CONFIG_ERROR
+    leave(code)
 
 
 def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], allow_older: bool) -> int:

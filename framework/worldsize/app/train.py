@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
+from worldsize.app.leave import leave
 from worldsize.config.compose import compose_and_call
 from worldsize.errors import WorldsizeError
 
@@ -15,7 +16,7 @@ CONFIG_ERROR = 2
 
 
 def main() -> None:
-    sys.exit(train(sys.argv[1:]))
+    leave(train(sys.argv[1:]))
 
 
 def train(arguments: Sequence[str]) -> int:
