@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,7 +48,13 @@ def test_a_run_leaves_its_record(train: Any) -> None:
     timings = [(run.folder / "timing" / f"worker_0000{rank}.jsonl").read_text() for rank in (0, 1)]
     assert all(json.loads(text.splitlines()[0])["step_seconds"] > 0 for text in timings)
     assert "accuracy" in run.output
-    assert run.folder.name in run.output.replace("\n", "")
+    assert run.folder.name in re.sub(r"\s", "", run.output)
+
+
+def test_time_spent_on_an_evaluation_or_a_save_counts_in_no_step_and_shortens_none(train: Any) -> None:
+    slow = "faults=[{action: sleep, seconds: 0.1}, {action: sleep, seconds: 1, point: 'evaluate:begin'}]"
+    run = train(*QUICK, "steps=6", "log_every=3", "evaluate_every=2", "checkpoint.every=4", slow)
+    assert all(96 / 1.0 < step["samples_per_second"] < 96 / 0.1 for step in run.steps()[1:])
 
 
 def test_equal_seeds_give_equal_bits_and_others_do_not(train: Any) -> None:

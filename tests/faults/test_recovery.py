@@ -94,7 +94,7 @@ def test_killed_between_saves_a_model_of_several_buckets_goes_on_bitwise(train: 
     )
     options = (*options, "cluster.threads=1", f"cluster.processes={size}")
     expected = outcome(train(*options).folder)
-    run = train(*options, RESTART, fault("kill", rank=size - 1, step=6))
+    run = train(*options, RESTART, fault("kill", slow=0.1, rank=size - 1, step=6))
     assert restarts(run.folder) == ["failed", "completed"]
     assert outcome(run.folder) == expected
     manifest = run.json("run_manifest.json")

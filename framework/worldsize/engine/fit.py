@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -106,13 +107,13 @@ def fit(
             closed.append(window.close(step))
         if pace.evaluates(step):
             tell()
-            emit(Evaluated(step, evaluate()))
-            window.restart()
+            with window.paused():
+                emit(Evaluated(step, evaluate()))
         stops = agreement.reached(step) and step < pace.steps
         if stops or pace.saves(step):
             tell()  # what is logged up to here belongs to the checkpoint
-            save(Position(step, window.skipped))
-            window.restart()
+            with window.paused():
+                save(Position(step, window.skipped))
         if stops:
             return Position(step, window.skipped)
     tell()
@@ -148,17 +149,19 @@ class _Window:
         self.results.append(result)
         self.skipped += result.skipped
 
-    def restart(self) -> None:
-        """Forget the time spent outside of training."""
-        self.opened = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done within is not training: its time counts in no step."""
+        begun = time.perf_counter()
+        yield
+        self.opened += time.perf_counter() - begun
 
     def close(self, step: int) -> Callable[[], StepDone]:
         """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
         elapsed = time.perf_counter() - self.opened
         parts = gather(self._part(elapsed), self.world)
         finish = partial(_step_done, step, self, self.results, parts, skipped=self.skipped, waited=self.waited)
-        self.results, self.waited = [], 0.0
-        self.restart()
+        self.results, self.waited, self.opened = [], 0.0, time.perf_counter()
         return finish
 
     def _part(self, elapsed: float) -> Tensor:

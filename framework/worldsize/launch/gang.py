@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, final
+from typing import Any, Self, final
 
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
@@ -45,9 +46,35 @@ class Member:
         return read_beat(self.heartbeat)
 
 
-class _InterruptedError(Exception):
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
+@final
+class _Signals:
+    """The signals that asked for an end, in their order, while the launching process waits.
+
+    They are noted, not raised: of two that come together neither is lost. Each makes ``arrival`` readable, also one
+    that the kernel hands to another thread, which would not wake the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.arrival, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        signal.set_wakeup_fd(self._write)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self.arrival)
+        os.close(self._write)
+
+    def drain(self) -> None:
+        os.read(self.arrival, 1024)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.seen.append(number)
 
 
 @final
@@ -69,44 +96,48 @@ class Gang(Job):
 
     def wait(self) -> Outcome:
         """Block until all have ended. A first signal is passed on, so that they save and end; a second ends them."""
-        tails, signum = self._tails(), 0
+        tails, signals = self._tails(), _Signals()
         try:
-            with _raised_signals():
-                try:
-                    self._join(deadline=None)
-                except _InterruptedError as interrupt:
-                    signum = interrupt.signum
-                    self._ask(self.interrupt_grace if signum == signal.SIGINT else self.save_grace)
-        except _InterruptedError as interrupt:
-            signum = interrupt.signum
+            with signals:
+                self._join(signals)
+                if signals.seen:
+                    self._ask(signals)
         finally:
             self._silent = self._alive()
             self._kill()
             tails.stop()
             self._copy_errors_to_logs()
-            outcome = self._outcome(signum)
+            outcome = self._outcome(signals.seen[-1] if signals.seen else 0)
             shutil.rmtree(self.meeting, ignore_errors=True)
         return outcome
 
     def cancel(self) -> None:
-        self._ask(self.save_grace)
-
-    def _ask(self, grace: float) -> None:
         for member in self._alive():
             member.process.terminate()
-        self._join(deadline=time.monotonic() + grace)
+
+    def _ask(self, signals: _Signals) -> None:
+        """Ask all to save and to end, once; the next signal or the grace ends the wait."""
+        grace = self.interrupt_grace if signals.seen[0] == signal.SIGINT else self.save_grace
+        self.cancel()
+        self._join(signals, asked=1, deadline=time.monotonic() + grace)
 
     def _alive(self) -> list[Member]:
         return [member for member in self.members if member.process.is_alive()]
 
-    def _join(self, deadline: float | None) -> None:
-        """Wait for the end of all, or until ``deadline``, which the first failure sets if it is None."""
+    def _join(self, signals: _Signals, asked: int = 0, deadline: float | None = None) -> None:
+        """Wait for the end of all, for a signal after the first ``asked``, or until ``deadline``.
+
+        The first failure sets the deadline if it is None.
+        """
         while alive := {member.process.sentinel: member for member in self.members if member not in self._dead}:
             timeout = None if deadline is None else deadline - time.monotonic()
-            if timeout is not None and timeout <= 0:
+            if len(signals.seen) > asked or (timeout is not None and timeout <= 0):
                 return
-            for sentinel in wait(list(alive), timeout):
-                self._bury(alive[sentinel])  # type: ignore[index]
+            for ready in wait([*alive, signals.arrival], timeout):
+                if ready == signals.arrival:
+                    signals.drain()
+                else:
+                    self._bury(alive[ready])  # type: ignore[index]
             if deadline is None and any(member.failed for member in self._dead):
                 deadline = time.monotonic() + self.grace
 
@@ -185,18 +216,3 @@ def _cause(member: Member) -> str:
 
 def _is_timeout(cause: str) -> bool:
     return re.search(r"[Tt]imed out|[Tt]imeout", cause) is not None
-
-
-@contextmanager
-def _raised_signals() -> Iterator[None]:
-    """Turn the signals that ask for an end into an exception while the launching process waits."""
-
-    def interrupt(signum: int, _: FrameType | None) -> None:
-        raise _InterruptedError(signum)
-
-    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
