@@ -57,10 +57,16 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Role:
-    """How many processes play a role, and whether one that dies restarts alone or with its gang."""
+    """How many processes play a role, and whether one that dies restarts alone or with its gang.
+
+    ``serves``: its processes run :meth:`Strategy.serve`, and have no process group; the others train a replica.
+    ``least``: how many must live for the run to go on without those that died (None: all).
+    """
 
     processes: int
     restart: Literal["together", "alone"] = "together"
+    serves: bool = False
+    least: int | None = None
 
 
 @dataclass(frozen=True)
@@ -216,8 +222,33 @@ class Replica(ABC):
     @abstractmethod
     def load(self, state: StateDict) -> None: ...
 
-    def close(self) -> None:  # noqa: B027 - most replicas hold nothing to release
-        """Release what the replica holds beyond memory."""
+    step_reached: int | None = None  # where it stands by itself; None: at 0, or where the loaded checkpoint stood
+
+    def close(self, *, complete: bool) -> None:  # noqa: B027 - most replicas hold nothing to release
+        """The run ends, or pauses to be resumed: release what the replica holds beyond memory."""
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What a process that serves may ask of its run.
+
+    ``folder``: all processes of this attempt see it, and only they and their user may read it.
+    ``restore``: fills a state like the one it can ask for from the newest checkpoint, and names the step; None if
+    there is none.
+    ``micro_batch(step, logical_rank)``, ``evaluation(part, parts)``: data, of any part of the run.
+    ``begins(step)``: passes the faults that are planned for a step.
+    """
+
+    folder: Path
+    workers: int  # at the start
+    steps: int
+    logical_ranks: int
+    timeout: float
+    restore: Callable[[Callable[[], StateDict]], tuple[StateDict, int] | None]
+    micro_batch: Callable[[int, int], MicroBatch]
+    evaluation: Callable[[int, int], Iterable[EvaluationBatch]]
+    wants_stop: Callable[[], bool]
+    begins: Callable[[int], None]
 
 
 class Strategy(ABC):
@@ -235,9 +266,12 @@ class Strategy(ABC):
     def replica(self, recipe: Recipe, world: World) -> Replica:
         """The live replica of the process that ``world`` describes."""
 
-    def serve(self, recipe: Recipe, world: World) -> None:
-        """Body of a process whose role is not "worker"."""
-        raise ConfigError(f"{type(self).__name__} has no role {world.role!r}.")
+    def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
+        """In the launching process, before each start: put what only members may have into ``Duty.folder``."""
+
+    def serve(self, recipe: Recipe, world: World, duty: Duty) -> Replica | None:
+        """Body of a process whose role serves; a replica if from now on it is this process that leads the run."""
+        raise ConfigError(f"{type(self).__name__} has no role {world.role!r} that serves.")
 
 
 # ---------------------------------------------------------------- how processes start

@@ -53,6 +53,15 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def control(self) -> Path:
+        """Names the socket at which the launching process takes requests, while it lives."""
+        return self.path / "control"
+
+    def servers(self, attempt: int) -> Path:
+        """Where servers and their clients find each other; for the eyes of the run's user alone."""
+        return self.path / "servers" / f"attempt_{attempt}"
+
+    @property
     def id(self) -> str:
         return self.path.name
 
@@ -65,6 +74,14 @@ class RunDirectory:
 
     def timing(self, rank: int) -> Path:
         return self.path / "timing" / f"worker_{rank:05d}.jsonl"
+
+
+def private(folder: Path) -> Path:
+    """The folder, made if need be, and its parent, for this user's eyes alone."""
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+        each.chmod(0o700)
+    return folder
 
 
 def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:

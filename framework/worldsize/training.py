@@ -6,8 +6,9 @@ import json
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, final
 
@@ -38,14 +39,14 @@ from worldsize.reproducibility.manifest import read_manifest
 from worldsize.run_directory import RunDirectory
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
+from worldsize.world.world import role_of
 
 
-def listeners_of(settings: Settings, run: RunDirectory, role: str, rank: int) -> list[Listener]:
-    """Every worker writes its own timing; only rank 0 logs what is global."""
-    if role != "worker":
-        return []
-    own: list[Listener] = [Timing(run.timing(rank), rank=rank)]
-    if rank != 0:
+def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> list[Listener]:
+    """Every process that trains writes its own timing; only the run's first one logs what is global."""
+    role, rank = role_of(global_rank, settings.roles)
+    own: list[Listener] = [] if settings.roles[role].serves else [Timing(run.timing(rank), rank=rank)]
+    if global_rank != 0:
         return own
     config = read_manifest(run.manifest)["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
@@ -55,17 +56,23 @@ def listeners_of(settings: Settings, run: RunDirectory, role: str, rank: int) ->
 
 @final
 class Training:
-    """One worker's part of a run, from its newest checkpoint to its end."""
+    """One process's part of a run, from its newest checkpoint to its end.
+
+    If its role serves, it leads: the steps are computed, and their data drawn, by others.
+    """
 
     def __init__(
         self,
         settings: Settings,
         run: RunDirectory,
         world: World,
+        replica: Replica,
         listeners: Sequence[Listener],
         preemption: Preemption,
     ) -> None:
-        self._settings, self._run, self._world = settings, run, world
+        self._leads = settings.roles[world.role].serves
+        self._settings, self._run, self._replica = settings, run, replica
+        self._world = world = replace(world, rank=0, size=1) if self._leads else world
         self._preemption = preemption
         self._history = _History(run.metrics)
         self._listeners: list[Listener] = [*listeners, self._history]
@@ -81,8 +88,7 @@ class Training:
 
     def run(self, heartbeat: Path | None) -> int:
         """Train; the exit code."""
-        settings, steps = self._settings, self._settings.pace.steps
-        replica = settings.strategy.replica(settings.recipe, self._world)
+        steps, replica = self._settings.pace.steps, self._replica
         first = self._resume(replica)
         self._emit(RunStarted(self._run.id, steps, first.step))
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
@@ -93,13 +99,14 @@ class Training:
         self._saver.close()
         if last.step < steps:
             self._emit(RunEnded(last.step, "preempted"))
+            replica.close(complete=False)
             return PREEMPTED
         model = replica.state()["model"]  # of every rank: sharded state is gathered
         summary = self._result(model) if self._world.rank == 0 else {}
         if summary:
             self._run.result.write_text(json.dumps(summary, indent=2) + "\n")
         self._emit(RunEnded(steps, "completed", summary))
-        replica.close()
+        replica.close(complete=True)
         return 0
 
     def _emit(self, event: Event) -> None:
@@ -114,16 +121,20 @@ class Training:
         """Load the newest checkpoint, if there is one."""
         saves = self._settings.config["checkpoint"]
         checkpoint = newest(self._run.checkpoints, self._world, allow_older=saves["allow_older"])
+        skipped = checkpoint.facts["skipped"] if checkpoint else 0
+        if replica.step_reached is not None:
+            return Position(replica.step_reached, skipped)
         if checkpoint is None:
             return Position()
         replica.load(load(checkpoint, replica.state(), ignore=saves["ignore"]))
-        return Position(checkpoint.step, checkpoint.facts["skipped"])
+        return Position(checkpoint.step, skipped)
 
     def _fit(self, replica: Replica, first: Position, heartbeat: Heartbeat | None) -> Position:
         settings, world = self._settings, self._world
         recipe, order = settings.recipe, settings.order(world.rank, world.size)
         train, test = recipe.data("train"), recipe.data("test")
-        batches = micro_batches(train, order, world.device, first=first.step, workers=settings.data_workers)
+        drawn = micro_batches(train, order, world.device, first=first.step, workers=settings.data_workers)
+        batches: Iterable[list[MicroBatch]] = repeat([]) if self._leads else drawn
 
         def evaluation() -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")

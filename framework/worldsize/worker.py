@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from omegaconf import OmegaConf
 
 from worldsize.config.places import make_importable
 from worldsize.config.settings import Settings, load_settings
-from worldsize.core import Listener, RunFailed
+from worldsize.core import Listener, Replica, RunFailed, World
+from worldsize.duty import duty_of
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.reproducibility.redact import missing, restore
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -41,7 +43,7 @@ def play(run: RunDirectory, placement: Placement) -> int:
         settings = read_settings(run)
         check_size(placement, settings.roles)
         preemption = Preemption(settings.config["checkpoint"]["signals"])
-        listeners = listeners_of(settings, run, *role_of(placement.rank, settings.roles))
+        listeners = listeners_of(settings, run, placement.rank)
         return _play(settings, run, placement, listeners, preemption)
     except BaseException as error:
         _leave_error(_error_file(run, placement, settings), error)
@@ -51,10 +53,10 @@ def play(run: RunDirectory, placement: Placement) -> int:
 
 
 def _error_file(run: RunDirectory, placement: Placement, settings: Settings | None) -> Path:
-    try:
-        return run.error(*role_of(placement.rank, settings.roles if settings else {}))
-    except StopIteration:  # it is not known which role this process was to play
-        return run.error("process", placement.rank)
+    with suppress(ConfigError):
+        if settings is not None:
+            return run.error(*role_of(placement.rank, settings.roles))
+    return run.error("process", placement.rank)  # it is not known which role this process was to play
 
 
 def read_settings(run: RunDirectory) -> Settings:
@@ -82,10 +84,21 @@ def _play(
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt)
-        if world.role == "worker":
-            return Training(settings, run, world, listeners, preemption).run(placement.heartbeat)
-        settings.strategy.serve(settings.recipe, world)
-        return 0
+        replica = _replica(settings, run, world, placement, preemption)
+        if replica is None:
+            return 0
+        listeners = listeners or listeners_of(settings, run, 0)  # it leads in the place of one that died
+        return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)
+
+
+def _replica(
+    settings: Settings, run: RunDirectory, world: World, placement: Placement, preemption: Preemption
+) -> Replica | None:
+    """What this process trains; None: it has served until the end."""
+    if not settings.roles[world.role].serves:
+        return settings.strategy.replica(settings.recipe, world)
+    duty = duty_of(settings, run, world, placement, preemption.is_wanted)
+    return settings.strategy.serve(settings.recipe, world, duty)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 from dataclasses import replace
@@ -51,9 +52,11 @@ def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console
     saved = complete(run.checkpoints)
     rewind(run.metrics, step_of(saved[-1]) if saved else 0)  # before anybody follows the file
     run.result.unlink(missing_ok=True)
+    settings.strategy.prepare(run.servers(number))
     job = settings.launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.pace.steps, console):
         outcome = job.wait()
+    shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses of an attempt end with it
     facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
     results = end_attempt(run.manifest, _result(run, outcome), **facts)
     run.result.write_text(json.dumps(results, indent=2) + "\n")

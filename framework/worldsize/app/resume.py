@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from worldsize.app.leave import leave
 from worldsize.app.train import CONFIG_ERROR
-from worldsize.config.compose import compose_and_call
+from worldsize.config.compose import GROUPS, compose_and_call
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.manifest import look
 from worldsize.run_directory import RunDirectory
@@ -40,6 +40,17 @@ def main() -> None:
     leave(code)
 
 
+def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """What was typed for the run, without what is replaced; with another strategy goes what was said of the old one."""
+    replaced = [_key(word) for word in overrides]
+    groups = tuple(f"{key}." for key in replaced if key in GROUPS)
+    return [word for word in recorded if _key(word) not in replaced and not (groups and _key(word).startswith(groups))]
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
 def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], allow_older: bool) -> int:
     """The exit code, as of ``worldsize train``.
 
@@ -52,8 +63,7 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
     folder = Path(manifest["config"]["run"]["import_path"][0])
     if folder.is_dir():
         os.chdir(folder)  # its recipes and plugins are found from there
-    replaced = {word.partition("=")[0].lstrip("+~") for word in overrides}
-    recorded = [word for word in manifest["overrides"] if word.partition("=")[0].lstrip("+~") not in replaced]
+    recorded = _kept(manifest["overrides"], overrides)
     own = [f"run.root={run.path.parents[1]}", f"run.name={run.id}", f"checkpoint.allow_older={allow_older}"]
     parts = [part for part in ignore if part in ("model", "optimizer", "schedule", "scaler")]
     codes: list[int] = []

@@ -72,6 +72,39 @@ class Counter:
         return [tensors for _, tensors in reversed(self._sums)]
 
 
+@final
+class Arrivals:
+    """Sums of parts of the tree that come in any order; the same bits as :func:`finish` of all leaves.
+
+    Part (width, index) is node ``index`` of the level that has ``width`` nodes: the sum of the logical ranks
+    index, index + width, ... It is a list of tensors, taken over and changed in place.
+    """
+
+    def __init__(self, logical_ranks: int) -> None:
+        self._root = logical_ranks
+        while self._root % 2 == 0:
+            self._root //= 2
+        self.parts: dict[tuple[int, int], list[Tensor]] = {}
+
+    def add(self, width: int, index: int, part: list[Tensor]) -> None:
+        """Two neighbours are added as soon as both are there."""
+        while width % 2 == 0 and (other := self.parts.pop((width, (index + width // 2) % width), None)):
+            torch._foreach_add_(part, other)
+            width //= 2
+            index %= width
+        self.parts[width, index] = part
+
+    def total(self) -> list[Tensor] | None:
+        """The sum over all logical ranks, once all have come."""
+        nodes = [self.parts.get((self._root, index)) for index in range(self._root)]
+        first, *others = nodes
+        if first is None or None in others:
+            return None
+        for node in others:
+            torch._foreach_add_(first, node or [])
+        return first
+
+
 def finish(nodes: Sequence[Tensor]) -> Tensor:
     """The sum of the nodes of one level, in the order of the tree."""
     nodes = list(nodes)

@@ -123,6 +123,12 @@ def micro_batches(
         yield step
 
 
+def drawn(dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int) -> MicroBatch:
+    """One micro-batch of any step, of a data set with an index."""
+    batch = _Fetcher(dataset, order).__getitems__(_Request(step, logical_rank))
+    return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank))
+
+
 def _drawn(dataset: Any, order: Order, first: int, device: torch.device, workers: int) -> Iterable[Batch]:
     fetcher, requests = _Fetcher(dataset, order), _requests(order, first)
     if workers == 0:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -20,7 +20,8 @@ from typing import Any, Self, final
 
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from worldsize.core import Failure, Job, Outcome
+from worldsize.core import ConfigError, Failure, Job, Outcome, Role
+from worldsize.launch.control import Control
 from worldsize.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.preemption import PREEMPTED, SIGNALS
@@ -82,49 +83,101 @@ class _Signals:
 class Gang(Job):
     """A running gang. Graces in seconds: ``grace`` for the others to leave their errors once one has failed,
     ``interrupt_grace`` to save after Ctrl-C, ``save_grace`` to save after SIGTERM and SIGUSR1.
+
+    ``start(role, rank)`` starts a process. One that dies alone, by its role, is started again ``max_restarts``
+    times; then the run goes on without it as long as ``least`` of its role live.
     """
 
     run: RunDirectory
-    members: Sequence[Member]
+    roles: Mapping[str, Role]
+    start: Callable[[str, int], Member]
     meeting: Path
     grace: float
     interrupt_grace: float
     save_grace: float
     terminal_logs: bool
+    max_restarts: int
+    members: list[Member] = field(default_factory=list)
     _dead: list[Member] = field(default_factory=list)
+    _lost: list[Member] = field(default_factory=list)  # dead, and the run has gone on
     _silent: list[Member] = field(default_factory=list)
+    _tails: list[TailLog] = field(default_factory=list)
+
+    def add(self, role: str, rank: int) -> None:
+        member = self.start(role, rank)
+        self.members.append(member)
+        if self.terminal_logs:
+            prefix = f"[{role} {rank}] "
+            self._tails.append(TailLog(prefix, {0: str(member.log)}, sys.stdout, {0: prefix}).start())
 
     def wait(self) -> Outcome:
         """Block until all have ended. A first signal is passed on, so that they save and end; a second ends them."""
-        tails, signals = self._tails(), _Signals()
+        signals = _Signals()
+        control = Control(self.meeting / "control", self.run.control, self)
         try:
-            with signals:
-                self._join(signals)
+            with signals, control:
+                self._join(signals, control)
                 if signals.seen:
-                    self._ask(signals)
+                    self._ask(signals, control)
         finally:
             self._silent = self._alive()
             self._kill()
-            tails.stop()
+            for tail in self._tails:
+                tail.stop()
             self._copy_errors_to_logs()
             outcome = self._outcome(signals.seen[-1] if signals.seen else 0)
             shutil.rmtree(self.meeting, ignore_errors=True)
         return outcome
 
+    def grow(self, count: int) -> list[str]:
+        """Start ``count`` more processes of the last role, if that may change; their names."""
+        role = self._growing()
+        taken = [member.rank for member in (*self.members, *self._lost) if member.role == role]
+        first = max(max(taken) + 1, self.roles[role].processes)
+        for rank in range(first, first + count):
+            self.add(role, rank)
+        return [f"{role} {rank}" for rank in range(first, first + count)]
+
+    def shrink(self, count: int) -> list[str]:
+        """Ask the ``count`` youngest processes of the last role to leave; their names."""
+        role = self._growing()
+        alive = [member for member in self._alive() if member.role == role]
+        if len(alive) - count < (self.roles[role].least or 0):
+            raise ConfigError(f"of {len(alive)} {role}s at least {self.roles[role].least} must stay. Remove fewer.")
+        for member in alive[len(alive) - count :]:
+            member.process.terminate()
+        return [f"{member.role} {member.rank}" for member in alive[len(alive) - count :]]
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Role, rank, process id and step of each process that lives."""
+        return [
+            {"role": m.role, "rank": m.rank, "pid": m.process.pid, "step": m.beat.step if m.beat else None}
+            for m in self._alive()
+        ]
+
+    def _growing(self) -> str:
+        name, role = list(self.roles.items())[-1]
+        if role.restart != "alone":
+            raise ConfigError(
+                f"the {name}s of this run are a gang, whose size is fixed. Start it again with another "
+                "cluster.processes, or use strategy=parameter_server."
+            )
+        return name
+
     def cancel(self) -> None:
         for member in self._alive():
             member.process.terminate()
 
-    def _ask(self, signals: _Signals) -> None:
+    def _ask(self, signals: _Signals, control: Control) -> None:
         """Ask all to save and to end, once; the next signal or the grace ends the wait."""
         grace = self.interrupt_grace if signals.seen[0] == signal.SIGINT else self.save_grace
         self.cancel()
-        self._join(signals, asked=1, deadline=time.monotonic() + grace)
+        self._join(signals, control, asked=1, deadline=time.monotonic() + grace)
 
     def _alive(self) -> list[Member]:
         return [member for member in self.members if member.process.is_alive()]
 
-    def _join(self, signals: _Signals, asked: int = 0, deadline: float | None = None) -> None:
+    def _join(self, signals: _Signals, control: Control, *, asked: int = 0, deadline: float | None = None) -> None:
         """Wait for the end of all, for a signal after the first ``asked``, or until ``deadline``.
 
         The first failure sets the deadline if it is None.
@@ -133,17 +186,49 @@ class Gang(Job):
             timeout = None if deadline is None else deadline - time.monotonic()
             if len(signals.seen) > asked or (timeout is not None and timeout <= 0):
                 return
-            for ready in wait([*alive, signals.arrival], timeout):
+            for ready in wait([*alive, signals.arrival, control.listener], timeout):
                 if ready == signals.arrival:
                     signals.drain()
+                elif ready is control.listener:
+                    control.answer()
                 else:
                     self._bury(alive[ready])  # type: ignore[index]
-            if deadline is None and any(member.failed for member in self._dead):
+            if deadline is None and (any(member.failed for member in self._dead) or self._is_over()):
                 deadline = time.monotonic() + self.grace
 
     def _bury(self, member: Member) -> None:
         member.process.join()
         self._dead.append(member)
+        if member.failed and self.roles[member.role].restart == "alone" and not self._is_ending():
+            self._replace(member)
+
+    def _is_ending(self) -> bool:
+        return any(self._is_bound(member) for member in self._dead)
+
+    def _is_over(self) -> bool:
+        """Whether only those are left that come and go."""
+        return all(member in self._dead for member in self.members if self._is_bound(member))
+
+    def _is_bound(self, member: Member) -> bool:
+        return self.roles[member.role].restart == "together"
+
+    def _replace(self, member: Member) -> None:
+        """Start a process again that died alone, or go on without it; if neither may be, its failure is the gang's."""
+        role, cause = self.roles[member.role], _cause(member).rstrip().splitlines()[-1]
+        starts = sum(lost.role == member.role and lost.rank == member.rank for lost in self._lost)
+        others = sum(each.role == member.role and each.process.is_alive() for each in self.members)
+        if starts < self.max_restarts:
+            what = f"starting it again ({starts + 1} of {self.max_restarts})"
+        elif others >= (role.processes if role.least is None else role.least):
+            what = "going on without it"
+        else:
+            return
+        print(f"{member.role} {member.rank} failed: {cause}; {what}", file=sys.stderr, flush=True)
+        self._dead.remove(member)
+        self.members.remove(member)
+        self._lost.append(member)
+        if starts < self.max_restarts:
+            self.add(member.role, member.rank)
 
     def _kill(self) -> None:
         for member in self._alive():
@@ -151,16 +236,17 @@ class Gang(Job):
             member.process.join()
 
     def _outcome(self, signum: int) -> Outcome:
-        beats = [beat for member in self.members if (beat := member.beat)]
+        bound = [member for member in self.members if self._is_bound(member)]
+        beats = [beat for member in bound if (beat := member.beat)]
         facts: dict[str, Any] = {
             "steps": (beats[0].first, min(beat.done for beat in beats)) if beats else None,
             "first_step_at": max((beat.at for beat in beats), default=0.0) or None,
         }
-        codes = {member.process.exitcode for member in self.members}
+        codes = {member.process.exitcode for member in bound}
         failed = [member for member in self._dead if member.failed and not (signum and _error(member) is None)]
         if codes == {0}:
             return Outcome("completed", 0, **facts)
-        if codes == {PREEMPTED}:
+        if PREEMPTED in codes and codes <= {0, PREEMPTED}:
             return Outcome("preempted", PREEMPTED, **facts)
         if failed:
             failure = self._failure(min(failed, key=_time_of_failure))
@@ -176,12 +262,6 @@ class Gang(Job):
             cause = f"did not answer{at} while the others waited for it, until cluster.timeout ended that.\n{cause}"
         step = first.beat.step if first.beat else None
         return Failure(first.role, first.rank, cause, first.process.exitcode or 1, step)
-
-    def _tails(self) -> TailLog:
-        shown = self.members if self.terminal_logs else []
-        files = {index: str(member.log) for index, member in enumerate(shown)}
-        prefixes = {index: f"[{member.role} {member.rank}] " for index, member in enumerate(shown)}
-        return TailLog("worker", files, sys.stdout, prefixes).start()
 
     def _copy_errors_to_logs(self) -> None:
         # not written there by the process itself: the terminal shows the logs, and the first cause comes first

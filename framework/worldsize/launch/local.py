@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +25,7 @@ from worldsize.run_directory import RunDirectory
 from worldsize.world.environments import Placement
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
-from worldsize.world.world import role_of
+from worldsize.world.world import role_of, role_ranks
 
 
 @final
@@ -51,20 +53,20 @@ class Local(Launcher):
     def launch(self, plan: Plan) -> Job:
         meeting = Path(tempfile.mkdtemp(prefix="worldsize_"))  # mode 0700: only this user can join the run
         run = RunDirectory(plan.run_dir)
-        gc.freeze()  # workers need not look through what was imported here, nor copy its pages to do so
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a worker unblocks them when it is ready to save
-        members = [_start(plan, run, placement) for placement in placements(plan, meeting)]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        gc.unfreeze()
-        return Gang(
+        gang = Gang(
             run,
-            members,
+            plan.roles,
+            partial(_start, plan, run, meeting),
             meeting,
             grace=self.grace,
             interrupt_grace=self.interrupt_grace,
             save_grace=self.save_grace,
             terminal_logs=self.terminal_logs,
+            max_restarts=self.max_restarts,
         )
+        for rank in range(plan.world_size):
+            gang.add(*role_of(rank, plan.roles))
+        return gang
 
     def describe(self, plan: Plan) -> str:
         lines = [
@@ -78,12 +80,16 @@ class Local(Launcher):
 
 def placements(plan: Plan, meeting: Path) -> list[Placement]:
     """Of every process; ``meeting`` is a private folder in which the ranks meet and leave their heartbeats."""
+    return [_placement(plan, meeting, rank) for rank in range(plan.world_size)]
+
+
+def _placement(plan: Plan, meeting: Path, rank: int) -> Placement:
     size, store = plan.world_size, f"file://{meeting}/store"
-    return [Placement(rank, size, rank, size, store, plan.attempt, meeting / f"beat_{rank}") for rank in range(size)]
+    return Placement(rank, size, rank, size, store, plan.attempt, meeting / f"beat_{rank}")
 
 
-def _start(plan: Plan, run: RunDirectory, placement: Placement) -> Member:
-    role, rank = role_of(placement.rank, plan.roles)
+def _start(plan: Plan, run: RunDirectory, meeting: Path, role: str, rank: int) -> Member:
+    placement = _placement(plan, meeting, role_ranks(plan.roles)[role].start + rank)
     log = run.log(role, rank)
     log.parent.mkdir(exist_ok=True)
     run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt
@@ -92,8 +98,19 @@ def _start(plan: Plan, run: RunDirectory, placement: Placement) -> Member:
     process: BaseProcess = get_context("fork").Process(
         target=_body, args=(run, placement, log, environment, os.getpid())
     )
-    process.start()
+    with _ready_to_fork():
+        process.start()
     return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat)
+
+
+@contextmanager
+def _ready_to_fork() -> Iterator[None]:
+    """A child need not look through what was imported here, nor copy its pages; it unblocks signals by itself."""
+    gc.freeze()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    gc.unfreeze()
 
 
 def _loopback(cluster: Cluster) -> dict[str, str]:

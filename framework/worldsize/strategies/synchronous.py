@@ -8,13 +8,13 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import (
     EvaluationBatch,
     MicroBatch,
     Numerics,
+    Precision,
     Recipe,
     Replica,
     StateDict,
@@ -23,8 +23,31 @@ from worldsize.core import (
 )
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.accumulation import Accumulation
+from worldsize.strategies.learning import Learning
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
+    dtype = _DTYPES.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def metric_sums(
+    recipe: Recipe, model: nn.Module, batches: Iterable[EvaluationBatch]
+) -> tuple[dict[int, Sums], tuple[str, ...]]:
+    """Sums and counts of each batch that is counted, by its number, and the metrics' names."""
+    sums: dict[int, Sums] = {}
+    names: tuple[str, ...] = ()
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            metrics = recipe.evaluate(model, batch.data)
+            names = tuple(sorted(metrics))
+            if batch.counted:
+                sums[batch.index] = metrics
+    model.train()
+    return sums, names
 
 
 @final
@@ -47,8 +70,8 @@ class SynchronousReplica(Replica):
         self.module = module
         self.numerics = numerics
         self.accumulation = accumulation
-        self.optimizer = recipe.optimizer(model)
-        self.schedule = recipe.schedule(self.optimizer)
+        self.learning = Learning.of(recipe, model)
+        self.optimizer, self.schedule = self.learning.optimizer, self.learning.schedule
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=numerics.precision == "fp16")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -70,8 +93,7 @@ class SynchronousReplica(Replica):
         return loss.detach()
 
     def _autocast(self) -> AbstractContextManager[None]:
-        dtype = _DTYPES.get(self.numerics.precision)
-        return torch.autocast(self.world.device.type, dtype=dtype) if dtype else nullcontext()
+        return autocast(self.world.device, self.numerics.precision)
 
     def _clip(self) -> Tensor | None:
         """Norm of the whole gradient before clipping, where it is clipped or must be finite; else None."""
@@ -90,31 +112,14 @@ class SynchronousReplica(Replica):
         return skipped
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        sums: dict[int, Sums] = {}
-        names: tuple[str, ...] = ()
-        self.model.eval()
-        with torch.no_grad(), self._autocast():
-            for batch in batches:
-                metrics = self.recipe.evaluate(self.model, batch.data)
-                names = tuple(sorted(metrics))
-                if batch.counted:
-                    sums[batch.index] = metrics
-        self.model.train()
+        with self._autocast():
+            sums, names = metric_sums(self.recipe, self.model, batches)
         return reduce_metrics(sums, names, self.world)
 
     def state(self) -> StateDict:
-        schedule = self.schedule.state_dict() if self.schedule is not None else {}
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-            "schedule": schedule,
-            "scaler": self.scaler.state_dict(),
-        }
+        return {**self.learning.state(), "scaler": self.scaler.state_dict()}
 
     def load(self, state: StateDict) -> None:
-        self.model.load_state_dict(state["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.learning.load(state)
         self.scaler.load_state_dict(state["scaler"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
         self.accumulation.resumed()

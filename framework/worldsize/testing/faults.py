@@ -81,9 +81,14 @@ class Faults:
     def within(self, steps: Iterable[T], first: int) -> Iterator[T]:
         """``steps`` as they are; a fault of step n happens before its data are given out."""
         for number, step in enumerate(steps, first + 1):
-            self._step = number
-            self._strike(None)
+            self.enter(number)
             yield step
+
+    def enter(self, step: int) -> None:
+        """``step`` begins, or goes on."""
+        if step != self._step:
+            self._step = step
+            self._strike(None)
 
     def at(self, point: str) -> None:
         if self._mine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
@@ -28,16 +28,28 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     check_size(placement, roles)
     torch.set_num_threads(cluster.threads or threads_per_process(placement.local_world_size))
     device = device_of(placement, cluster)
-    if placement.world_size > 1:
-        _join(placement, cluster, device)
-    yield _world(placement, device, roles, timedelta(seconds=cluster.timeout))
+    gang = gang_of(roles)
+    joins = len(gang) > 1 and placement.rank in gang
+    if joins:
+        _join(placement, cluster, device, gang)
+    groups = _groups(placement, roles, timedelta(seconds=cluster.timeout)) if joins else {}
+    yield _world(placement, device, roles, groups)
     # not after an error: it can wait for peers that will never come, and the error must get out
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
+def gang_of(roles: Mapping[str, Role]) -> list[int]:
+    """Global ranks of the processes that train, which meet in process groups."""
+    ranks = role_ranks(roles)
+    return [rank for name, role in roles.items() if not role.serves for rank in ranks[name]]
+
+
 def check_size(placement: Placement, roles: Mapping[str, Role]) -> None:
-    """Raise ConfigError unless the launcher started as many processes as the roles need."""
+    """Raise ConfigError unless the launcher started as many processes as the roles need.
+
+    A process with a higher rank came later, to a role that can grow.
+    """
     planned = sum(role.processes for role in roles.values())
     if placement.world_size != planned:
         raise ConfigError(
@@ -59,30 +71,31 @@ def device_of(placement: Placement, cluster: Cluster) -> torch.device:
     return device
 
 
-def _join(placement: Placement, cluster: Cluster, device: torch.device) -> None:
+def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
     dist.init_process_group(
         cluster.backend,
         init_method=placement.store,
-        rank=placement.rank,
-        world_size=placement.world_size,
+        rank=gang.index(placement.rank),
+        world_size=len(gang),
         timeout=timedelta(seconds=cluster.timeout),
         device_id=device if device.type == "cuda" else None,
     )
 
 
-def _world(placement: Placement, device: torch.device, roles: Mapping[str, Role], timeout: timedelta) -> World:
-    ranks = role_ranks(roles)
+def _world(
+    placement: Placement, device: torch.device, roles: Mapping[str, Role], groups: Mapping[str, ProcessGroup]
+) -> World:
     role, rank = role_of(placement.rank, roles)
     return World(
         role=role,
         rank=rank,
-        size=len(ranks[role]),
+        size=roles[role].processes,
         global_rank=placement.rank,
         world_size=placement.world_size,
         local_rank=placement.local_rank,
         node_rank=placement.node_rank,
         device=device,
-        groups=_groups(placement, ranks, timeout) if placement.world_size > 1 else {},
+        groups=groups,
     )
 
 
@@ -96,21 +109,29 @@ def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
 
 
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
-    """The role of a process, and its rank among those of that role."""
+    """The role of a process, and its rank among those of that role.
+
+    A rank beyond the plan came later, to the last role. Raises ConfigError if that cannot grow.
+    """
     ranks = role_ranks(roles)
-    role = next(name for name, members in ranks.items() if global_rank in members)
-    return role, global_rank - ranks[role].start
-
-
-def _groups(placement: Placement, ranks: Mapping[str, range], timeout: timedelta) -> dict[str, ProcessGroup]:
-    # every rank must create every group, members or not
-    everyone = range(placement.world_size)
-    groups = {"all": _group(everyone, everyone, timeout)}
     for name, members in ranks.items():
+        if global_rank in members:
+            return name, global_rank - members.start
+    if not roles[name].serves:
+        raise ConfigError(f"rank {global_rank} has no role in a run of {members.stop} processes.")
+    return name, global_rank - members.start
+
+
+def _groups(placement: Placement, roles: Mapping[str, Role], timeout: timedelta) -> dict[str, ProcessGroup]:
+    # every rank must create every group, members or not
+    training = role_ranks({name: role for name, role in roles.items() if not role.serves})
+    everyone = range(sum(len(members) for members in training.values()))
+    groups = {"all": _group(everyone, everyone, timeout)}
+    for name, members in training.items():
         groups[name] = _group(members, everyone, timeout)
         # a checkpoint is written by a thread, while the role's own group is in use
         groups[f"checkpoint/{name}"] = cast("ProcessGroup", dist.new_group(list(members), timeout, backend="gloo"))
-    if placement.local_world_size < placement.world_size:
+    if placement.local_world_size < placement.world_size == len(everyone):
         groups |= _node_groups(placement, timeout)
     return groups
 

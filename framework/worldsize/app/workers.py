@@ -1,0 +1,41 @@
+"""``worldsize workers add|remove|list``: change a running job, whose strategy lets workers come and go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from worldsize.errors import WorldsizeError
+from worldsize.launch.control import request
+from worldsize.run_directory import RunDirectory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize workers", description=__doc__)
+    parser.add_argument("do", choices=("add", "remove", "list"))
+    parser.add_argument("count", type=int, nargs="?", default=1, help="how many (default: 1)")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    given = parser.parse_args()
+    if given.count < 1:
+        parser.error(f"count {given.count} must be 1 or more")
+    sign = RunDirectory(given.run.resolve()).control
+    try:
+        if given.do == "list":
+            Console().print(_table(request(sign, do="list")))
+        else:
+            names = ", ".join(request(sign, do=given.do, count=given.count))
+            print(f"{'started' if given.do == 'add' else 'asked to leave'}: {names}")
+    except WorldsizeError as error:
+        sys.exit(str(error))
+
+
+def _table(processes: list[dict[str, Any]]) -> Table:
+    table = Table("role", "rank", "process", "step")
+    for each in processes:
+        table.add_row(each["role"], str(each["rank"]), str(each["pid"]), str(each["step"] or ""))
+    return table

@@ -1,0 +1,65 @@
+"""What a run offers to its processes that serve: data of any part, the newest checkpoint, a folder to meet in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from worldsize.checkpoints.load import load, newest
+from worldsize.config.settings import Settings
+from worldsize.core import ConfigError, Duty, EvaluationBatch, MicroBatch, StateDict, World
+from worldsize.engine.data import drawn, evaluation_batches, is_iterable
+from worldsize.run_directory import RunDirectory, private
+from worldsize.world.environments import Placement
+from worldsize.world.heartbeat import Heartbeat
+
+
+def duty_of(
+    settings: Settings, run: RunDirectory, world: World, placement: Placement, wants_stop: Callable[[], bool]
+) -> Duty:
+    alone = replace(world, rank=0, size=1, groups={})
+    return Duty(
+        folder=private(run.servers(placement.attempt)),
+        workers=settings.roles["worker"].processes,
+        steps=settings.pace.steps,
+        logical_ranks=settings.logical_ranks,
+        timeout=settings.cluster.timeout,
+        restore=partial(_restored, settings, run, alone),
+        micro_batch=_drawing(settings, world, placement.heartbeat),
+        evaluation=partial(_evaluation, settings, world),
+        wants_stop=wants_stop,
+        begins=settings.faults.enter,
+    )
+
+
+def _restored(
+    settings: Settings, run: RunDirectory, world: World, state: Callable[[], StateDict]
+) -> tuple[StateDict, int] | None:
+    saves = settings.config["checkpoint"]
+    checkpoint = newest(run.checkpoints, world, allow_older=saves["allow_older"])
+    return (load(checkpoint, state(), ignore=saves["ignore"]), checkpoint.step) if checkpoint else None
+
+
+def _drawing(settings: Settings, world: World, heartbeat: Path | None) -> Callable[[int, int], MicroBatch]:
+    """Draws in this process; passes the faults planned for a step, and tells the step, before its first data."""
+    dataset = settings.recipe.data("train")
+    if is_iterable(dataset):
+        raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
+    order = settings.order(0, 1)
+    beats = Heartbeat(heartbeat, 0) if heartbeat else None
+
+    def draw(step: int, logical_rank: int) -> MicroBatch:
+        settings.faults.enter(step)
+        if beats:
+            beats.step(step - 1)
+        return drawn(dataset, order, world.device, step, logical_rank)
+
+    return draw
+
+
+def _evaluation(settings: Settings, world: World, part: int, parts: int) -> Iterable[EvaluationBatch]:
+    settings.faults.at("evaluate:begin")
+    share = replace(world, rank=part, size=parts, groups={})
+    return evaluation_batches(settings.recipe.data("test"), share, batch_size=settings.evaluate_batch_size)

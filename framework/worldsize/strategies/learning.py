@@ -1,0 +1,42 @@
+"""A model with its optimizer and schedule, and their state in the form in which every strategy saves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from worldsize.core import Recipe, StateDict
+
+
+@final
+@dataclass(frozen=True)
+class Learning:
+    """What a recipe trains, on one device."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+
+    @staticmethod
+    def of(recipe: Recipe, model: nn.Module) -> Learning:
+        optimizer = recipe.optimizer(model)
+        return Learning(model, optimizer, recipe.schedule(optimizer))
+
+    def state(self) -> StateDict:
+        """Optimizer state by the names of the model's parameters, so that any world size and strategy can load it."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "schedule": self.schedule.state_dict() if self.schedule is not None else {},
+        }
+
+    def load(self, state: StateDict) -> None:
+        self.model.load_state_dict(state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])

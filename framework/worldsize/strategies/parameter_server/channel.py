@@ -1,0 +1,258 @@
+"""Frames over a socket: Unix-domain inside a host, TCP with mutual TLS 1.3 between hosts.
+
+Addresses are texts, ``unix:/folder/name`` or ``tcp:host:port``. Nothing is copied on the way between a socket
+and a tensor: buffers are handed to the kernel as lists (scatter-gather).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address
+from os import getuid
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.errors import ConfigError
+from worldsize.strategies.parameter_server.frames import (
+    SIZE,
+    Header,
+    Operation,
+    RefusedError,
+    message,
+    parse,
+)
+from worldsize.strategies.parameter_server.keys import Keys
+
+_BUFFERS = 512  # in one system call; the kernel takes at most 1024
+_JOINED = 1 << 14  # over TLS, smaller buffers are joined: each record costs a call
+
+
+class LostError(ConnectionError):
+    """The peer has gone, or has been silent for longer than the channel waits."""
+
+
+@final
+class Channel:
+    """One connection. ``identity``: the name in the peer's certificate, None where there is none."""
+
+    def __init__(self, connection: socket.socket, *, identity: str | None = None) -> None:
+        self._socket = connection
+        self._tls = isinstance(connection, ssl.SSLSocket)
+        self._header = bytearray(SIZE)
+        self.identity = identity
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Bound every later send and receive, in the time without progress."""
+        if self._tls:
+            self._socket.settimeout(seconds)
+            return
+        # not settimeout, which makes the socket non-blocking: a receive would return with every few KiB
+        bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, bound)
+
+    def send(self, header: Header, payload: Sequence[memoryview] = ()) -> None:
+        """Raises LostError."""
+        try:
+            self._send([memoryview(header.pack()), *(part for part in payload if part.nbytes)])
+        except OSError as error:
+            raise LostError(str(error)) from error
+
+    def _send(self, parts: list[memoryview]) -> None:
+        if self._tls:
+            for part in _joined(parts):
+                self._socket.sendall(part)
+            return
+        first = 0
+        while first < len(parts):
+            sent = self._socket.sendmsg(parts[first : first + _BUFFERS])
+            while first < len(parts) and sent >= parts[first].nbytes:
+                sent -= parts[first].nbytes
+                first += 1
+            if sent:
+                parts[first] = parts[first][sent:]
+
+    def header(self) -> Header:
+        """The next frame's header. Raises LostError or RefusedError."""
+        self.fill([memoryview(self._header)])
+        return parse(self._header)
+
+    def fill(self, parts: Sequence[memoryview]) -> None:
+        """Receive exactly as many bytes as ``parts`` hold. Raises LostError."""
+        rest = [part for part in parts if part.nbytes]
+        try:
+            while rest:
+                received = self._receive(rest[:_BUFFERS])
+                if received == 0:
+                    raise LostError("the peer closed the connection")
+                while rest and received >= rest[0].nbytes:
+                    received -= rest.pop(0).nbytes
+                if received:
+                    rest[0] = rest[0][received:]
+        except OSError as error:
+            raise error if isinstance(error, LostError) else LostError(str(error)) from error
+
+    def _receive(self, parts: list[memoryview]) -> int:
+        if self._tls:
+            return self._socket.recv_into(parts[0])
+        return self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+
+    def tell(self, operation: Operation, facts: Any) -> None:
+        """Send JSON. Raises LostError."""
+        self.send(*message(operation, facts))
+
+    def message(self, header: Header) -> Any:
+        """The JSON that follows ``header``. Raises LostError or RefusedError."""
+        header.require_message()
+        data = bytearray(header.length)
+        self.fill([memoryview(data)])
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise RefusedError(f"{header.operation.name} carries {len(data)} bytes that are no JSON") from None
+
+    def answer(self, *expected: Operation) -> Header:
+        """The next frame's header, one of ``expected``. Raises LostError, or RefusedError with the peer's reason."""
+        header = self.header()
+        if header.operation == Operation.REFUSED:
+            raise RefusedError(str(self.message(header)))
+        if header.operation not in expected:
+            raise RefusedError(f"{header.operation.name} came, {expected[0].name} was expected")
+        return header
+
+    def ask(self, operation: Operation, facts: Any, expected: Operation) -> Any:
+        """Send JSON and wait for JSON. Raises LostError or RefusedError."""
+        self.tell(operation, facts)
+        return self.message(self.answer(expected))
+
+    def close(self) -> None:
+        """Ends a receive of another thread, too."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _joined(parts: Sequence[memoryview]) -> list[memoryview]:
+    """The same bytes, neighbours below 16 KiB joined."""
+    result: list[memoryview] = []
+    small = bytearray()
+    for part in parts:
+        if part.nbytes >= _JOINED:
+            result += [memoryview(small), part] if small else [part]
+            small = bytearray()
+        else:
+            small += part
+    return [*result, memoryview(small)] if small else result
+
+
+def listen(address: str, keys: Keys | None) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address can be reached from other hosts, and there are no keys.
+    """
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        listener = socket.socket(socket.AF_UNIX)
+        Path(where).unlink(missing_ok=True)  # of a server that was killed; the folder is ours alone
+        listener.bind(where)
+    else:
+        host, _, port = where.rpartition(":")
+        if keys is None and not ip_address(socket.gethostbyname(host)).is_loopback:
+            raise ConfigError(
+                f"a parameter server at {host} could be reached by anyone on the network. "
+                "Set strategy.transport=tls, or stay on one host."
+            )
+        listener = socket.create_server((host, int(port)))
+    listener.listen(128)
+    return listener
+
+
+def own_address() -> str:
+    """The address of the interface that leads out of this host; loopback if there is none. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737)
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def address_of(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"tcp:{host}:{port}"
+
+
+def accepted(connection: socket.socket, keys: Keys | None, *, seconds: float) -> Channel:
+    """The channel of a connection that a listener accepted; the handshake may take ``seconds``.
+
+    Raises:
+        RefusedError: the peer is another user of this host, or has no certificate of this run.
+        LostError: it went away.
+    """
+    if connection.family == socket.AF_UNIX:
+        _check_user(connection)
+        return Channel(connection)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return _secured(connection, keys, server=True, seconds=seconds) if keys else Channel(connection)
+
+
+def connect(address: str, keys: Keys | None, *, peer: str, seconds: float) -> Channel:
+    """A channel to the server named ``peer``, which its certificate must say where there are keys.
+
+    Raises:
+        RefusedError: it says something else.
+        LostError: nobody answers.
+    """
+    kind, _, where = address.partition(":")
+    try:
+        if kind == "unix":
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(where)
+            return Channel(connection)
+        host, _, port = where.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=seconds)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise LostError(f"{address}: {error}") from error
+    if keys is None:
+        return Channel(connection)
+    channel = _secured(connection, keys, server=False, seconds=seconds)
+    if channel.identity != peer:
+        channel.close()
+        raise RefusedError(f"{address} is {channel.identity!r}, not {peer!r}")
+    return channel
+
+
+def _secured(connection: socket.socket, keys: Keys, *, server: bool, seconds: float) -> Channel:
+    connection.settimeout(seconds)
+    try:
+        secured = keys.context(server=server).wrap_socket(connection, server_side=server)
+    except ssl.SSLError as error:
+        connection.close()
+        raise RefusedError(f"no certificate of this run: {error.reason}") from error
+    except OSError as error:
+        connection.close()
+        raise LostError(str(error)) from error
+    return Channel(secured, identity=_common_name(secured))
+
+
+def _common_name(connection: ssl.SSLSocket) -> str:
+    subject: tuple[tuple[tuple[str, str], ...], ...] = (connection.getpeercert() or {}).get("subject", ())  # type: ignore[assignment]
+    return next((value for part in subject for key, value in part if key == "commonName"), "")
+
+
+def _check_user(connection: socket.socket) -> None:
+    """The folder admits its owner only; this holds where somebody opened it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != getuid():
+        raise RefusedError(f"user {user} of this host is not the one who runs the server")

@@ -1,0 +1,163 @@
+"""A worker's connections: to the server that leads, for its tasks, and to every server, for gradients and weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from worldsize.strategies.parameter_server.channel import Channel, LostError, connect
+from worldsize.strategies.parameter_server.directory import Directory, EndedError, Entry
+from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError
+from worldsize.strategies.parameter_server.keys import Keys
+
+_RETRY = 0.02  # seconds
+
+
+@final
+@dataclass(frozen=True)
+class Dialer:
+    """Connects to the master of a shard, whoever that is by then."""
+
+    name: str
+    directory: Directory
+    keys: Keys | None
+    timeout: float
+
+    def connect(self, shard: int, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
+        """A channel that has joined for ``kind``, and what the server said to that; tries until the timeout.
+
+        Raises:
+            LostError: no server answers in time.
+            EndedError: none will.
+            RefusedError: it does not want us.
+        """
+        deadline = time.monotonic() + self.timeout
+        while True:
+            entry = self.directory.wait(shard)
+            try:
+                return self._joined(entry, {"kind": kind, "name": self.name, **facts})
+            except LostError as error:
+                self.directory.check_open()
+                if time.monotonic() > deadline:
+                    raise LostError(f"shard {shard} ({entry.name}) does not answer: {error}") from error
+                time.sleep(_RETRY)
+
+    def _joined(self, entry: Entry, facts: Mapping[str, Any]) -> tuple[Channel, Mapping[str, Any]]:
+        channel = connect(entry.address, self.keys, peer=entry.name, seconds=self.timeout)
+        try:
+            channel.wait_at_most(self.timeout)
+            channel.tell(Operation.JOIN, facts)
+            return channel, channel.message(channel.answer(Operation.WELCOME))
+        except (LostError, RefusedError):
+            channel.close()
+            raise
+
+
+@dataclass
+class _Push:
+    """One that the server has not acknowledged; its buffers stay as they are until then."""
+
+    header: Header
+    payload: Sequence[memoryview]
+
+
+@final
+class ShardLink:
+    """Pushes to and pulls from one shard; what is lost with a connection is sent again, and taken once."""
+
+    def __init__(self, dialer: Dialer, shard: int, epoch: int) -> None:
+        self._dialer, self._shard, self._epoch = dialer, shard, epoch
+        self._sequence = 0
+        self._pending: list[_Push] = []
+        self._channel, _ = dialer.connect(shard, "data", epoch=epoch)
+
+    def push(
+        self, table: int, dtype: torch.dtype, payload: Sequence[memoryview], *, step: int, width: int, node: int
+    ) -> None:
+        """Send a gradient; :meth:`settle` waits until it has been taken."""
+        self._sequence += 1
+        length = sum(part.nbytes for part in payload) // dtype.itemsize
+        numbers = {"width": width, "node": node, "epoch": self._epoch, "sequence": self._sequence, "step": step}
+        push = _Push(Header(Operation.PUSH, table, dtype, (length,), **numbers), payload)
+        self._pending.append(push)
+        try:
+            self._channel.send(push.header, payload)
+        except LostError:
+            self._recover()
+
+    def settle(self) -> None:
+        """Wait until all pushes have been taken."""
+        while self._pending:
+            try:
+                self._channel.answer(Operation.DONE)
+                self._pending.pop(0)
+            except LostError:
+                self._recover()
+
+    def ask(self, step: int) -> None:
+        """Begin to pull the weights that have seen all updates up to ``step``."""
+        self._step = step
+        try:
+            self._channel.send(Header(Operation.PULL, step=step))
+        except LostError:
+            self._recover()
+            self._channel.send(Header(Operation.PULL, step=step))
+
+    def receive(self, tables: Sequence[tuple[torch.dtype, Sequence[memoryview]]]) -> None:
+        """The weights that were asked for, straight into the memory of ``tables``."""
+        while True:
+            try:
+                for index, (dtype, parts) in enumerate(tables):
+                    header = self._channel.answer(Operation.WEIGHTS)
+                    header.require(dtype, (sum(part.nbytes for part in parts) // dtype.itemsize,))
+                    if header.table != index:
+                        raise RefusedError(f"weights of table {header.table} came, those of {index} were expected")
+                    self._channel.fill(parts)
+                return
+            except LostError:
+                self._recover()
+                self.ask(self._step)
+
+    def _recover(self) -> None:
+        """Connect again, to whoever is master now, and send again what it has not seen."""
+        self._channel.close()
+        self._channel, facts = self._dialer.connect(self._shard, "data", epoch=self._epoch)
+        taken = facts["sequence"]
+        self._pending = [push for push in self._pending if push.header.sequence > taken]
+        self._sequence = taken  # of a server that has come back from a snapshot, lower than before
+        pending, self._pending = self._pending, []
+        for push in pending:
+            head = push.header
+            self.push(head.table, head.dtype, push.payload, step=head.step, width=head.width, node=head.node)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@final
+class Heart:
+    """Signs of life, a quarter of a lease apart, from a thread of their own while the worker computes."""
+
+    def __init__(self, dialer: Dialer, lease: float) -> None:
+        self._dialer, self._interval = dialer, lease / 4
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+
+    def _beat(self) -> None:
+        channel: Channel | None = None
+        while not self._ended.wait(self._interval):
+            try:
+                channel = channel or self._dialer.connect(0, "beat")[0]
+                channel.send(Header(Operation.HEARTBEAT))
+            except EndedError:
+                return
+            except (LostError, RefusedError):
+                channel = None
+
+    def stop(self) -> None:
+        self._ended.set()

@@ -1,0 +1,151 @@
+"""Who may begin what: the clocks of the workers, and the parts of each step that are dealt to them.
+
+The rule is Bösen's (Ho et al. 2013, NIPS, "stale synchronous parallel"): a worker that has finished c clocks may
+begin the next one iff every other one has finished at least c - s. s = 0 is bulk-synchronous, s = ∞ asynchronous.
+Pure logic: no sockets, no threads, and time is given from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import final
+
+
+@final
+@dataclass(frozen=True)
+class Unit:
+    """What one worker computes in one clock: these logical ranks of one step. Dealt again, as it is, if it dies."""
+
+    step: int
+    logical_ranks: tuple[int, ...]
+
+
+@dataclass
+class _Member:
+    clock: int
+    deadline: float
+    hand: Unit | None = None
+
+
+@final
+@dataclass
+class Clock:
+    """``staleness``: clocks that the fastest worker may be ahead, 0 to infinity.
+
+    ``logical_ranks``: parts of a step; ``share``: how many of them are a unit, where steps need not be complete
+    before the next begins. Steps after ``first`` up to ``last`` are dealt, none beyond :meth:`open`'s. ``lease``:
+    seconds without a sign of life after which a worker is taken for dead.
+    """
+
+    staleness: float
+    logical_ranks: int
+    share: int
+    lease: float
+    first: int = 0
+    last: int = 0
+    members: dict[str, _Member] = field(default_factory=dict)
+    done: int = 0  # logical ranks of the steps after `first`, all in all
+    _opened: int = 0
+    _todo: deque[Unit] = field(default_factory=deque)
+    _orphans: dict[Unit, int] = field(default_factory=dict)  # and the clock in which each was begun
+
+    def __post_init__(self) -> None:
+        self._opened = self.first
+
+    @property
+    def complete(self) -> int:
+        """The step up to which as many logical ranks are done as there are in all steps until then."""
+        return self.first + self.done // self.logical_ranks
+
+    @property
+    def floor(self) -> float:
+        """The slowest clock; a dead worker's counts until what it had begun is done."""
+        return min([*(member.clock for member in self.members.values()), *self._orphans.values()], default=math.inf)
+
+    @property
+    def spread(self) -> int:
+        clocks = [member.clock for member in self.members.values()]
+        return max(clocks) - min(clocks) if clocks else 0
+
+    def open(self, last: int) -> None:
+        """Let steps up to ``last`` begin."""
+        self.last = max(self.last, last)
+
+    def join(self, name: str, now: float) -> int:
+        """Admit a worker, which starts as slow as the slowest; its clock. One that was there before comes back."""
+        self.retire(name)
+        clock = 0 if self.floor == math.inf else int(self.floor)
+        self.members[name] = _Member(self._opened if self.staleness == 0 else clock, now + self.lease)
+        return self.members[name].clock
+
+    def retire(self, name: str) -> Unit | None:
+        """Remove a worker; what it had in hand is dealt again, and given back here."""
+        member = self.members.pop(name, None)
+        if member is None:
+            return None
+        if member.hand is not None and member.hand not in self._orphans:
+            self._orphans[member.hand] = member.clock
+        elif self.staleness == 0 and member.clock < self._opened:
+            self._orphans[self._todo.pop()] = member.clock  # of what was dealt, the part that it had not begun
+        return member.hand
+
+    def renew(self, name: str, now: float) -> bool:
+        """A sign of life; False if the worker is no member (any more)."""
+        if name in self.members:
+            self.members[name].deadline = now + self.lease
+        return name in self.members
+
+    def expired(self, now: float, busy: Container[str] = ()) -> list[str]:
+        """Workers whose lease has run out while they had a unit in hand, or were ``busy`` otherwise."""
+        late = [name for name, member in self.members.items() if member.deadline < now]
+        return [name for name in late if self.members[name].hand or name in busy]
+
+    def finish(self, name: str, unit: Unit) -> bool:
+        """The unit in the hand of ``name`` is done; False if it was not in its hand (any more)."""
+        member = self.members.get(name)
+        if member is None or member.hand != unit:
+            return False
+        member.hand = None
+        if unit in self._orphans:  # done for another: that one's clock goes, this one's has passed already
+            del self._orphans[unit]
+        else:
+            member.clock += 1
+        self.done += len(unit.logical_ranks)
+        return True
+
+    def next(self, name: str, now: float) -> Unit | None:
+        """What ``name`` begins now; None: it has to wait."""
+        member = self.members[name]
+        member.hand = member.hand or self._orphan() or self._dealt(member)
+        if member.hand:
+            member.deadline = now + self.lease
+        return member.hand
+
+    def _orphan(self) -> Unit | None:
+        hands = {member.hand for member in self.members.values()}
+        return next((unit for unit in self._orphans if unit not in hands), None)
+
+    def _dealt(self, member: _Member) -> Unit | None:
+        if self.floor < member.clock - self.staleness:
+            return None
+        if not self._todo and self._opened < self.last:
+            self._deal()
+        if self.staleness == 0 and member.clock >= self._opened:
+            return None  # it has done its part of this step
+        return self._todo.popleft() if self._todo else None
+
+    def _deal(self) -> None:
+        """Cut the next step into units: over the members of this moment, or, where none waits, into equal ones."""
+        self._opened += 1
+        ranks = range(self.logical_ranks)
+        if self.staleness:
+            width = self.share
+            self._todo.extend(Unit(self._opened, tuple(ranks[i : i + width])) for i in ranks[::width])
+            return
+        count = min(len(self.members), self.logical_ranks)
+        self._todo.extend(Unit(self._opened, tuple(ranks[i::count])) for i in range(count))
+        for spare in list(self.members.values())[count:]:
+            spare.clock = self._opened

@@ -1,0 +1,247 @@
+"""The parameters that one server owns, and the updates that gradients make of them. No sockets; callers hold a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from worldsize.collectives.ordered import Arrivals
+from worldsize.strategies.learning import Learning
+from worldsize.strategies.parameter_server.frames import RefusedError
+from worldsize.strategies.parameter_server.layout import Bucket
+
+
+@final
+@dataclass(frozen=True)
+class Rule:
+    """When gradients become an update.
+
+    ``gathers``: the mean over all ``logical_ranks`` of a step is one update; otherwise each unit of ``share``
+    logical ranks is one, with that share of the learning rate (or 1 / staleness of it, ``by_staleness``, arXiv
+    1511.05950). ``approves``: an update of a whole step waits for :meth:`Shard.apply`. ``finite``: NaN and
+    infinite gradients are refused.
+    """
+
+    logical_ranks: int
+    gathers: bool = True
+    share: int = 1
+    by_staleness: bool = False
+    approves: bool = False
+    finite: bool = True
+
+
+@final
+class Shard:
+    """``buckets`` of a model that is given whole, with its optimizer's and schedule's state."""
+
+    def __init__(self, learning: Learning, buckets: Sequence[Bucket], rule: Rule, *, step: int = 0) -> None:
+        self.optimizer, self.schedule = learning.optimizer, learning.schedule
+        self.rule, self.buckets, self.step = rule, buckets, step
+        self.updates = 0
+        self._whole = dict(learning.model.named_parameters())
+        self.values = [_flat(bucket, self._whole) for bucket in buckets]
+        pairs = zip(buckets, self.values, strict=True)
+        self.parameters = [[nn.Parameter(view) for view in bucket.views(values)] for bucket, values in pairs]
+        self._take_over()
+        self._begin_step()
+        self._units: dict[tuple[int, int], set[int]] = {}  # parts of steps: buckets of each that have come
+        self._count = 0  # logical ranks whose buckets have all come, of steps after `first`
+        self._first = self._closed = step  # no unit of a step up to `closed` is missing
+
+    def _take_over(self) -> None:
+        """Let the optimizer hold the pieces instead of the whole parameters."""
+        pieces: dict[Tensor, list[tuple[Any, nn.Parameter]]] = {}
+        for bucket, parameters in zip(self.buckets, self.parameters, strict=True):
+            for piece, parameter in zip(bucket.pieces, parameters, strict=True):
+                pieces.setdefault(self._whole[piece.name], []).append((piece, parameter))
+        before, self.optimizer.state = self.optimizer.state, type(self.optimizer.state)(dict)
+        for group in self.optimizer.param_groups:
+            owned = [(whole, *each) for whole in group["params"] for each in pieces.get(whole, [])]
+            group["params"] = [parameter for _, _, parameter in owned]
+            for whole, piece, parameter in owned:
+                if state := before.get(whole):
+                    self.optimizer.state[parameter] = {key: _part(value, piece) for key, value in state.items()}
+        self._whole = {}
+
+    def _begin_step(self) -> None:
+        self._arrivals = [Arrivals(self.rule.logical_ranks) for _ in self.buckets]
+        self._covered: list[set[int]] = [set() for _ in self.buckets]
+        self._ready: dict[int, Tensor] = {}
+        self._applied = 0
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def push(self, index: int, gradient_n: Tensor, *, step: int, width: int, node: int, seen: int = 0) -> bool:
+        """Take the gradient of bucket ``index``; False if that of these logical ranks has come before.
+
+        ``width`` and ``node``: which part of the tree over logical ranks it is the sum of, as in
+        :class:`Arrivals`; without ``rule.gathers``, the mean over a unit, of which ``node`` is the first logical
+        rank. ``seen``: the number of updates that its worker's weights had seen.
+
+        Raises:
+            RefusedError: it is not finite, or of a step that is not being trained; nothing has changed.
+        """
+        if self.rule.finite and not bool(torch.isfinite(gradient_n.sum())):
+            raise RefusedError(f"a gradient for step {step} is NaN or infinite (nonfinite=ignore would accept it)")
+        if self.rule.gathers:
+            return self._gather(index, gradient_n, step, width, node)
+        return self._update(index, gradient_n, (step, node), seen)
+
+    def _gather(self, index: int, gradient_n: Tensor, step: int, width: int, node: int) -> bool:
+        if step <= self.step:
+            return False
+        ranks = set(range(node, self.rule.logical_ranks, width))
+        if step != self.step + 1 or not ranks or self.rule.logical_ranks % width:
+            raise RefusedError(f"part {node} of {width} of step {step} cannot be; the shard is at step {self.step + 1}")
+        covered = self._covered[index]
+        if ranks <= covered:
+            return False
+        if ranks & covered:
+            raise RefusedError(f"part {node} of {width} of step {step} overlaps with what has come")
+        covered |= ranks
+        self._arrivals[index].add(width, node, [gradient_n])
+        if total := self._arrivals[index].total():
+            self._ready[index] = total[0].div_(self.rule.logical_ranks)
+            if not self.rule.approves:
+                self._apply_bucket(index)
+        return True
+
+    def _apply_bucket(self, index: int) -> None:
+        self._descend(index, self._ready.pop(index))
+        self._applied += 1
+        if self._applied == len(self.buckets):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.step += 1
+        self.updates += 1
+        if self.schedule is not None:
+            self.schedule.step()
+        self._begin_step()
+
+    @property
+    def waits_for_approval(self) -> bool:
+        return self.rule.approves and len(self._ready) == len(self.buckets)
+
+    def norms(self) -> dict[str, list[float]]:
+        """Norms of the pieces of the mean gradient of the step that waits for approval, by parameter."""
+        found: dict[str, list[float]] = {}
+        for index, gradient_n in self._ready.items():
+            bucket = self.buckets[index]
+            for piece, view in zip(bucket.pieces, bucket.views(gradient_n), strict=True):
+                found.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
+        return found
+
+    def apply(self, step: int, factor: float | None) -> None:
+        """Make the update of ``step`` that waits, its gradient times ``factor``; None leaves the update out."""
+        if step != self.step + 1 or not self.waits_for_approval:
+            return  # approved before, by one whose answer was lost
+        for index in sorted(self._ready):
+            if factor is not None:
+                self._descend(index, self._ready[index].mul_(factor))
+        self._end_step()
+
+    def _update(self, index: int, gradient_n: Tensor, unit: tuple[int, int], seen: int) -> bool:
+        """One unit's update: Σ over the units of a step of share × lr is lr."""
+        if unit[0] <= self._closed or index in self._units.get(unit, ()):
+            return False
+        come = self._units.setdefault(unit, set())
+        come.add(index)
+        staleness = max(1, self.updates - seen + 1)
+        self._descend(index, gradient_n, 1 / staleness if self.rule.by_staleness else self._share)
+        if len(come) == len(self.buckets):
+            self._end_unit()
+        return True
+
+    @property
+    def _share(self) -> float:
+        return self.rule.share / self.rule.logical_ranks
+
+    def _end_unit(self) -> None:
+        self.updates += 1
+        self._count += self.rule.share
+        while self._first + self._count // self.rule.logical_ranks > self.step:
+            self.step += 1
+            if self.schedule is not None:
+                self.schedule.step()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Units of steps that are complete need not be remembered one by one."""
+        per_step = self.rule.logical_ranks // self.rule.share
+        while True:
+            of_next = [unit for unit, come in self._units.items() if unit[0] == self._closed + 1]
+            if len(of_next) < per_step or any(len(self._units[unit]) < len(self.buckets) for unit in of_next):
+                return
+            for unit in of_next:
+                del self._units[unit]
+            self._closed += 1
+
+    def _descend(self, index: int, gradient_n: Tensor, share: float = 1.0) -> None:
+        parameters = self.parameters[index]
+        for parameter, view in zip(parameters, self.buckets[index].views(gradient_n), strict=True):
+            parameter.grad = view
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * share
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter in parameters:
+            parameter.grad = None
+
+    def state(self) -> dict[str, Any]:
+        """A copy of everything, by parameter: pieces with their first row, value and optimizer state."""
+        found: dict[str, Any] = {}
+        for bucket, parameters in zip(self.buckets, self.parameters, strict=True):
+            for piece, parameter in zip(bucket.pieces, parameters, strict=True):
+                state = self.optimizer.state.get(parameter, {})
+                copy = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+                entry = {"first": piece.first, "value": parameter.detach().clone(), "state": copy}
+                found.setdefault(piece.name, []).append(entry)
+        schedule = self.schedule.state_dict() if self.schedule is not None else {}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return {"parameters": found, "schedule": schedule, "groups": groups, "step": self.step}
+
+
+def _flat(bucket: Bucket, whole: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([piece.of(whole[piece.name]).detach().flatten() for piece in bucket.pieces])
+
+
+def _part(value: Any, piece: Any) -> Any:
+    return piece.of(value).clone() if isinstance(value, Tensor) else value
+
+
+def assembled(states: Sequence[Mapping[str, Any]], learning: Learning) -> None:
+    """Put the states of all shards together in a whole model, optimizer and schedule."""
+    pieces: dict[str, list[Any]] = {}
+    for state in states:
+        for name, entries in state["parameters"].items():
+            pieces.setdefault(name, []).extend(entries)
+    for name, parameter in learning.model.named_parameters():
+        if name in pieces:
+            _assemble(parameter, sorted(pieces[name], key=lambda entry: int(entry["first"])), learning.optimizer)
+    for group, values in zip(learning.optimizer.param_groups, states[0]["groups"], strict=True):
+        group.update(values)
+    if learning.schedule is not None:
+        learning.schedule.load_state_dict(states[0]["schedule"])
+
+
+def _assemble(parameter: nn.Parameter, entries: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        parameter.copy_(_joined([entry["value"] for entry in entries]))
+    state = {key: _joined([entry["state"][key] for entry in entries]) for key in entries[0]["state"]}
+    if state:
+        optimizer.state[parameter] = state
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    whole = len(values) > 1 and isinstance(values[0], Tensor) and values[0].ndim
+    return torch.cat(list(values)) if whole else values[0]

@@ -1,0 +1,153 @@
+"""A worker: takes tasks, computes gradients, pushes them, pulls weights. It knows no other worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.collectives.ordered import Arrivals
+from worldsize.core import Duty, Numerics, Recipe, World
+from worldsize.reproducibility.seeds import seed_generators
+from worldsize.strategies.parameter_server.channel import Channel, LostError
+from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
+from worldsize.strategies.parameter_server.directory import EndedError
+from worldsize.strategies.parameter_server.frames import Operation, view
+from worldsize.strategies.parameter_server.layout import Shard
+from worldsize.strategies.synchronous import autocast, metric_sums
+
+
+@final
+class Worker:
+    """``shards``: what each server owns. ``gathers``: a step's gradients are summed before they are an update."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        duty: Duty,
+        shards: Sequence[Shard],
+        dialer: Dialer,
+        *,
+        numerics: Numerics,
+        gathers: bool,
+    ) -> None:
+        self._recipe, self._world, self._duty, self._dialer = recipe, world, duty, dialer
+        self._numerics, self._gathers, self._shards = numerics, gathers, shards
+        self._model = recipe.model().to(world.device)
+        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._memory = [[(b.dtype, self._pieces(b, self._parameters)) for b in shard] for shard in shards]
+
+    def _pieces(self, bucket: Any, tensors: Mapping[str, Tensor]) -> list[memoryview]:
+        return [view(piece.of(tensors[piece.name])) for piece in bucket.pieces]
+
+    def run(self, lease: float) -> None:
+        """Work until the server that leads says that it is enough; comes back to it if the connection is lost."""
+        heart = Heart(self._dialer, lease)
+        with suppress(EndedError):
+            while not self._joined():
+                print("the server that leads is gone; looking for the next", flush=True)
+        heart.stop()
+
+    def _joined(self) -> bool:
+        """Work as a member; False if the connection to the server that leads was lost."""
+        control, facts = self._dialer.connect(0, "control")
+        links = [ShardLink(self._dialer, shard, facts["epoch"]) for shard in range(len(self._shards))]
+        try:
+            self._work(control, links)
+        except LostError:
+            return False
+        finally:
+            control.close()
+            for link in links:
+                link.close()
+        return True
+
+    def _work(self, control: Channel, links: Sequence[ShardLink]) -> None:
+        """Task after task, until there are no more."""
+        todo: Mapping[str, Callable[[Mapping[str, Any], Sequence[ShardLink]], dict[str, Any]]] = {
+            "train": self._train,
+            "evaluate": self._evaluate,
+        }
+        done: dict[str, Any] = {}
+        while True:
+            control.tell(Operation.TICK, {**done, "leaves": self._duty.wants_stop()})
+            task = control.message(control.answer(Operation.TASK))
+            if task["do"] == "stop":
+                print(f"ends: {task['why']}", flush=True)
+                return
+            done = todo[task["do"]](task, links)
+
+    def _train(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:
+        step, ranks = task["step"], task["ranks"]
+        batches = [self._duty.micro_batch(step, rank) for rank in ranks]
+        self._pull(links, step - 1 if self._gathers else 0)
+        arrivals, losses = Arrivals(self._duty.logical_ranks), []
+        for rank, batch in zip(ranks, batches, strict=True):
+            losses.append(self._backward(batch))
+            arrivals.add(self._duty.logical_ranks, rank, self._take())
+        for (width, node), gradients in self._parts(arrivals, ranks):
+            self._push(links, dict(zip(self._parameters, gradients, strict=True)), step, width, node)
+        for link in links:
+            link.settle()
+        return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
+
+    def _backward(self, batch: Any) -> Tensor:
+        seed_generators(batch.seed, self._world.device)
+        with autocast(self._world.device, self._numerics.precision):
+            loss = self._recipe.loss(self._model, batch.data)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _take(self) -> list[Tensor]:
+        """The gradients of one micro-batch, zeros where there is none, and none left behind."""
+        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return taken
+
+    def _parts(self, arrivals: Arrivals, ranks: Sequence[int]) -> list[tuple[tuple[int, int], list[Tensor]]]:
+        """What is pushed: sums of parts of the tree, or else the mean over this unit, clipped by its own norm."""
+        if self._gathers:
+            return list(arrivals.parts.items())
+        first, *others = arrivals.parts.values()
+        for other in others:
+            torch._foreach_add_(first, other)
+        torch._foreach_div_(first, len(ranks))
+        if self._numerics.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(
+                _held(self._parameters, first), self._numerics.clip_norm, nn.utils.get_total_norm(first)
+            )
+            self._take()
+        return [((0, ranks[0]), first)]
+
+    def _push(
+        self, links: Sequence[ShardLink], gradients: Mapping[str, Tensor], step: int, width: int, node: int
+    ) -> None:
+        gradients = {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}
+        for link, shard in zip(links, self._shards, strict=True):
+            for table, bucket in enumerate(shard):
+                link.push(table, bucket.dtype, self._pieces(bucket, gradients), step=step, width=width, node=node)
+
+    def _pull(self, links: Sequence[ShardLink], step: int) -> None:
+        for link in links:
+            link.ask(step)
+        for link, memory in zip(links, self._memory, strict=True):
+            link.receive(memory)
+
+    def _evaluate(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:
+        self._pull(links, 0)
+        batches = self._duty.evaluation(task["part"], task["parts"])
+        with autocast(self._world.device, self._numerics.precision):
+            sums, names = metric_sums(self._recipe, self._model, batches)
+        found = {i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in sums.items()}
+        return {"part": task["part"], "sums": found, "names": names}
+
+
+def _held(parameters: Mapping[str, nn.Parameter], gradients: Sequence[Tensor]) -> list[nn.Parameter]:
+    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+        parameter.grad = gradient
+    return list(parameters.values())

@@ -1,0 +1,227 @@
+"""Whole runs with a parameter server: the same result as one process, whatever happens to workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+DIGITS = ("recipe=digits", "steps=24", "evaluate_every=10", "cluster.threads=1")
+SERVER = "strategy=parameter_server"
+ELASTIC = ("reproducibility=elastic", "logical_ranks=4")
+OPTIMIZERS = {"adamw": ("optimizer=adamw",), "momentum": ("optimizer=sgd", "lr=0.05")}
+
+
+def digests(run: Any) -> tuple[str, str]:
+    assert run.code == 0, run.error
+    result = run.json("result.json")
+    return result["state_digest"], result["metrics_digest"]
+
+
+@pytest.fixture
+def single(train: Any) -> Callable[..., tuple[str, str]]:
+    """What one process without any server computes."""
+    return cache(lambda *options: digests(train(*DIGITS, *ELASTIC, *options, "strategy=single", "cluster.processes=1")))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_synchronous_training_ends_with_the_bits_of_one_process(
+    train: Any, single: Any, optimizer: str, servers: int
+) -> None:
+    expected = single(*OPTIMIZERS[optimizer])
+    for workers in (1, 2, 4):
+        size = (f"strategy.servers={servers}", f"cluster.processes={workers + servers}")
+        assert digests(train(*DIGITS, *ELASTIC, *OPTIMIZERS[optimizer], SERVER, *size)) == expected, workers
+
+
+def test_clipping_and_three_workers_for_four_logical_ranks_change_no_bit(train: Any, single: Any) -> None:
+    clipped = ("clip_norm=0.5", "nonfinite=skip")
+    size = ("strategy.servers=2", "cluster.processes=4")
+    with pytest.raises(AssertionError):  # two workers: 4 logical ranks divide, 3 do not at the start
+        digests(train(*DIGITS, *ELASTIC, *clipped, SERVER, "cluster.processes=4"))
+    assert digests(train(*DIGITS, *ELASTIC, *clipped, SERVER, *size)) == single(*clipped)
+
+
+def test_bounded_staleness_of_nothing_is_synchronous(train: Any, single: Any) -> None:
+    bounded = ("strategy.consistency=bounded", "strategy.staleness=0")
+    assert digests(train(*DIGITS, *ELASTIC, SERVER, *bounded, "cluster.processes=3")) == single()
+
+
+@pytest.mark.parametrize("options", [("consistency=async",), ("consistency=bounded", "strategy.staleness=2")])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_overlapping_steps_reach_what_synchronous_ones_reach(
+    train: Any, options: tuple[str, ...], optimizer: str
+) -> None:
+    size = ("strategy.servers=2", "cluster.processes=6")
+    wanted = ("recipe=digits", "steps=100", "cluster.threads=1", *OPTIMIZERS[optimizer])
+    found = train(*wanted, SERVER, *size, f"strategy.{options[0]}", *options[1:])
+    assert found.code == 0, found.error
+    synchronous = train(*wanted, SERVER, *size).json("result.json")["metrics"]["accuracy"]
+    assert found.json("result.json")["metrics"]["accuracy"] > synchronous - 0.03
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_worker_that_is_killed_costs_nothing_but_time(train: Any, single: Any, restarts: int) -> None:
+    slow = "{action: sleep, rank: 1, seconds: 0.05}"  # rank 0 is the server
+    kill = f"faults=[{{action: kill, rank: 2, step: 9}}, {{action: kill, rank: 3, step: 15}}, {slow}]"
+    run = train(
+        *DIGITS, *ELASTIC, SERVER, "cluster.processes=5", f"launcher.max_restarts={restarts}", kill, "log_every=1"
+    )
+    assert digests(run)[0] == single("log_every=1")[0]
+    assert "worker 1 failed: killed by SIGKILL" in run.error
+    assert ("starting it again (1 of 2)" if restarts else "going on without it") in run.error
+    log = (run.folder / "logs" / "server_00000.log").read_text()
+    assert "worker-1 is retired" in log
+    assert log.count("worker-1 joins") == (2 if restarts else 1)
+
+
+def test_a_worker_that_stops_loses_its_lease_and_its_part_is_done_by_others(train: Any, single: Any) -> None:
+    stop = "faults=[{action: stop, rank: 1, step: 9}]"
+    run = train(*DIGITS, *ELASTIC, SERVER, "cluster.processes=3", "strategy.lease=0.5", stop, "launcher.save_grace=2")
+    log = (run.folder / "logs" / "server_00000.log").read_text()
+    assert "worker-0 is retired: no sign of life within its lease of 0.5 s" in log
+    assert run.json("run_manifest.json")["attempts"][0]["steps"][1] == 24
+    assert run.json("result.json")["state_digest"] == single()[0]
+
+
+def test_the_last_worker_that_fails_fails_the_run_with_its_cause(train: Any) -> None:
+    run = train(*DIGITS, SERVER, "cluster.processes=3", "faults=[{action: raise, rank: null, step: 5}]")
+    assert run.code == 1
+    assert "a fault that the configuration planted" in run.error
+
+
+def test_a_server_that_is_killed_is_made_good_by_a_restart_from_the_checkpoint(train: Any, single: Any) -> None:
+    kill = "faults=[{action: kill, rank: 1, step: 9}]"
+    size = ("strategy.servers=2", "cluster.processes=4", "checkpoint.every=4", "launcher.max_restarts=1")
+    run = train(*DIGITS, *ELASTIC, SERVER, *size, kill)
+    assert digests(run) == single()
+    assert run.json("run_manifest.json")["attempts"][0]["exit_reason"] == "failed"
+
+
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_strategy(
+    train: Any, single: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    slow = "faults=[{action: terminate, rank: 0, step: 8}, {action: sleep, rank: 0, seconds: 0.05}]"
+    run = train(*DIGITS, *ELASTIC, SERVER, "strategy.servers=2", "cluster.processes=4", slow)
+    assert run.code == 75, run.error
+    changes = ("strategy=ddp", "cluster.processes=2", "faults=[]")
+    done = command("resume", str(run.folder), *changes, cwd=run.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert run.json("result.json")["state_digest"] == single()[0]
+
+
+def test_a_checkpoint_of_ddp_goes_on_with_servers(
+    train: Any, single: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    slow = "faults=[{action: terminate, rank: 0, step: 8}, {action: sleep, rank: 0, seconds: 0.05}]"
+    run = train(*DIGITS, *ELASTIC, "cluster.processes=2", slow)
+    assert run.code == 75, run.error
+    changes = (SERVER, "strategy.servers=3", "cluster.processes=5", "faults=[]")
+    done = command("resume", str(run.folder), *changes, cwd=run.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert run.json("result.json")["state_digest"] == single()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("cluster.processes=1",), "at least one server and one worker"),
+        (("cluster.processes=2", "strategy.servers=2"), "Set cluster.processes=3 or more"),
+        (("cluster.processes=2", "strategy.consistency=eventual"), "one of sync, bounded, async"),
+        (("cluster.processes=2", "strategy.staleness=2"), "goes with strategy.consistency=bounded"),
+        (("cluster.processes=2", "precision=fp16"), "no loss scaling"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(train: Any, options: tuple[str, ...], said: str) -> None:
+    run = train(*DIGITS, SERVER, *options)
+    assert run.code == 2
+    assert said in run.error
+    assert run.folder is None
+
+
+def test_workers_come_and_go_while_it_trains(
+    tmp_path: Path, train: Any, single: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    slow = "faults=[{action: sleep, rank: null, seconds: 0.03}]"
+    options = (*DIGITS, *ELASTIC, "steps=120", "log_every=1")
+    expected = single("steps=120", "log_every=1")
+    words = (*options, SERVER, "cluster.processes=3", "logger=none", "run.root=other", slow)
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "train.py"), *words],
+        cwd=tmp_path,
+        env=environment_without_wandb,
+        stdout=subprocess.DEVNULL,
+    )
+    folder = _at_step(tmp_path / "other", 5)
+
+    def workers(*words: str) -> str:
+        done = command("workers", *words, "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    assert "worker 2, worker 3" in workers("add", "2")
+    _log(folder, "worker-3 joins")
+    assert workers("list").count("worker") == 4
+    assert "worker 3" in workers("remove")
+    _log(folder, "worker-3 is retired: asked to leave")
+    too_many = ("workers", "remove", "9", "--run", str(folder))
+    refused = command(*too_many, cwd=tmp_path, environment=environment_without_wandb)
+    assert "at least 1 must stay" in refused.stderr
+    assert process.wait(60) == 0
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["state_digest"], result["metrics_digest"]) == expected
+    late = command("workers", "list", "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
+    assert "is not being trained on this machine" in late.stderr
+
+
+def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path, environment_without_wandb: dict[str, str]) -> None:
+    options = (*DIGITS, "steps=100000", "log_every=1", SERVER, "strategy.servers=2", "cluster.processes=4")
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "train.py"), *options, "logger=none"],
+        cwd=tmp_path,
+        env=environment_without_wandb,
+        stdout=subprocess.DEVNULL,
+    )
+    folder = _at_step(tmp_path, 2)
+    children = _children(process.pid)
+    assert len(children) == 4
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert folder.exists()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _log(folder: Path, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in (folder / "logs" / "server_00000.log").read_text():
+        assert time.monotonic() < deadline, text
+        time.sleep(0.01)
+
+
+def _at_step(root: Path, step: int) -> Path:
+    deadline = time.monotonic() + 60
+    while True:
+        for file in root.rglob("metrics.jsonl"):
+            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            if lines and json.loads(lines[-1])["step"] >= step:
+                return file.parent
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,265 @@
+"""A real server, and clients that it should not trust."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worldsize.errors import ConfigError
+from worldsize.strategies.learning import Learning
+from worldsize.strategies.parameter_server.channel import Channel, LostError, address_of, connect, listen
+from worldsize.strategies.parameter_server.frames import LAYOUT, MAGIC, SIZE, Header, Operation, RefusedError, view
+from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
+from worldsize.strategies.parameter_server.layout import plan_shards
+from worldsize.strategies.parameter_server.server import Server
+from worldsize.strategies.parameter_server.shard import Rule, Shard
+
+OPEN: list[Any] = []  # what a test has opened
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def learning() -> Learning:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 5)
+    return Learning(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+
+
+def served(listener: socket.socket, keys: Keys | None = None, **rule: Any) -> Server:
+    learned = learning()
+    (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
+    server = Server(Shard(learned, owned, Rule(1, **rule)), listener, keys, timeout=5.0)
+    server.start()
+    OPEN.append(listener)
+    return server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return served(listen(f"unix:{tmp_path}/server", None))
+
+
+def joined(server: Server, keys: Keys | None = None, *, name: str = "worker-0", epoch: int = 1) -> Channel:
+    channel = connect(address_of(server.listener), keys, peer="server-0", seconds=5.0)
+    OPEN.append(channel)
+    channel.wait_at_most(5.0)
+    channel.tell(Operation.JOIN, {"kind": "data", "name": name, "epoch": epoch})
+    channel.message(channel.answer(Operation.WELCOME))
+    return channel
+
+
+GOOD = Header(Operation.PUSH, 0, torch.float32, (20,), width=1, node=0, epoch=1, sequence=1, step=1)
+
+
+def push(channel: Channel, gradient: Tensor, header: Header = GOOD) -> None:
+    channel.send(header, [view(gradient)])
+    channel.answer(Operation.DONE)
+
+
+def weights(server: Server) -> Tensor:
+    return server.shard.values[0].clone()
+
+
+def assert_it_serves(server: Server) -> None:
+    """An honest worker trains as if nothing had been."""
+    before, step = weights(server), server.shard.step
+    gradient = torch.arange(20.0)
+    channel = joined(server, name=f"worker-{random.random()}")
+    push(channel, gradient.clone(), replace(GOOD, step=step + 1))
+    assert torch.allclose(weights(server), before - 0.1 * gradient)
+    channel.send(Header(Operation.PULL, step=step + 1))
+    header, received = channel.answer(Operation.WEIGHTS), torch.empty(20)
+    assert header.step == step + 1
+    channel.fill([view(received)])
+    assert torch.equal(received, weights(server))
+
+
+BAD = {
+    "a shape": (replace(GOOD, shape=(21,)), "expected torch.float32 [20]"),
+    "a dtype": (replace(GOOD, dtype=torch.float64), "expected torch.float32 [20]"),
+    "a table": (replace(GOOD, table=1), "table 1; there are 1"),
+    "a step": (replace(GOOD, step=3), "the shard is at step 1"),
+    "a part": (replace(GOOD, width=4), "part 0 of 4"),
+    "no part": (replace(GOOD, node=7), "part 7 of 1"),
+    "an epoch": (replace(GOOD, epoch=9), "of 1 was next"),
+    "a number": (replace(GOOD, sequence=5), "PUSH 5 of epoch 1 came; 1 of 1 was next"),
+    "an operation": (replace(GOOD, operation=Operation.APPLY), "APPLY from a worker"),
+    "much": (replace(GOOD, shape=(1 << 36,)), "expected torch.float32 [20]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_frame_that_does_not_fit_is_refused_and_changes_nothing(
+    server: Server, case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    header, said = BAD[case]
+    before = weights(server)
+    channel = joined(server)
+    with pytest.raises(RefusedError) as error:
+        push(channel, torch.ones(20), header)
+    assert said in str(error.value)
+    assert torch.equal(weights(server), before)
+    assert_it_serves(server)
+    assert f"refused worker-0: {error.value}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_is_refused(server: Server, value: float) -> None:
+    gradient = torch.ones(20)
+    gradient[7] = value
+    with pytest.raises(RefusedError, match="NaN or infinite"):
+        push(joined(server), gradient)
+    assert_it_serves(server)
+
+
+def test_nan_is_taken_where_the_policy_says_so(tmp_path: Path) -> None:
+    server = served(listen(f"unix:{tmp_path}/server", None), finite=False)
+    push(joined(server), torch.full((20,), float("nan")))
+    assert weights(server).isnan().all()
+
+
+def test_a_frame_that_is_sent_twice_counts_once(server: Server) -> None:
+    channel = joined(server)
+    push(channel, torch.ones(20))
+    after = weights(server)
+    with pytest.raises(RefusedError, match="PUSH 1 of epoch 1 came; 2 of 1 was next"):
+        push(channel, torch.ones(20))
+    assert torch.equal(weights(server), after)
+    again = joined(server)  # the same epoch, as after a broken connection
+    with pytest.raises(RefusedError, match="2 of 1 was next"):
+        push(again, torch.ones(20))
+    assert torch.equal(weights(server), after)
+    assert_it_serves(server)
+
+
+def test_a_part_that_two_workers_computed_counts_once(server: Server) -> None:
+    push(joined(server), torch.ones(20))
+    after = weights(server)
+    push(joined(server, name="worker-1"), torch.ones(20))
+    assert torch.equal(weights(server), after)
+    assert server.shard.step == 1
+
+
+def test_a_worker_of_an_earlier_epoch_is_refused(server: Server) -> None:
+    old = joined(server, epoch=1)
+    joined(server, epoch=2)
+    with pytest.raises(RefusedError, match="this is 1"):
+        joined(server, epoch=1)
+    push(old, torch.ones(20))  # its part has not been done by the one of epoch 2 yet
+    assert server.shard.step == 1
+
+
+def test_a_hundred_thousand_frames_of_noise_change_nothing(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    before, noise, hello = weights(server), random.Random(7), b"".join(_join_bytes())
+    address = address_of(server.listener).removeprefix("unix:")
+    for number in range(100_000):
+        frame = _noise(noise, hello)
+        if number % 50 == 0:  # as a stranger would
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(address)
+                connection.sendall(frame)
+        else:  # the same without a thread for each
+            ours, theirs = socket.socketpair()
+            with theirs:
+                theirs.sendall(frame)
+                theirs.shutdown(socket.SHUT_WR)
+                server.serve(ours)
+    assert torch.equal(weights(server), before)
+    assert_it_serves(server)
+    assert server.refused > 50_000  # the others left before they had said enough to be refused
+    assert "not a frame" in capfd.readouterr().out
+
+
+def _join_bytes() -> list[bytes]:
+    data = b'{"kind": "data", "name": "worker-7", "epoch": 1}'
+    return [Header(Operation.JOIN, shape=(len(data),)).pack(), data]
+
+
+def _noise(noise: random.Random, hello: bytes) -> bytes:
+    """Random bytes, a random header, or a good header with random changes; before or after a good JOIN."""
+    kind = noise.randrange(4)
+    if kind == 0:
+        frame = bytearray(noise.randbytes(noise.randrange(1, 300)))
+    elif kind == 1:
+        frame = bytearray(MAGIC + noise.randbytes(SIZE - len(MAGIC) + 100))
+    else:
+        frame = bytearray(GOOD.pack() + struct.pack("<20f", *([1.0] * 20)))
+        for _ in range(noise.randrange(1, 6)):
+            frame[noise.randrange(4, LAYOUT.size)] = noise.randrange(256)
+        if _is_good(frame):
+            frame[0] = 0
+    return (hello if noise.random() < 0.7 else b"") + bytes(frame)
+
+
+def _is_good(frame: bytearray) -> bool:
+    """The changes have cancelled out, or touch only what a PUSH does not look at."""
+    good = bytearray(GOOD.pack())
+    return all(frame[i] == good[i] for i in range(SIZE) if i not in (7, *range(20, 24)))
+
+
+# ---------------------------------------------------------------- between hosts
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    mint_authority(folder)
+    return folder
+
+
+def test_members_of_the_run_are_served_over_tls(keys: Path) -> None:
+    server = served(listen("tcp:127.0.0.1:0", None), mint(keys, "server-0"))
+    before = weights(server)
+    push(joined(server, mint(keys, "worker-0")), torch.ones(20))
+    assert torch.allclose(weights(server), before - 0.1)
+    assert {path.stat().st_mode & 0o777 for path in keys.glob("*.key")} == {0o600}
+
+
+def test_strangers_are_refused(keys: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    server = served(listen("tcp:127.0.0.1:0", None), mint(keys, "server-0"))
+    before = weights(server)
+    mint_authority(tmp_path / "other")
+    with pytest.raises((RefusedError, LostError)):  # its certificate is of another run
+        joined(server, mint(tmp_path / "other", "worker-0"))
+    with pytest.raises((RefusedError, LostError)):  # it has none
+        joined(server, None)
+    with pytest.raises(RefusedError, match="the certificate of worker-1 joins as worker-0"):
+        joined(server, mint(keys, "worker-1"), name="worker-0")
+    push(joined(server, mint(keys, "worker-0")), torch.ones(20))
+    assert torch.allclose(weights(server), before - 0.1)
+    assert "no certificate of this run" in capfd.readouterr().out
+
+
+def test_a_client_does_not_talk_to_a_server_that_is_somebody_else(keys: Path) -> None:
+    impostor = served(listen("tcp:127.0.0.1:0", None), mint(keys, "worker-5"))
+    with pytest.raises(RefusedError, match="is 'worker-5', not 'server-0'"):
+        joined(impostor, mint(keys, "worker-0"))
+
+
+def test_no_port_is_opened_to_the_network_without_keys() -> None:
+    with pytest.raises(ConfigError, match="could be reached by anyone"):
+        listen("tcp:0.0.0.0:0", None)
+
+
+def test_a_key_that_others_may_read_is_refused(keys: Path) -> None:
+    mint(keys, "worker-0")
+    (keys / "worker-0.key").chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        mint(keys, "worker-0")
+    (keys / "authority.key").unlink()
+    with pytest.raises(ConfigError, match="no member of the run"):
+        mint(keys, "worker-1")
