@@ -150,6 +150,17 @@ class Recipe(ABC):
         return {}
 
 
+@dataclass(frozen=True)
+class RowValues:
+    """What the rows of an embedding are before their first update: "normal" with deviation ``scale``, or "uniform"
+    in [-scale, scale). A recipe says so as ``embedding.row_values`` of an embedding with ``sparse=True``; it counts
+    where a strategy makes rows as they are touched.
+    """
+
+    kind: Literal["normal", "uniform"] = "normal"
+    scale: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The data of one logical rank in one step, and the seed of its random stream there."""
@@ -221,6 +232,10 @@ class Replica(ABC):
 
     @abstractmethod
     def load(self, state: StateDict) -> None: ...
+
+    def facts(self) -> Mapping[str, Any]:
+        """What else there is to log of the steps since the last call; plain values."""
+        return {}
 
     step_reached: int | None = None  # where it stands by itself; None: at 0, or where the loaded checkpoint stood
 
@@ -362,6 +377,7 @@ class StepDone:
     data_seconds: float
     step_seconds: tuple[float, ...]
     samples_per_second: float
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else the strategy tells
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _play(
     settings.determinism.apply(settings.cluster.device)
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.seed, "init"), world.device)
-        settings.faults.begin(world.global_rank, placement.attempt)
+        settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         replica = _replica(settings, run, world, placement, preemption)
         if replica is None:
             return 0

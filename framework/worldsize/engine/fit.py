@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def fit(
         window.add(replica.step(micro_batches))
         tell()  # of the step before, whose figures have crossed the network during this one
         if pace.logs(step):
-            closed.append(window.close(step))
+            closed.append(window.close(step, replica.facts()))
         if pace.evaluates(step):
             tell()
             with window.paused():
@@ -156,11 +157,13 @@ class _Window:
         yield
         self.opened += time.perf_counter() - begun
 
-    def close(self, step: int) -> Callable[[], StepDone]:
+    def close(self, step: int, facts: Mapping[str, Any]) -> Callable[[], StepDone]:
         """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
         elapsed = time.perf_counter() - self.opened
         parts = gather(self._part(elapsed), self.world)
-        finish = partial(_step_done, step, self, self.results, parts, skipped=self.skipped, waited=self.waited)
+        finish = partial(
+            _step_done, step, self, self.results, parts, skipped=self.skipped, waited=self.waited, facts=facts
+        )
         self.results, self.waited, self.opened = [], 0.0, time.perf_counter()
         return finish
 
@@ -180,6 +183,7 @@ def _step_done(
     *,
     skipped: int,
     waited: float,
+    facts: Mapping[str, Any],
 ) -> StepDone:
     figures_psl, last = parts(), results[-1]
     batch_size = window.order.batch_size
@@ -193,6 +197,7 @@ def _step_done(
         data_seconds=waited / len(results),
         step_seconds=tuple(figures_psl[:, -2, 0].tolist()),
         samples_per_second=batch_size / float(figures_psl[:, -1, 0].max()),
+        facts=facts,
     )
 
 

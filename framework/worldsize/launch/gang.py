@@ -84,13 +84,14 @@ class Gang(Job):
     """A running gang. Graces in seconds: ``grace`` for the others to leave their errors once one has failed,
     ``interrupt_grace`` to save after Ctrl-C, ``save_grace`` to save after SIGTERM and SIGUSR1.
 
-    ``start(role, rank)`` starts a process. One that dies alone, by its role, is started again ``max_restarts``
-    times; then the run goes on without it as long as ``least`` of its role live.
+    ``start(role, rank, starts)`` starts a process, which was started so often before. One that dies alone, by its
+    role, is started again ``max_restarts`` times; then the run goes on without it as long as ``least`` of its role
+    live.
     """
 
     run: RunDirectory
     roles: Mapping[str, Role]
-    start: Callable[[str, int], Member]
+    start: Callable[[str, int, int], Member]
     meeting: Path
     grace: float
     interrupt_grace: float
@@ -104,7 +105,7 @@ class Gang(Job):
     _tails: list[TailLog] = field(default_factory=list)
 
     def add(self, role: str, rank: int) -> None:
-        member = self.start(role, rank)
+        member = self.start(role, rank, self._starts(role, rank))
         self.members.append(member)
         if self.terminal_logs:
             prefix = f"[{role} {rank}] "
@@ -202,20 +203,24 @@ class Gang(Job):
         if member.failed and self.roles[member.role].restart == "alone" and not self._is_ending():
             self._replace(member)
 
+    def _starts(self, role: str, rank: int) -> int:
+        return sum((lost.role, lost.rank) == (role, rank) for lost in self._lost)
+
     def _is_ending(self) -> bool:
-        return any(self._is_bound(member) for member in self._dead)
+        return any(self._is_bound(member) and not member.failed for member in self._dead)
 
     def _is_over(self) -> bool:
         """Whether only those are left that come and go."""
         return all(member in self._dead for member in self.members if self._is_bound(member))
 
     def _is_bound(self, member: Member) -> bool:
-        return self.roles[member.role].restart == "together"
+        """Whether the run's end is its end; only processes of the last role may come and go."""
+        return member.role != list(self.roles)[-1] or self.roles[member.role].restart == "together"
 
     def _replace(self, member: Member) -> None:
         """Start a process again that died alone, or go on without it; if neither may be, its failure is the gang's."""
         role, cause = self.roles[member.role], _cause(member).rstrip().splitlines()[-1]
-        starts = sum(lost.role == member.role and lost.rank == member.rank for lost in self._lost)
+        starts = self._starts(member.role, member.rank)
         others = sum(each.role == member.role and each.process.is_alive() for each in self.members)
         if starts < self.max_restarts:
             what = f"starting it again ({starts + 1} of {self.max_restarts})"

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -88,8 +88,8 @@ def _placement(plan: Plan, meeting: Path, rank: int) -> Placement:
     return Placement(rank, size, rank, size, store, plan.attempt, meeting / f"beat_{rank}")
 
 
-def _start(plan: Plan, run: RunDirectory, meeting: Path, role: str, rank: int) -> Member:
-    placement = _placement(plan, meeting, role_ranks(plan.roles)[role].start + rank)
+def _start(plan: Plan, run: RunDirectory, meeting: Path, role: str, rank: int, starts: int) -> Member:
+    placement = replace(_placement(plan, meeting, role_ranks(plan.roles)[role].start + rank), starts=starts)
     log = run.log(role, rank)
     log.parent.mkdir(exist_ok=True)
     run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt

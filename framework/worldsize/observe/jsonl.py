@@ -33,7 +33,7 @@ class JsonLines:
                 rewind(self._path, first)
                 self._file = self._path.open("a", buffering=1)
             case StepDone():
-                self._write({"event": "step", **asdict(event)})
+                self._write({"event": "step", **_told(event)})
             case Evaluated():
                 self._write({"event": "evaluation", "step": event.step, "metrics": dict(event.metrics)})
             case RunEnded() | RunFailed():
@@ -41,6 +41,10 @@ class JsonLines:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(strict(line)) + "\n")
+
+
+def _told(event: StepDone) -> dict[str, Any]:
+    return {name: value for name, value in asdict(event).items() if name != "facts" or value}
 
 
 def rewind(path: Path, step: int) -> None:

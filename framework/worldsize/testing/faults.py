@@ -49,7 +49,7 @@ class Fault:
     """``action`` on ``rank`` (None: every) when ``step`` begins (None: every step).
 
     With ``point``: the first time that this point is passed in or after ``step``. ``attempt``: only in that start
-    of the run (None: in every one); ``seconds``: of the action sleep.
+    of the run, or of the process if it was started again alone (None: in every one); ``seconds``: of the action sleep.
     """
 
     action: str

@@ -18,7 +18,8 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class Placement:
     """One process among all of a run, as its launcher tells it; ``store`` is where the ranks meet.
 
-    ``attempt`` counts the starts of the run; ``heartbeat`` is a file in which to say how far this process is.
+    ``attempt`` counts the starts of the run, ``starts`` those of this process alone before. ``heartbeat`` is a file
+    in which to say how far this process is.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Placement:
     store: str
     attempt: int = 1
     heartbeat: Path | None = None
+    starts: int = 0
 
     @property
     def node_rank(self) -> int:
@@ -39,6 +41,7 @@ class Placement:
         names = dict(zip(_NAMES, map(str, numbers), strict=True))
         beat = {"WORLDSIZE_HEARTBEAT": str(self.heartbeat)} if self.heartbeat else {}
         own = {"WORLDSIZE_STORE": self.store, "WORLDSIZE_ATTEMPT": str(self.attempt), **beat}
+        own["WORLDSIZE_STARTS"] = str(self.starts)
         return {**names, "GROUP_RANK": str(self.node_rank), **own}
 
 
@@ -62,7 +65,9 @@ def from_torchrun(environ: Mapping[str, str]) -> Placement:
     rank, size, local_rank, local_size = (_number(environ, name) for name in _NAMES)
     attempt = _number(environ, "WORLDSIZE_ATTEMPT") if "WORLDSIZE_ATTEMPT" in environ else 1
     beat = Path(environ["WORLDSIZE_HEARTBEAT"]) if "WORLDSIZE_HEARTBEAT" in environ else None
-    return Placement(rank, size, local_rank, local_size, environ.get("WORLDSIZE_STORE", "env://"), attempt, beat)
+    starts = _number(environ, "WORLDSIZE_STARTS") if "WORLDSIZE_STARTS" in environ else 0
+    store = environ.get("WORLDSIZE_STORE", "env://")
+    return Placement(rank, size, local_rank, local_size, store, attempt, beat, starts)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

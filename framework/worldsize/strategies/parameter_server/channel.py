@@ -211,25 +211,30 @@ def connect(address: str, keys: Keys | None, *, peer: str, seconds: float) -> Ch
         RefusedError: it says something else.
         LostError: nobody answers.
     """
-    kind, _, where = address.partition(":")
-    try:
-        if kind == "unix":
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(where)
-            return Channel(connection)
-        host, _, port = where.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=seconds)
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:
-        raise LostError(f"{address}: {error}") from error
-    if keys is None:
+    connection = _dialed(address, seconds)
+    if connection.family == socket.AF_UNIX or keys is None:
         return Channel(connection)
     channel = _secured(connection, keys, server=False, seconds=seconds)
     if channel.identity != peer:
         channel.close()
         raise RefusedError(f"{address} is {channel.identity!r}, not {peer!r}")
     return channel
+
+
+def _dialed(address: str, seconds: float) -> socket.socket:
+    kind, _, where = address.partition(":")
+    host, _, port = where.rpartition(":")
+    connection = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(where if kind == "unix" else (host, int(port)))
+        connection.settimeout(None)
+        if kind != "unix":
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        connection.close()
+        raise LostError(f"{address}: {error}") from error
+    return connection
 
 
 def _secured(connection: socket.socket, keys: Keys, *, server: bool, seconds: float) -> Channel:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -40,18 +41,19 @@ class Dialer:
         while True:
             entry = self.directory.wait(shard)
             try:
-                return self._joined(entry, {"kind": kind, "name": self.name, **facts})
+                return self.attempt(entry, kind, **facts)
             except LostError as error:
                 self.directory.check_open()
                 if time.monotonic() > deadline:
                     raise LostError(f"shard {shard} ({entry.name}) does not answer: {error}") from error
                 time.sleep(_RETRY)
 
-    def _joined(self, entry: Entry, facts: Mapping[str, Any]) -> tuple[Channel, Mapping[str, Any]]:
+    def attempt(self, entry: Entry, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
+        """As :meth:`connect`, once."""
         channel = connect(entry.address, self.keys, peer=entry.name, seconds=self.timeout)
         try:
             channel.wait_at_most(self.timeout)
-            channel.tell(Operation.JOIN, facts)
+            channel.tell(Operation.JOIN, {"kind": kind, "name": self.name, **facts})
             return channel, channel.message(channel.answer(Operation.WELCOME))
         except (LostError, RefusedError):
             channel.close()
@@ -73,6 +75,7 @@ class ShardLink:
     def __init__(self, dialer: Dialer, shard: int, epoch: int) -> None:
         self._dialer, self._shard, self._epoch = dialer, shard, epoch
         self._sequence = 0
+        self._seen = 0
         self._pending: list[_Push] = []
         self._channel, _ = dialer.connect(shard, "data", epoch=epoch)
 
@@ -82,13 +85,10 @@ class ShardLink:
         """Send a gradient; :meth:`settle` waits until it has been taken."""
         self._sequence += 1
         length = sum(part.nbytes for part in payload) // dtype.itemsize
-        numbers = {"width": width, "node": node, "epoch": self._epoch, "sequence": self._sequence, "step": step}
-        push = _Push(Header(Operation.PUSH, table, dtype, (length,), **numbers), payload)
-        self._pending.append(push)
-        try:
-            self._channel.send(push.header, payload)
-        except LostError:
-            self._recover()
+        part = {"width": width, "node": node, "seen": self._seen, "step": step}
+        header = Header(Operation.PUSH, table, dtype, (length,), epoch=self._epoch, sequence=self._sequence, **part)
+        self._pending.append(_Push(header, payload))
+        self._persist(lambda: self._channel.send(header, payload))
 
     def settle(self) -> None:
         """Wait until all pushes have been taken."""
@@ -102,11 +102,17 @@ class ShardLink:
     def ask(self, step: int) -> None:
         """Begin to pull the weights that have seen all updates up to ``step``."""
         self._step = step
+        while not self._persist(lambda: self._channel.send(Header(Operation.PULL, step=step))):
+            pass
+
+    def _persist(self, send: Callable[[], None]) -> bool:
+        """Whether ``send`` succeeded; if not, there is a new connection on which the pushes have been sent again."""
         try:
-            self._channel.send(Header(Operation.PULL, step=step))
+            send()
         except LostError:
             self._recover()
-            self._channel.send(Header(Operation.PULL, step=step))
+            return False
+        return True
 
     def receive(self, tables: Sequence[tuple[torch.dtype, Sequence[memoryview]]]) -> None:
         """The weights that were asked for, straight into the memory of ``tables``."""
@@ -118,6 +124,7 @@ class ShardLink:
                     if header.table != index:
                         raise RefusedError(f"weights of table {header.table} came, those of {index} were expected")
                     self._channel.fill(parts)
+                    self._seen = header.seen
                 return
             except LostError:
                 self._recover()
@@ -125,15 +132,18 @@ class ShardLink:
 
     def _recover(self) -> None:
         """Connect again, to whoever is master now, and send again what it has not seen."""
-        self._channel.close()
-        self._channel, facts = self._dialer.connect(self._shard, "data", epoch=self._epoch)
-        taken = facts["sequence"]
-        self._pending = [push for push in self._pending if push.header.sequence > taken]
-        self._sequence = taken  # of a server that has come back from a snapshot, lower than before
-        pending, self._pending = self._pending, []
-        for push in pending:
-            head = push.header
-            self.push(head.table, head.dtype, push.payload, step=head.step, width=head.width, node=head.node)
+        while True:
+            self._channel.close()
+            self._channel, facts = self._dialer.connect(self._shard, "data", epoch=self._epoch, seen=self._seen)
+            taken = facts["sequence"]  # of a server that has come back from a checkpoint, lower than before
+            self._pending = [push for push in self._pending if push.header.sequence > taken]
+            for number, push in enumerate(self._pending, taken + 1):
+                push.header = replace(push.header, sequence=number)
+            self._sequence = taken + len(self._pending)
+            with suppress(LostError):
+                for push in self._pending:
+                    self._channel.send(push.header, push.payload)
+                return
 
     def close(self) -> None:
         self._channel.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -11,27 +11,65 @@ from torch import Tensor
 from worldsize.collectives.exact import reduce_metrics
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import Channel
+from worldsize.strategies.parameter_server.channel import Channel, LostError
+from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.desk import Desk
 from worldsize.strategies.parameter_server.directory import Directory
-from worldsize.strategies.parameter_server.frames import Header, Operation
+from worldsize.strategies.parameter_server.frames import Header, Operation, message
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import assembled
 from worldsize.strategies.parameter_server.tree import receive_tree
 
+T = TypeVar("T")
+Frame = tuple[Header, Sequence[memoryview]]
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @final
+class Peer:
+    """Another shard's master, whoever that is; every request can be asked again if the connection breaks."""
+
+    def __init__(self, dialer: Dialer, shard: int) -> None:
+        self._dialer, self._shard = dialer, shard
+        self._channel, _ = dialer.connect(shard, "peer")
+
+    def ask(self, frame: Frame, answer: Callable[[Channel], T]) -> T:
+        """Send ``frame`` and give what ``answer`` reads."""
+        while True:
+            try:
+                self._channel.send(*frame)
+                return answer(self._channel)
+            except LostError:
+                self._channel.close()
+                self._channel, _ = self._dialer.connect(self._shard, "peer")
+
+    def message(self, operation: Operation) -> Any:
+        return self.ask((Header(operation), []), lambda channel: channel.message(channel.answer(Operation.MESSAGE)))
+
+    def tell(self, operation: Operation, facts: Any) -> None:
+        self.ask(message(operation, facts), lambda channel: channel.answer(Operation.DONE))
+
+    def state(self) -> Any:
+        def receive(channel: Channel) -> Any:
+            channel.answer(Operation.DONE)
+            return receive_tree(channel)
+
+        return self.ask((Header(Operation.STATE), []), receive)
+
+
+@final
 class Coordinator(Replica):
-    """``server`` is its own shard, ``peers`` are channels to the others; ``learning`` takes up the whole state."""
+    """``server`` has its own shard, ``peers`` the others; ``learning`` takes up the whole state.
+
+    ``clip_norm``, ``skips``: what is done about the norm of a step's mean gradient, as in :class:`Numerics`.
+    """
 
     def __init__(
         self,
         server: Server,
         desk: Desk,
         directory: Directory,
-        peers: Sequence[Channel],
+        peers: Sequence[Peer],
         learning: Learning,
         world: World,
         *,
@@ -42,7 +80,11 @@ class Coordinator(Replica):
         self._learning, self._world = learning, world
         self._clip_norm, self._skips = clip_norm, skips
         self._gathers = server.shard.rule.gathers
-        self.step_reached = server.shard.step
+        self.step_reached = server.shard.closed
+        agreed = (self.step_reached, server.shard.last_factor)
+        server.reset(*agreed)
+        for peer in peers:
+            peer.tell(Operation.RESET, dict(zip(("step", "factor"), agreed, strict=True)))
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """The next step, computed by workers, who draw its data themselves."""
@@ -61,22 +103,16 @@ class Coordinator(Replica):
         skipped = self._skips and not bool(norm.isfinite())
         limit = self._clip_norm if self._clip_norm is not None else float("inf")
         factor = None if skipped else float(torch.clamp(limit / (norm + _TINY), max=1.0))
+        self._server.apply(step, factor)  # from here on it is decided, also if this server dies
         for peer in self._peers:
             peer.tell(Operation.APPLY, {"step": step, "factor": factor})
-        with self._server.changed:
-            self._server.shard.apply(step, factor)
-            self._server.changed.notify_all()
-        for peer in self._peers:
-            peer.answer(Operation.DONE)
         return norm, skipped
 
     def _norms(self) -> list[Tensor]:
         """Of each parameter's gradient, in the order of the model."""
-        for peer in self._peers:
-            peer.send(Header(Operation.NORMS))
         found = self._server.shard.norms()
         for peer in self._peers:
-            for name, norms in peer.message(peer.answer(Operation.MESSAGE)).items():
+            for name, norms in peer.message(Operation.NORMS).items():
                 found.setdefault(name, []).extend(norms)
         pieces = [torch.tensor(found[name]) for name, _ in self._learning.model.named_parameters() if name in found]
         return [torch.linalg.vector_norm(norms) if norms.numel() > 1 else norms[0] for norms in pieces]
@@ -87,23 +123,24 @@ class Coordinator(Replica):
         return reduce_metrics(sums, names, self._world)
 
     def state(self) -> StateDict:
-        """Of all shards together; workers go on as soon as each shard has copied its part."""
-        for peer in self._peers:
-            peer.send(Header(Operation.STATE))
+        """Of all shards together."""
         with self._server.changed:
             states: list[Any] = [self._server.shard.state()]
-        for peer in self._peers:
-            peer.answer(Operation.DONE)
-        states += [receive_tree(peer) for peer in self._peers]
+        states += [peer.state() for peer in self._peers]
         assembled(states, self._learning)
         return {**self._learning.state(), "scaler": {}}
 
     def load(self, state: StateDict) -> None:
         """Nothing: each server has loaded its part by itself."""
 
+    def facts(self) -> Mapping[str, Any]:
+        """Load of each server since the last call, and the workers."""
+        servers = [self._server.facts(), *(peer.message(Operation.FACTS) for peer in self._peers)]
+        return {"servers": servers, "workers": len(self._desk.workers)}
+
     def close(self, *, complete: bool) -> None:
         self._directory.end()
         self._desk.end("the run is complete" if complete else "the run pauses")
+        self._server.ended.set()
         for peer in self._peers:
-            peer.send(Header(Operation.STOP))
-            peer.answer(Operation.DONE)
+            peer.tell(Operation.STOP, {})

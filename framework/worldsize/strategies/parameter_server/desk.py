@@ -66,6 +66,7 @@ class Desk:
 
     def beat(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Signs of life of a worker."""
+        channel.tell(Operation.WELCOME, {})
         while True:
             header = channel.header()
             if header.operation != Operation.HEARTBEAT:
@@ -100,12 +101,12 @@ class Desk:
         """Take what a worker has done, and wait until there is something to do for it."""
         with self._changed:
             if self._names.get(name) != epoch:
-                raise RefusedError(f"{name} was retired; it may join again")
+                return {"do": "join"}  # it was retired meanwhile
             self._take(name, facts)
             leaves = facts.get("leaves") and len(self._clock.members) > 1
             while not leaves and self._ended is None:
                 if self._names.get(name) != epoch:
-                    raise RefusedError(f"{name} was retired; it may join again")
+                    return {"do": "join"}
                 if task := self._part(name) or self._unit(name):
                     return task
                 self._changed.wait()

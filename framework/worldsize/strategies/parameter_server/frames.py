@@ -20,7 +20,7 @@ from torch import Tensor
 from worldsize.errors import WorldsizeError
 
 MAGIC = b"wsP1"
-LAYOUT = Struct("<4sBBBxIIIIQQQQ4Q")  # magic, operation, dtype, dimensions, table, width, node, -, epoch, ..., shape
+LAYOUT = Struct("<4sBBBxIIIIQQQQ4Q")  # magic, operation, dtype, dimensions, table, width, node, seen, ..., shape
 SIZE = LAYOUT.size
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -51,13 +51,18 @@ class Operation(IntEnum):
     TREE = 13  # JSON and tensors, see :mod:`tree`
     MESSAGE = 14
     STOP = 15  # to a server: the run ends; answered by DONE
-    REFUSED = 16  # message: why; the connection ends
+    RESET = 16  # message: the step that is done; what has come of later ones is dropped; answered by DONE
+    FACTS = 17  # answered by a MESSAGE
+    REFUSED = 18  # message: why; the connection ends
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Header:
-    """``shape=()`` means no payload. ``width`` and ``node``: which part of a step a gradient belongs to."""
+    """``shape=()`` means no payload. ``width`` and ``node``: which part of a step a gradient belongs to.
+
+    ``seen``: updates in the weights that it was computed with, or that these weights have seen (modulo 2^32).
+    """
 
     operation: Operation
     table: int = 0
@@ -65,6 +70,7 @@ class Header:
     shape: tuple[int, ...] = ()
     width: int = 0
     node: int = 0
+    seen: int = 0
     epoch: int = 0
     sequence: int = 0
     step: int = 0
@@ -76,7 +82,7 @@ class Header:
 
     def pack(self) -> bytes:
         shape = (*self.shape, *([0] * (_DIMENSIONS - len(self.shape))))
-        numbers = (self.table, self.width, self.node, 0, self.epoch, self.sequence, self.step, self.length)
+        numbers = (self.table, self.width, self.node, self.seen, self.epoch, self.sequence, self.step, self.length)
         return LAYOUT.pack(MAGIC, self.operation, _CODES[self.dtype], len(self.shape), *numbers, *shape)
 
     def require(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
@@ -98,7 +104,7 @@ def parse(data: bytes | bytearray | memoryview) -> Header:
     Raises:
         RefusedError: it is not one, or contradicts itself.
     """
-    magic, operation, code, dimensions, table, width, node, zero, epoch, sequence, step, length, *shape = LAYOUT.unpack(
+    magic, operation, code, dimensions, table, width, node, seen, epoch, sequence, step, length, *shape = LAYOUT.unpack(
         data
     )
     if magic != MAGIC:
@@ -106,8 +112,8 @@ def parse(data: bytes | bytearray | memoryview) -> Header:
     if operation not in _OPERATIONS or code >= len(DTYPES) or dimensions > _DIMENSIONS:
         raise RefusedError(f"unknown operation {operation}, dtype {code} or {dimensions} dimensions")
     dtype, used = DTYPES[code], tuple(shape[:dimensions])
-    header = Header(Operation(operation), table, dtype, used, width, node, epoch, sequence, step)
-    if header.length != length or length > LARGEST or any(shape[dimensions:]) or zero:
+    header = Header(Operation(operation), table, dtype, used, width, node, seen, epoch, sequence, step)
+    if header.length != length or length > LARGEST or any(shape[dimensions:]):
         raise RefusedError(f"{header.operation.name} announces {length} bytes for {dtype} {list(used)}")
     return header
 

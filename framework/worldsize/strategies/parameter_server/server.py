@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
+from torch import Tensor
 
 from worldsize.strategies.parameter_server.channel import Channel, LostError, accepted
-from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, view
+from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, message, view
 from worldsize.strategies.parameter_server.keys import Keys
 from worldsize.strategies.parameter_server.shard import Shard
 from worldsize.strategies.parameter_server.tree import send_tree
 
 _HANDSHAKE = 10.0  # seconds
 _LOGGED = 100
+_FENCED = 70  # exit code
 Service = Callable[[Channel, Mapping[str, Any]], None]
 
 
 def _nothing(step: int) -> None: ...
 
 
+def _alone() -> bool:
+    return True
+
+
 @dataclass
 class _Session:
-    """One worker: pushes of an epoch are numbered, and each is taken once. ``seen``: updates in what it last pulled."""
+    """One worker: pushes of an epoch are numbered, and each is taken once."""
 
     epoch: int
     sequence: int = 0
-    seen: int = 0
+
+
+@dataclass
+class _Follower:
+    """The standby that has a copy of the shard: operations that were sent to it, and that it has made too."""
+
+    channel: Channel
+    sent: int = 0
+    made: int = 0
 
 
 @final
@@ -48,15 +64,27 @@ class Server:
     keys: Keys | None
     timeout: float
     begins: Callable[[int], None] = _nothing  # told each step of the shard
+    lease: float = 5.0
+    replicated: bool = False
+    fence: Callable[[], bool] = _alone  # become master anew, once the standby does not answer; False: another is
+    is_master: Callable[[], bool] = _alone
     services: dict[str, Service] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards the shard
     ended: threading.Event = field(default_factory=threading.Event)
+    followed: threading.Event = field(default_factory=threading.Event)
+    lost: int = 0  # updates that workers had seen and this server has not
     _sessions: dict[str, _Session] = field(default_factory=dict)
+    _adopted: dict[int, int] = field(default_factory=dict)  # sequence by epoch, of a master that died
+    _follower: _Follower | None = None
+    _load: _Load = field(default_factory=lambda: _Load())
     refused: int = 0
 
     def start(self) -> None:
-        self.services = {"data": self._data, "peer": self._peer, **self.services}
+        self.services = {"data": self._data, "peer": self._peer, "standby": self._lead, **self.services}
+        if not self.replicated:
+            self.followed.set()
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
     def _accept(self) -> None:
         while True:
@@ -103,14 +131,16 @@ class Server:
 
     def _data(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Pushes and pulls of one worker."""
+        self.followed.wait(self.lease)
         session = self._session(str(facts["name"]), int(facts["epoch"]))
+        self._note_loss(str(facts["name"]), int(facts.get("seen", 0)))
         channel.tell(Operation.WELCOME, {"sequence": session.sequence, "step": self.shard.step})
         while True:
             header = channel.header()
             if header.operation == Operation.PUSH:
                 self._push(channel, header, session)
             elif header.operation == Operation.PULL:
-                self._pull(channel, header, session)
+                self._pull(channel, header)
             else:
                 raise RefusedError(f"{header.operation.name} from a worker")
 
@@ -119,7 +149,7 @@ class Server:
         with self.changed:
             session = self._sessions.get(name)
             if session is None or epoch > session.epoch:
-                session = self._sessions[name] = _Session(epoch)
+                session = self._sessions[name] = _Session(epoch, self._adopted.get(epoch, 0))
             if epoch < session.epoch:
                 raise RefusedError(f"{name} has come back since as epoch {session.epoch}; this is {epoch}")
             return session
@@ -139,22 +169,52 @@ class Server:
         with self.changed:
             if header.epoch != session.epoch or header.sequence != session.sequence + 1:
                 raise RefusedError(f"PUSH {header.sequence} came twice at once")
-            part = {"step": header.step, "width": header.width, "node": header.node, "seen": session.seen}
             self.begins(self.shard.step + 1)
-            self.shard.push(header.table, gradient_n, **part)
+            ticket = self._forward(header, [view(gradient_n)])
+            self.take(header, gradient_n)
             session.sequence += 1
+            self._load.taken(header)
             self.changed.notify_all()
+        self._settle(ticket)
         channel.send(Header(Operation.DONE, table=header.table, sequence=header.sequence))
 
-    def _pull(self, channel: Channel, header: Header, session: _Session) -> None:
+    def take(self, header: Header, gradient_n: Tensor) -> None:
+        """A push that is the next one of its session."""
+        part = {"step": header.step, "width": header.width, "node": header.node, "seen": header.seen}
+        self.shard.push(header.table, gradient_n, **part)
+
+    def follow(self, header: Header, gradient_n: Tensor) -> None:
+        """A push that the master has taken."""
+        self._adopted[header.epoch] = header.sequence
+        self.take(header, gradient_n)
+
+    def adopt(self, image: Mapping[str, Any]) -> None:
+        """Become what the master is; :meth:`take` and others follow its steps from there."""
+        with self.changed:
+            self.shard.restore(image["shard"])
+            self._adopted = dict(image["sessions"])
+
+    def _note_loss(self, name: str, seen: int) -> None:
+        """A worker has seen more than this server remembers, which has come back from a checkpoint."""
+        with self.changed:
+            missing = seen - self.shard.updates - self.lost
+            if missing > 0:
+                self.lost += missing
+                print(
+                    f"{self.lost} updates are lost, which {name} has seen; going on at step {self.shard.step}",
+                    flush=True,
+                )
+
+    def _pull(self, channel: Channel, header: Header) -> None:
         """All buckets, once the updates of steps up to ``header.step`` have been made."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.shard.step >= header.step, self.timeout):
                 raise RefusedError(f"step {header.step} did not end; the shard is at step {self.shard.step}")
-            session.seen = self.shard.updates
+            seen = self.shard.updates % 2**32
         for index, (bucket, values_n) in enumerate(zip(self.shard.buckets, self.shard.values, strict=True)):
-            head = Header(Operation.WEIGHTS, index, bucket.dtype, (bucket.numel,), step=self.shard.step)
+            head = Header(Operation.WEIGHTS, index, bucket.dtype, (bucket.numel,), seen=seen, step=self.shard.step)
             channel.send(head, [view(values_n)])
+        self._load.given(sum(values_n.nbytes for values_n in self.shard.values))
 
     def _peer(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Another server, which leads the run."""
@@ -170,18 +230,138 @@ class Server:
                         norms = self.shard.norms()
                     channel.tell(Operation.MESSAGE, norms)
                 case Operation.APPLY:
-                    facts = channel.message(header)
-                    with self.changed:
-                        self.shard.apply(facts["step"], facts["factor"])
-                        self.changed.notify_all()
+                    self.apply(**channel.message(header))
                     channel.send(Header(Operation.DONE))
+                case Operation.RESET:
+                    self.reset(**channel.message(header))
+                    channel.send(Header(Operation.DONE))
+                case Operation.FACTS:
+                    channel.tell(Operation.MESSAGE, self.facts())
                 case Operation.STATE:
                     with self.changed:
                         state = self.shard.state()
                     channel.send(Header(Operation.DONE))  # from here on the shard may change again
                     send_tree(channel, state)
                 case Operation.STOP:
+                    channel.message(header)
                     channel.send(Header(Operation.DONE))
                     self.ended.set()
                 case _:
                     raise RefusedError(f"{header.operation.name} from a server")
+
+    # ------------------------------------------------------------ what the server that leads decides
+
+    def apply(self, step: int, factor: float | None) -> None:
+        """Make the update of ``step`` that waits for approval; once, however often it is asked for."""
+        with self.changed:
+            ticket = self._forward(*message(Operation.APPLY, {"step": step, "factor": factor}))
+            self.shard.apply(step, factor)
+            self.changed.notify_all()
+        self._settle(ticket)
+
+    def reset(self, step: int, factor: float | None) -> None:
+        """Another server leads now: end ``step``, if it was approved, and forget what has come of a later one."""
+        with self.changed:
+            ticket = self._forward(*message(Operation.RESET, {"step": step, "factor": factor}))
+            self.shard.apply(step, factor)
+            if self.shard.rule.gathers:
+                self.shard.begin_step()
+            self.changed.notify_all()
+        self._settle(ticket)
+
+    def facts(self) -> dict[str, Any]:
+        """Load since the last call, and updates lost since the start."""
+        with self.changed:
+            load, self._load = self._load, _Load()
+        return {"step": self.shard.step, "lost_updates": self.lost, "refused": self.refused, **load.described()}
+
+    # ------------------------------------------------------------ a standby
+
+    def _lead(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+        """Give a standby a copy of everything, and from then on every operation before it is acknowledged."""
+        if not facts["name"].startswith("server-"):
+            raise RefusedError(f"{facts['name']} is no server")
+        channel.wait_at_most(self.lease)
+        follower = _Follower(channel)
+        with self.changed:
+            if self._follower is not None:
+                raise RefusedError("there is a standby already")
+            channel.tell(Operation.WELCOME, {})
+            sessions = {session.epoch: session.sequence for session in self._sessions.values()}
+            send_tree(channel, {"shard": self.shard.image(), "sessions": {**self._adopted, **sessions}})
+            self._follower = follower
+        self.followed.set()
+        print(f"{facts['name']} stands by", flush=True)
+        with suppress(LostError, RefusedError):
+            while True:
+                channel.answer(Operation.DONE)
+                with self.changed:
+                    follower.made += 1
+                    self.changed.notify_all()
+        self._abandon(follower)
+
+    def _watch(self) -> None:
+        """Signs of life for the standby; and one of two masters, should there ever be two, ends."""
+        while not self.ended.wait(self.lease / 4):
+            if not self.is_master():
+                self._yield()
+            with self.changed:
+                self._forward(Header(Operation.HEARTBEAT), [])
+
+    def _yield(self) -> NoReturn:
+        print("another server is master of this shard now", flush=True)
+        os._exit(_FENCED)
+
+    def _forward(self, header: Header, payload: Sequence[memoryview]) -> tuple[_Follower, int] | None:
+        """The caller holds the lock, so that the standby does everything in the same order."""
+        follower = self._follower
+        if follower is None:
+            return None
+        try:
+            follower.channel.send(header, payload)
+        except LostError:
+            self._abandon(follower)
+            return None
+        follower.sent += 1
+        return follower, follower.sent
+
+    def _settle(self, ticket: tuple[_Follower, int] | None) -> None:
+        """Wait until the standby has made the operation too, or is given up."""
+        if ticket is not None:
+            follower, number = ticket
+            with self.changed:
+                self.changed.wait_for(lambda: follower.made >= number or self._follower is not follower)
+
+    def _abandon(self, follower: _Follower) -> None:
+        """Go on without a standby, unless it has taken this server for dead and is master now."""
+        with self.changed:
+            if self._follower is not follower or self.ended.is_set():
+                return
+            if not self.fence():
+                self._yield()
+            self._follower = None
+            self.changed.notify_all()
+        print("there is no standby any more", flush=True)
+
+
+@dataclass
+class _Load:
+    """What a server did since it was last asked."""
+
+    pushes: int = 0
+    pulls: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+    def taken(self, header: Header) -> None:
+        self.pushes += 1
+        self.bytes_in += header.length
+
+    def given(self, nbytes: int) -> None:
+        self.pulls += 1
+        self.bytes_out += nbytes
+
+    def described(self) -> dict[str, Any]:
+        figures = {name: getattr(self, name) for name in ("pushes", "pulls", "bytes_in", "bytes_out")}
+        return {**figures, "seconds": round(time.perf_counter() - self.since, 3)}

@@ -15,6 +15,8 @@ from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.frames import RefusedError
 from worldsize.strategies.parameter_server.layout import Bucket
 
+_COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "_closed")
+
 
 @final
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ class Shard:
     def __init__(self, learning: Learning, buckets: Sequence[Bucket], rule: Rule, *, step: int = 0) -> None:
         self.optimizer, self.schedule = learning.optimizer, learning.schedule
         self.rule, self.buckets, self.step = rule, buckets, step
-        self.updates = 0
+        self.updates = step if rule.gathers else step * rule.logical_ranks // rule.share
         self._whole = dict(learning.model.named_parameters())
         self.values = [_flat(bucket, self._whole) for bucket in buckets]
         pairs = zip(buckets, self.values, strict=True)
         self.parameters = [[nn.Parameter(view) for view in bucket.views(values)] for bucket, values in pairs]
         self._take_over()
-        self._begin_step()
+        self.begin_step()
+        self.last_factor: float | None = 1.0  # of the last approval
         self._units: dict[tuple[int, int], set[int]] = {}  # parts of steps: buckets of each that have come
         self._count = 0  # logical ranks whose buckets have all come, of steps after `first`
         self._first = self._closed = step  # no unit of a step up to `closed` is missing
@@ -68,7 +71,8 @@ class Shard:
                     self.optimizer.state[parameter] = {key: _part(value, piece) for key, value in state.items()}
         self._whole = {}
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Forget what has come of the step in progress."""
         self._arrivals = [Arrivals(self.rule.logical_ranks) for _ in self.buckets]
         self._covered: list[set[int]] = [set() for _ in self.buckets]
         self._ready: dict[int, Tensor] = {}
@@ -124,7 +128,7 @@ class Shard:
         self.updates += 1
         if self.schedule is not None:
             self.schedule.step()
-        self._begin_step()
+        self.begin_step()
 
     @property
     def waits_for_approval(self) -> bool:
@@ -146,6 +150,7 @@ class Shard:
         for index in sorted(self._ready):
             if factor is not None:
                 self._descend(index, self._ready[index].mul_(factor))
+        self.last_factor = factor
         self._end_step()
 
     def _update(self, index: int, gradient_n: Tensor, unit: tuple[int, int], seen: int) -> bool:
@@ -154,7 +159,7 @@ class Shard:
             return False
         come = self._units.setdefault(unit, set())
         come.add(index)
-        staleness = max(1, self.updates - seen + 1)
+        staleness = max(1, (self.updates - seen + 1) % 2**32)
         self._descend(index, gradient_n, 1 / staleness if self.rule.by_staleness else self._share)
         if len(come) == len(self.buckets):
             self._end_unit()
@@ -197,6 +202,49 @@ class Shard:
         for parameter in parameters:
             parameter.grad = None
 
+    @property
+    def closed(self) -> int:
+        """No part of a step up to this one is missing."""
+        return self.step if self.rule.gathers else self._closed
+
+    def image(self) -> dict[str, Any]:
+        """Everything, also what has come of steps in progress; not a copy."""
+        states = [[self.optimizer.state.get(parameter, {}) for parameter in each] for each in self.parameters]
+        return {
+            "values": self.values,
+            "states": [[dict(state) for state in each] for each in states],
+            "groups": self._groups(),
+            "schedule": self.schedule.state_dict() if self.schedule is not None else {},
+            "arrivals": [[[*key, part] for key, part in each.parts.items()] for each in self._arrivals],
+            "covered": [sorted(each) for each in self._covered],
+            "ready": dict(self._ready),
+            "units": [[*unit, sorted(come)] for unit, come in self._units.items()],
+            **{name: getattr(self, name) for name in _COUNTERS},
+        }
+
+    def restore(self, image: Mapping[str, Any]) -> None:
+        """Become what another one was when it gave its image."""
+        for mine, theirs in zip(self.values, image["values"], strict=True):
+            mine.copy_(theirs)
+        for parameters, states in zip(self.parameters, image["states"], strict=True):
+            for parameter, state in zip(parameters, states, strict=True):
+                self.optimizer.state[parameter] = dict(state)
+        for group, values in zip(self.optimizer.param_groups, image["groups"], strict=True):
+            group.update(values)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(image["schedule"])
+        self.begin_step()
+        for arrivals, parts in zip(self._arrivals, image["arrivals"], strict=True):
+            arrivals.parts = {(width, node): part for width, node, part in parts}
+        self._covered = [set(each) for each in image["covered"]]
+        self._ready = dict(image["ready"])
+        self._units = {(step, rank): set(come) for step, rank, come in image["units"]}
+        for name in _COUNTERS:
+            setattr(self, name, image[name])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
     def state(self) -> dict[str, Any]:
         """A copy of everything, by parameter: pieces with their first row, value and optimizer state."""
         found: dict[str, Any] = {}
@@ -207,8 +255,7 @@ class Shard:
                 entry = {"first": piece.first, "value": parameter.detach().clone(), "state": copy}
                 found.setdefault(piece.name, []).append(entry)
         schedule = self.schedule.state_dict() if self.schedule is not None else {}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return {"parameters": found, "schedule": schedule, "groups": groups, "step": self.step}
+        return {"parameters": found, "schedule": schedule, "groups": self._groups(), "step": self.step}
 
 
 def _flat(bucket: Bucket, whole: Mapping[str, Tensor]) -> Tensor:

@@ -18,14 +18,15 @@ from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.channel import address_of, listen, own_address
 from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.clock import Clock
-from worldsize.strategies.parameter_server.coordinator import Coordinator
+from worldsize.strategies.parameter_server.coordinator import Coordinator, Peer
 from worldsize.strategies.parameter_server.desk import Desk
-from worldsize.strategies.parameter_server.directory import Directory
+from worldsize.strategies.parameter_server.directory import Directory, EndedError
 from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
 from worldsize.strategies.parameter_server.layout import Shard as Owned
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.parameter_server.worker import Worker
 
 Consistency = Literal["sync", "bounded", "async"]
@@ -37,6 +38,7 @@ Transport = Literal["auto", "unix", "tls", "tcp"]
 class ParameterServer(Strategy):
     """Servers own the parameters; workers push gradients and pull weights (Li et al. 2014, OSDI).
 
+    ``servers`` own a shard each; with ``replicas=1`` each has a hot standby that takes over when it dies.
     ``consistency``: "sync" (an update is the mean gradient of a whole step, as in DDP), "bounded" (a worker may be
     ``staleness`` clocks ahead of the slowest, Ho et al. 2013) or "async". ``lease``: seconds without a sign of life
     after which a worker's part is dealt to others. ``by_staleness``: where steps overlap, the learning rate of an
@@ -49,6 +51,7 @@ class ParameterServer(Strategy):
     numerics: Numerics = field(default_factory=Numerics)
     reduce: Reduction = "flat"
     servers: int = 1
+    replicas: int = 0
     consistency: Consistency = "sync"
     staleness: int = 0
     lease: float = 5.0
@@ -65,6 +68,8 @@ class ParameterServer(Strategy):
             raise ConfigError(
                 f"strategy.staleness={self.staleness} goes with strategy.consistency=bounded, and is 0 or more."
             )
+        if self.replicas not in (0, 1):
+            raise ConfigError(f"strategy.replicas={self.replicas}: a shard has no standby (0) or one (1).")
         if self.numerics.precision == "fp16":
             raise ConfigError("the parameter server has no loss scaling. Set precision=bf16 or fp32.")
         if self.transport == "unix" and self.nodes > 1:
@@ -92,14 +97,16 @@ class ParameterServer(Strategy):
         return listen(f"tcp:{host}:0", keys)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        workers = cluster.processes - self.servers
+        servers = self.servers * (1 + self.replicas)
+        workers = cluster.processes - servers
         if self.servers < 1 or workers < 1:
             raise ConfigError(
                 f"parameter_server needs at least one server and one worker; the cluster has {cluster.processes} "
-                f"processes, {self.servers} of them servers. Set cluster.processes={max(1, self.servers) + 1} or more."
+                f"processes, {servers} of them servers. Set cluster.processes={max(1, servers) + 1} or more."
             )
+        restart: Literal["alone", "together"] = "alone" if self.replicas or self.bound else "together"
         return {
-            "server": Role(self.servers, serves=True),
+            "server": Role(servers, restart=restart, serves=True, least=self.servers),
             "worker": Role(workers, restart="alone", serves=True, least=1),
         }
 
@@ -116,7 +123,7 @@ class ParameterServer(Strategy):
             gathers = self.bound == 0
             Worker(recipe, world, duty, shards, dialer, numerics=self.numerics, gathers=gathers).run(self.lease)
             return None
-        return self._serve(recipe, learning, shards[world.rank], world, duty, dialer)
+        return self._serve(recipe, learning, shards[world.rank % self.servers], world, duty, dialer)
 
     def _shards(self, learning: Learning) -> list[Owned]:
         _check_buffers(learning)
@@ -133,28 +140,52 @@ class ParameterServer(Strategy):
         if state is not None:
             learning.load(state)
             whole.load(state)
-        shard = Shard(learning, owned, self._rule(duty), step=step)
-        listener = self._listener(dialer.keys)
-        server = Server(shard, listener, dialer.keys, duty.timeout)
-        clock = Clock(self.bound, duty.logical_ranks, self._share(duty), self.lease, first=step)
-        desk = Desk(clock, timeout=duty.timeout)
-        if world.rank == 0:
-            server.services = {"control": desk.control, "beat": desk.beat}
-        else:
+        server = Server(
+            Shard(learning, owned, self._rule(duty), step=step),
+            self._listener(dialer.keys),
+            dialer.keys,
+            duty.timeout,
+            lease=self.lease,
+            replicated=self.replicas > 0,
+        )
+        succession = Succession(
+            dialer,
+            world.rank % self.servers,
+            address_of(server.listener),
+            lease=self.lease,
+            founds=world.rank < self.servers,
+        )
+        return self._master(server, succession, whole, world, duty)
+
+    def _master(
+        self, server: Server, succession: Succession, whole: Learning, world: World, duty: Duty
+    ) -> Replica | None:
+        """From when this server is master of its shard, if ever, to the end; a replica if the shard is the first."""
+        try:
+            succession.run(server)
+        except EndedError:
+            return None
+        server.fence, server.is_master = succession.fence, succession.is_master
+        if succession.shard != 0:
             server.begins = duty.begins  # where training leads, its loop tells them
-        server.start()
-        dialer.directory.claim(world.rank, 1, address_of(listener), dialer.name)
-        if world.rank != 0:
+            server.start()
             server.ended.wait()
             return None
+        clock = Clock(self.bound, duty.logical_ranks, self._share(duty), self.lease, first=server.shard.closed)
+        desk = Desk(clock, timeout=duty.timeout)
+        server.services = {"control": desk.control, "beat": desk.beat}
+        server.start()
+        server.followed.wait(self.lease)
         desk.meet(duty.workers, seconds=self.lease)
         if self.bound:
             desk.open(duty.steps)
+        dialer = succession.dialer
+        peers = [Peer(dialer, shard) for shard in range(1, self.servers)]
         return Coordinator(
             server,
             desk,
             dialer.directory,
-            [dialer.connect(rank, "peer")[0] for rank in range(1, self.servers)],
+            peers,
             whole,
             world,
             clip_norm=self.numerics.clip_norm,
@@ -172,7 +203,7 @@ class ParameterServer(Strategy):
             gathers=gathers,
             share=self._share(duty),
             by_staleness=self.by_staleness,
-            approves=gathers and (skips or self.numerics.clip_norm is not None),
+            approves=gathers and (skips or self.numerics.clip_norm is not None or self.replicas > 0),
             finite=self.numerics.nonfinite == "stop",
         )
 

@@ -49,25 +49,24 @@ class Worker:
         heart = Heart(self._dialer, lease)
         with suppress(EndedError):
             while not self._joined():
-                print("the server that leads is gone; looking for the next", flush=True)
+                print("joins again", flush=True)
         heart.stop()
 
     def _joined(self) -> bool:
-        """Work as a member; False if the connection to the server that leads was lost."""
+        """Work as a member; False if the server that leads is gone, or has given this worker up."""
         control, facts = self._dialer.connect(0, "control")
         links = [ShardLink(self._dialer, shard, facts["epoch"]) for shard in range(len(self._shards))]
         try:
-            self._work(control, links)
+            return self._work(control, links)
         except LostError:
             return False
         finally:
             control.close()
             for link in links:
                 link.close()
-        return True
 
-    def _work(self, control: Channel, links: Sequence[ShardLink]) -> None:
-        """Task after task, until there are no more."""
+    def _work(self, control: Channel, links: Sequence[ShardLink]) -> bool:
+        """Task after task, until there are no more, or (False) none for this member."""
         todo: Mapping[str, Callable[[Mapping[str, Any], Sequence[ShardLink]], dict[str, Any]]] = {
             "train": self._train,
             "evaluate": self._evaluate,
@@ -78,7 +77,9 @@ class Worker:
             task = control.message(control.answer(Operation.TASK))
             if task["do"] == "stop":
                 print(f"ends: {task['why']}", flush=True)
-                return
+                return True
+            if task["do"] == "join":
+                return False
             done = todo[task["do"]](task, links)
 
     def _train(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:

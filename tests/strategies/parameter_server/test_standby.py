@@ -1,0 +1,205 @@
+"""Servers that are killed: a standby has everything that was acknowledged; a checkpoint, what it says."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from worldsize.strategies.learning import Learning
+from worldsize.strategies.parameter_server.channel import address_of, listen
+from worldsize.strategies.parameter_server.client import Dialer, ShardLink
+from worldsize.strategies.parameter_server.directory import Directory
+from worldsize.strategies.parameter_server.frames import view
+from worldsize.strategies.parameter_server.layout import plan_shards
+from worldsize.strategies.parameter_server.server import Server
+from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.parameter_server.standby import Succession
+
+CELLS = 8
+
+
+class Counters:
+    """A table of counters on a server with a standby, each a process of its own; a push of -1 counts one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.directory = Directory(folder / "directory", 20.0)
+        self.folder = folder
+        self.processes: dict[str, BaseProcess] = {}
+
+    def start(self, name: str, *, founds: bool = False) -> None:
+        self.processes[name] = get_context("fork").Process(target=self._body, args=(name, founds))
+        self.processes[name].start()
+
+    def _body(self, name: str, founds: bool) -> None:
+        torch.set_num_threads(1)
+        sys.stdout = (self.folder / "log").open("a")
+        model = nn.Linear(CELLS, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        learning = Learning(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
+        (owned,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
+        listener = listen(f"unix:{self.folder}/{name}_{os.getpid()}", None)
+        server = Server(
+            Shard(learning, owned, Rule(1, gathers=False)), listener, None, 20.0, lease=1.0, replicated=True
+        )
+        dialer = Dialer(name, self.directory, None, 20.0)
+        succession = Succession(dialer, 0, address_of(listener), lease=1.0, founds=founds)
+        succession.run(server)
+        server.fence, server.is_master = succession.fence, succession.is_master
+        server.start()
+        time.sleep(3600)
+
+    def master(self) -> str:
+        return self.directory.wait(0).name
+
+    def kill(self, number: int = signal.SIGKILL) -> str:
+        """Kill the master; its name."""
+        name = self.master()
+        process = self.processes[name]
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        return name
+
+    def wait_for_standbys(self, count: int) -> None:
+        """Until that many have taken their place, one after the other."""
+        deadline = time.monotonic() + 10
+        while (self.folder / "log").read_text().count("stands by\n") < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def counters(tmp_path: Path) -> Iterator[Counters]:
+    found = Counters(tmp_path)
+    (tmp_path / "directory").mkdir()
+    found.start("server-0", founds=True)
+    found.master()
+    found.start("server-1")
+    yield found
+    found.close()
+
+
+def increments(link: ShardLink, steps: range, between: Callable[[int], None]) -> list[float]:
+    """Push one increment of a random cell a step; how many of each cell were acknowledged."""
+    acknowledged = [0.0] * CELLS
+    for step in steps:
+        cell = random.Random(step).randrange(CELLS)
+        gradient = torch.zeros(CELLS)
+        gradient[cell] = -1.0
+        between(step)
+        link.push(0, torch.float32, [view(gradient)], step=step, width=0, node=0)
+        link.settle()
+        acknowledged[cell] += 1
+    return acknowledged
+
+
+def total(link: ShardLink) -> list[float]:
+    values = torch.empty(CELLS)
+    link.ask(0)
+    link.receive([(torch.float32, [view(values)])])
+    return values.tolist()
+
+
+def test_every_acknowledged_push_survives_master_after_master(counters: Counters) -> None:
+    link = ShardLink(Dialer("worker-0", counters.directory, None, 20.0), 0, epoch=1)
+    counters.wait_for_standbys(1)
+    gaps: list[float] = []
+
+    def kill(step: int) -> None:
+        if step % 150 == 75:
+            dead, begun = counters.kill(), time.monotonic()
+            counters.processes[dead].join()
+            total(link)
+            gaps.append(time.monotonic() - begun)
+            counters.start(dead)  # it comes back as the standby of the other
+            counters.wait_for_standbys(len(gaps) + 1)
+
+    expected = increments(link, range(1, 901), kill)
+    assert len(gaps) == 6
+    assert max(gaps) < 2.0
+    assert total(link) == expected
+    assert sum(expected) == 900
+    link.close()
+
+
+def test_a_push_that_was_sent_but_not_acknowledged_counts_once(counters: Counters) -> None:
+    link = ShardLink(Dialer("worker-0", counters.directory, None, 20.0), 0, epoch=1)
+    counters.wait_for_standbys(1)
+    gradients = [torch.full((CELLS,), -1.0) for _ in range(300)]
+    for step, gradient in enumerate(gradients, 1):
+        if step == 150:
+            counters.kill()
+        link.push(0, torch.float32, [view(gradient)], step=step, width=0, node=0)
+    link.settle()
+    assert total(link) == [300.0] * CELLS
+    link.close()
+
+
+def test_a_master_that_stops_is_replaced_and_does_not_acknowledge_anything_when_it_wakes(counters: Counters) -> None:
+    link = ShardLink(Dialer("worker-0", counters.directory, None, 20.0), 0, epoch=1)
+    counters.wait_for_standbys(1)
+    before = counters.master()
+    increments(link, range(1, 4), lambda step: None)
+    counters.kill(signal.SIGSTOP)
+    counters.directory.wait(0, after=1)
+    assert counters.master() != before
+    pid = counters.processes[before].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGCONT)
+    counters.processes[before].join(10)
+    assert counters.processes[before].exitcode == 70
+    fresh = ShardLink(Dialer("worker-0", counters.directory, None, 20.0), 0, epoch=2)
+    assert sum(total(fresh)) == 3
+    fresh.close()
+    link.close()
+
+
+# ---------------------------------------------------------------- whole runs
+
+DIGITS = ("recipe=digits", "cluster.threads=1", "strategy=parameter_server", "log_every=1")
+ELASTIC = ("reproducibility=elastic", "logical_ranks=4")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_synchronous_run_whose_server_is_killed_ends_with_the_same_bits_in_one_attempt(train: Any, rank: int) -> None:
+    size = ("strategy.servers=2", "strategy.replicas=1", "cluster.processes=8", "strategy.lease=1", "steps=24")
+    expected = train(*DIGITS, *ELASTIC, "strategy.servers=1", "cluster.processes=3", "steps=24")
+    kill = f"faults=[{{action: kill, rank: {rank}, step: 9}}, {{action: sleep, rank: 4, seconds: 0.02}}]"
+    run = train(*DIGITS, *ELASTIC, *size, kill)
+    assert run.code == 0, run.error
+    assert f"server {rank} failed: killed by SIGKILL; going on without it" in run.error
+    result, reference = run.json("result.json"), expected.json("result.json")
+    assert result["state_digest"] == reference["state_digest"]
+    losses, logged = ({line["step"]: line["loss"] for line in each.steps()} for each in (expected, run))
+    assert logged.items() <= losses.items()
+    assert len(logged) >= 23  # what the server that led had not written yet is not known to its successor
+    assert len(run.json("run_manifest.json")["attempts"]) == 1
+
+
+def test_without_a_standby_a_server_comes_back_from_the_checkpoint_and_says_what_is_lost(train: Any) -> None:
+    size = ("strategy.servers=2", "cluster.processes=5", "strategy.consistency=async", "launcher.max_restarts=1")
+    kill = "faults=[{action: kill, rank: 1, step: 30}, {action: sleep, rank: 2, seconds: 0.01, attempt: null}]"
+    run = train(*DIGITS, *size, "steps=60", "checkpoint.every=10", kill)
+    assert run.code == 0, run.error
+    assert "server 1 failed: killed by SIGKILL; starting it again (1 of 1)" in run.error
+    assert len(run.json("run_manifest.json")["attempts"]) == 1, run.error
+    lost = [line["facts"]["servers"][1]["lost_updates"] for line in run.steps()]
+    assert lost[0] == 0
+    assert 0 < lost[-1] < 3 * 40
+    assert "updates are lost" in (run.folder / "logs" / "server_00001.log").read_text()
