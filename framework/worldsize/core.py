@@ -105,6 +105,7 @@ class World:
     node_rank: int
     device: torch.device
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    folder: Path | None = None  # that all processes of this attempt see, and only they; None outside of a run
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -145,6 +146,10 @@ class Recipe(ABC):
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Each metric as (sum, count) over the batch, so that any grouping of batches adds up exactly."""
 
+    def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
+        """Lines to show at the end of a run, from the trained model's state."""
+        return []
+
     def files(self) -> Mapping[str, Path]:
         """Data files that decide the result, by a name that does not depend on the machine."""
         return {}
@@ -153,12 +158,19 @@ class Recipe(ABC):
 @dataclass(frozen=True)
 class RowValues:
     """What the rows of an embedding are before their first update: "normal" with deviation ``scale``, or "uniform"
-    in [-scale, scale). A recipe says so as ``embedding.row_values`` of an embedding with ``sparse=True``; it counts
-    where a strategy makes rows as they are touched.
+    in [-scale, scale). It counts where a strategy makes rows as they are touched (``sparse=True``).
     """
 
     kind: Literal["normal", "uniform"] = "normal"
     scale: float = 1.0
+
+    def fill(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
+        """Draw the whole table like that, and leave a mark for strategies that make its rows one by one."""
+        if self.kind == "uniform":
+            nn.init.uniform_(embedding.weight, -self.scale, self.scale)
+        else:
+            nn.init.normal_(embedding.weight, std=self.scale)
+        object.__setattr__(embedding, "row_values", self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,14 +39,17 @@ from worldsize.reproducibility.manifest import read_manifest
 from worldsize.run_directory import RunDirectory
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
-from worldsize.world.world import role_of
+from worldsize.world.world import gang_of, role_of
 
 
 def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> list[Listener]:
-    """Every process that trains writes its own timing; only the run's first one logs what is global."""
+    """Every process that trains writes its own timing; only the first of them logs what is global.
+
+    Where all serve, the run's first process leads, and logs.
+    """
     role, rank = role_of(global_rank, settings.roles)
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run.timing(rank), rank=rank)]
-    if global_rank != 0:
+    if global_rank != (gang_of(settings.roles) or [0])[0]:
         return own
     config = read_manifest(run.manifest)["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
@@ -174,6 +177,7 @@ class Training:
         return {
             "state_digest": state_digest(tensors),
             "tensors": tensors,
+            "remarks": self._settings.recipe.remarks(model),
             "metrics_digest": metrics_digest(self._run.metrics),
             "metrics": dict(self._history.metrics),
             "steps": pace.steps,

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _replica(
 ) -> Replica | None:
     """What this process trains; None: it has served until the end."""
     if not settings.roles[world.role].serves:
-        return settings.strategy.replica(settings.recipe, world)
+        return settings.strategy.replica(settings.recipe, replace(world, folder=run.servers(placement.attempt)))
     duty = duty_of(settings, run, world, placement, preemption.is_wanted)
     return settings.strategy.serve(settings.recipe, world, duty)
 

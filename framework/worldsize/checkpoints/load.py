@@ -58,6 +58,8 @@ def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
 def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
     """Fill the tensors of ``template``, plain or sharded, and give them back with the checkpoint's other values.
 
+    A tensor of the template that has no rows is given back with as many as were saved.
+
     Top-level parts of the state named in ``ignore`` stay as the template has them.
 
     Raises:
@@ -65,6 +67,7 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     """
     tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
     saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
+    tensors = {name: _sized(tensor, saved.get(name)) for name, tensor in tensors.items()}
     if differences := list(_differences(saved, tensors)):
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise CheckpointError(
@@ -76,6 +79,14 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
     state: StateDict = join(values, tensors)
     return {**state, **kept}
+
+
+def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
+    """One without rows takes as many as were saved: a table grows as it is used."""
+    grows = (
+        saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
+    )
+    return tensor.new_empty(saved["shape"]) if grows and saved else tensor
 
 
 def read_tensors(checkpoint: Checkpoint, part: str) -> dict[str, Tensor]:

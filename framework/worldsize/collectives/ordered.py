@@ -62,7 +62,7 @@ class Counter:
         """Takes ``leaf`` over and changes it in place."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
-            torch._foreach_add_(leaf, self._sums.pop()[1])
+            _add(leaf, self._sums.pop()[1])
             size *= 2
         self._sums.append((size, leaf))
 
@@ -88,8 +88,8 @@ class Arrivals:
 
     def add(self, width: int, index: int, part: list[Tensor]) -> None:
         """Two neighbours are added as soon as both are there."""
-        while width % 2 == 0 and (other := self.parts.pop((width, (index + width // 2) % width), None)):
-            torch._foreach_add_(part, other)
+        while width % 2 == 0 and (width, (index + width // 2) % width) in self.parts:
+            _add(part, self.parts.pop((width, (index + width // 2) % width)))
             width //= 2
             index %= width
         self.parts[width, index] = part
@@ -101,8 +101,13 @@ class Arrivals:
         if first is None or None in others:
             return None
         for node in others:
-            torch._foreach_add_(first, node or [])
+            _add(first, node or [])
         return first
+
+
+def _add(sums: list[Tensor], more: list[Tensor]) -> None:
+    if sums:  # torch refuses to add nothing to nothing
+        torch._foreach_add_(sums, more)
 
 
 def finish(nodes: Sequence[Tensor]) -> Tensor:

@@ -10,12 +10,14 @@ from rich.table import Table
 
 
 def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
-    """Final metrics, size and speed, digest and folder of a completed run."""
+    """Final metrics, the recipe's remarks, size and speed, digest and folder of a completed run."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(overflow="fold")  # a folder that is cut off cannot be opened
     for name, value in result["metrics"].items():
         table.add_row(f"test {name}", f"{value:.4f}")
+    for line in result["remarks"]:
+        table.add_row("", line)
     table.add_row("steps", f"{result['steps']:,} ({result['samples']:,} samples)")
     table.add_row("time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s")
     table.add_row("state", result["state_digest"][:16])

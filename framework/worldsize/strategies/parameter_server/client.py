@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from worldsize.strategies.parameter_server.channel import Channel, LostError, connect
 from worldsize.strategies.parameter_server.directory import Directory, EndedError, Entry
-from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError
+from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, view
 from worldsize.strategies.parameter_server.keys import Keys
 
 _RETRY = 0.02  # seconds
@@ -77,18 +78,43 @@ class ShardLink:
         self._sequence = 0
         self._seen = 0
         self._pending: list[_Push] = []
-        self._channel, _ = dialer.connect(shard, "data", epoch=epoch)
+        self._channel, facts = dialer.connect(shard, "data", epoch=epoch)
+        self.step = int(facts["step"])  # of the shard when this connection was made
 
     def push(
         self, table: int, dtype: torch.dtype, payload: Sequence[memoryview], *, step: int, width: int, node: int
     ) -> None:
         """Send a gradient; :meth:`settle` waits until it has been taken."""
-        self._sequence += 1
         length = sum(part.nbytes for part in payload) // dtype.itemsize
-        part = {"width": width, "node": node, "seen": self._seen, "step": step}
-        header = Header(Operation.PUSH, table, dtype, (length,), epoch=self._epoch, sequence=self._sequence, **part)
+        self._push(Header(Operation.PUSH, table, dtype, (length,), width=width, node=node, step=step), payload)
+
+    def push_rows(self, table: int, ids_n: Tensor, gradients_nd: Tensor, *, step: int, width: int, node: int) -> None:
+        """Send gradients of rows, whose ids are sorted and each there once."""
+        payload = [view(ids_n), view(gradients_nd.contiguous())]
+        length = ids_n.nbytes + gradients_nd.nbytes
+        header = Header(Operation.PUSH_ROWS, table, shape=(length,), width=width, node=node, step=step)
+        self._push(header, payload)
+
+    def _push(self, header: Header, payload: Sequence[memoryview]) -> None:
+        self._sequence += 1
+        header = replace(header, epoch=self._epoch, sequence=self._sequence, seen=self._seen)
         self._pending.append(_Push(header, payload))
         self._persist(lambda: self._channel.send(header, payload))
+
+    def pull_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> Tensor:
+        """float32 [n, dim]: rows that have seen all updates up to ``step``."""
+        rows_nd = torch.empty(len(ids_n), dim)
+        header = Header(Operation.PULL_ROWS, table, torch.int64, (len(ids_n),), step=step)
+        while True:
+            try:
+                self._channel.send(header, [view(ids_n)])
+                answer = self._channel.answer(Operation.WEIGHTS)
+                answer.require(torch.float32, (len(ids_n), dim))
+                self._channel.fill([view(rows_nd)])
+                self._seen = answer.seen
+                return rows_nd
+            except LostError:
+                self._recover()
 
     def settle(self) -> None:
         """Wait until all pushes have been taken."""

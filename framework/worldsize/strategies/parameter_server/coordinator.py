@@ -16,9 +16,11 @@ from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.desk import Desk
 from worldsize.strategies.parameter_server.directory import Directory
 from worldsize.strategies.parameter_server.frames import Header, Operation, message
+from worldsize.strategies.parameter_server.rows import RowRule
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import assembled
 from worldsize.strategies.parameter_server.tree import receive_tree
+from worldsize.strategies.parameter_server.whole import joined_rows, whole_state
 
 T = TypeVar("T")
 Frame = tuple[Header, Sequence[memoryview]]
@@ -73,12 +75,13 @@ class Coordinator(Replica):
         learning: Learning,
         world: World,
         *,
+        rows: RowRule,
         clip_norm: float | None,
         skips: bool,
     ) -> None:
         self._server, self._desk, self._directory, self._peers = server, desk, directory, peers
         self._learning, self._world = learning, world
-        self._clip_norm, self._skips = clip_norm, skips
+        self._rows, self._clip_norm, self._skips = rows, clip_norm, skips
         self._gathers = server.shard.rule.gathers
         self.step_reached = server.shard.closed
         agreed = (self.step_reached, server.shard.last_factor)
@@ -114,7 +117,8 @@ class Coordinator(Replica):
         for peer in self._peers:
             for name, norms in peer.message(Operation.NORMS).items():
                 found.setdefault(name, []).extend(norms)
-        pieces = [torch.tensor(found[name]) for name, _ in self._learning.model.named_parameters() if name in found]
+        names = [name for name, _ in self._learning.model.named_parameters() if name in found]
+        pieces = [torch.tensor(found[name]) for name in names]
         return [torch.linalg.vector_norm(norms) if norms.numel() > 1 else norms[0] for norms in pieces]
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
@@ -128,7 +132,7 @@ class Coordinator(Replica):
             states: list[Any] = [self._server.shard.state()]
         states += [peer.state() for peer in self._peers]
         assembled(states, self._learning)
-        return {**self._learning.state(), "scaler": {}}
+        return whole_state(self._learning, joined_rows([state["tables"] for state in states]), self._rows)
 
     def load(self, state: StateDict) -> None:
         """Nothing: each server has loaded its part by itself."""

@@ -35,21 +35,28 @@ class _Evaluation:
 class Desk:
     """``timeout``: seconds to go on without any worker."""
 
-    def __init__(self, clock: Clock, *, timeout: float) -> None:
-        self._clock, self._timeout = clock, timeout
+    def __init__(self, *, timeout: float) -> None:
+        self._timeout = timeout
+        self._begun = threading.Event()
         self._changed = threading.Condition()
         self._epochs = count(time.time_ns())  # later in each start of a server
         self._names: dict[str, int] = {}
         self._losses: dict[tuple[int, int], float] = {}
-        self._recent: deque[float] = deque(maxlen=clock.logical_ranks)
+        self._recent: deque[float] = deque()
         self._evaluation: _Evaluation | None = None
         self._ended: str | None = None
+
+    def begin(self, clock: Clock) -> None:
+        """Deal from this clock; who joined before has been waiting for it."""
+        self._clock, self._recent = clock, deque(maxlen=clock.logical_ranks)
+        self._begun.set()
 
     # ------------------------------------------------------------ for connections
 
     def control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """One worker, from its arrival to its end: each TICK says what it has done, each TASK what comes next."""
         name = str(facts["name"])
+        self._begun.wait(self._timeout)
         epoch = self._admit(name)
         try:
             channel.tell(Operation.WELCOME, {"epoch": epoch})
@@ -67,6 +74,7 @@ class Desk:
     def beat(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Signs of life of a worker."""
         channel.tell(Operation.WELCOME, {})
+        self._begun.wait(self._timeout)
         while True:
             header = channel.header()
             if header.operation != Operation.HEARTBEAT:

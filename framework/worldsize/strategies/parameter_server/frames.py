@@ -51,6 +51,8 @@ class Operation(IntEnum):
     TREE = 13  # JSON and tensors, see :mod:`tree`
     MESSAGE = 14
     STOP = 15  # to a server: the run ends; answered by DONE
+    PUSH_ROWS = 19  # ids (int64), then gradients (float32) of rows of one table; answered by DONE
+    PULL_ROWS = 20  # ids (int64); answered by WEIGHTS of shape [rows, dim]
     RESET = 16  # message: the step that is done; what has come of later ones is dropped; answered by DONE
     FACTS = 17  # answered by a MESSAGE
     REFUSED = 18  # message: why; the connection ends

@@ -306,15 +306,15 @@ class _Adam(_Update):
 
     def __call__(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         values_nd, means_nd, squares_nd = rows_nw[:, :dim], rows_nw[:, dim : 2 * dim], rows_nw[:, 2 * dim : 3 * dim]
-        steps_n1 = rows_nw[:, 3 * dim :].add_(1)
+        steps_n1 = rows_nw[:, 3 * dim :].add_(1).double()  # 1 - beta^steps cancels in float32
         first, second = self.group["betas"]
         if decay := self.group.get("weight_decay", 0):
             values_nd.mul_(1 - lr * decay)
         means_nd.lerp_(gradients_nd, 1 - first)
         squares_nd.mul_(second).addcmul_(gradients_nd, gradients_nd, value=1 - second)
-        scale_n1 = (1 - second**steps_n1).sqrt_()
+        scale_n1 = (1 - second**steps_n1).sqrt_().float()
         denominator_nd = (squares_nd.sqrt() / scale_n1).add_(self.group["eps"])
-        values_nd.sub_((lr / (1 - first**steps_n1)) * means_nd / denominator_nd)
+        values_nd.sub_((lr / (1 - first**steps_n1)).float() * means_nd / denominator_nd)
 
 
 def update_of(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> _Update:

@@ -17,7 +17,8 @@ from torch import Tensor
 from worldsize.strategies.parameter_server.channel import Channel, LostError, accepted
 from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, message, view
 from worldsize.strategies.parameter_server.keys import Keys
-from worldsize.strategies.parameter_server.shard import Shard
+from worldsize.strategies.parameter_server.rows import Rows
+from worldsize.strategies.parameter_server.shard import Gradient, RowGradients, Shard
 from worldsize.strategies.parameter_server.tree import send_tree
 
 _HANDSHAKE = 10.0  # seconds
@@ -70,6 +71,7 @@ class Server:
     is_master: Callable[[], bool] = _alone
     services: dict[str, Service] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards the shard
+    led_by: str = "server-"  # how the name of who leads the run begins
     ended: threading.Event = field(default_factory=threading.Event)
     followed: threading.Event = field(default_factory=threading.Event)
     lost: int = 0  # updates that workers had seen and this server has not
@@ -137,12 +139,15 @@ class Server:
         channel.tell(Operation.WELCOME, {"sequence": session.sequence, "step": self.shard.step})
         while True:
             header = channel.header()
-            if header.operation == Operation.PUSH:
-                self._push(channel, header, session)
-            elif header.operation == Operation.PULL:
-                self._pull(channel, header)
-            else:
-                raise RefusedError(f"{header.operation.name} from a worker")
+            match header.operation:
+                case Operation.PUSH | Operation.PUSH_ROWS:
+                    self._push(channel, header, session)
+                case Operation.PULL:
+                    self._pull(channel, header)
+                case Operation.PULL_ROWS:
+                    self._pull_rows(channel, header)
+                case _:
+                    raise RefusedError(f"{header.operation.name} from a worker")
 
     def _session(self, name: str, epoch: int) -> _Session:
         """A later epoch begins anew; the same one goes on where its connection broke."""
@@ -155,38 +160,70 @@ class Server:
             return session
 
     def _push(self, channel: Channel, header: Header, session: _Session) -> None:
-        if header.table >= len(self.shard.buckets):
-            raise RefusedError(f"PUSH of table {header.table}; there are {len(self.shard.buckets)}")
         if header.epoch != session.epoch or header.sequence != session.sequence + 1:
             raise RefusedError(
                 f"PUSH {header.sequence} of epoch {header.epoch} came; {session.sequence + 1} of "
                 f"{session.epoch} was next"
             )
-        bucket = self.shard.buckets[header.table]
-        header.require(bucket.dtype, (bucket.numel,))
-        gradient_n = torch.empty(bucket.numel, dtype=bucket.dtype)
-        channel.fill([view(gradient_n)])
+        payload, gradient = self.receive(channel, header)
         with self.changed:
-            if header.epoch != session.epoch or header.sequence != session.sequence + 1:
+            if header.sequence != session.sequence + 1:
                 raise RefusedError(f"PUSH {header.sequence} came twice at once")
             self.begins(self.shard.step + 1)
-            ticket = self._forward(header, [view(gradient_n)])
-            self.take(header, gradient_n)
+            ticket = self._forward(header, payload)
+            self._take(header, gradient)
             session.sequence += 1
             self._load.taken(header)
             self.changed.notify_all()
         self._settle(ticket)
         channel.send(Header(Operation.DONE, table=header.table, sequence=header.sequence))
 
-    def take(self, header: Header, gradient_n: Tensor) -> None:
+    def receive(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
+        """The payload of a push: its bytes, and the gradient that they are. Raises LostError or RefusedError."""
+        if header.operation == Operation.PUSH_ROWS:
+            return self._receive_rows(channel, header)
+        if header.table >= len(self.shard.buckets):
+            raise RefusedError(f"PUSH of table {header.table}; there are {len(self.shard.buckets)}")
+        bucket = self.shard.buckets[header.table]
+        header.require(bucket.dtype, (bucket.numel,))
+        gradient_n = torch.empty(bucket.numel, dtype=bucket.dtype)
+        channel.fill(payload := [view(gradient_n)])
+        return payload, gradient_n
+
+    def _receive_rows(self, channel: Channel, header: Header) -> tuple[list[memoryview], RowGradients]:
+        rows = self._rows(header)
+        count, rest = divmod(header.length, 8 + 4 * rows.table.dim)
+        if rest or header.dtype != torch.uint8 or count > rows.table.rows:
+            raise RefusedError(f"PUSH_ROWS of {rows.table.name} carries {header.length} bytes")
+        ids_n, gradients_nd = torch.empty(count, dtype=torch.int64), torch.empty(count, rows.table.dim)
+        channel.fill(payload := [view(ids_n), view(gradients_nd)])
+        self._check_rows(rows, ids_n)
+        if not bool((ids_n[1:] > ids_n[:-1]).all()):
+            raise RefusedError(f"rows of {rows.table.name} come sorted and each once; these do not")
+        return payload, (ids_n, gradients_nd)
+
+    def _rows(self, header: Header) -> Rows:
+        if header.table >= len(self.shard.tables):
+            raise RefusedError(f"rows of table {header.table}; there are {len(self.shard.tables)}")
+        return self.shard.tables[header.table]
+
+    def _check_rows(self, rows: Rows, ids_n: Tensor) -> None:
+        if len(ids_n) and (int(ids_n.min()) < 0 or int(ids_n.max()) >= rows.table.rows):
+            raise RefusedError(f"{rows.table.name} has rows 0 to {rows.table.rows - 1}; another one was named")
+        if not bool((rows.rule.shard_of(ids_n, rows.table) == rows.shard).all()):
+            raise RefusedError(f"rows of {rows.table.name} were named that belong to another server")
+
+    def _take(self, header: Header, gradient: Gradient) -> None:
         """A push that is the next one of its session."""
         part = {"step": header.step, "width": header.width, "node": header.node, "seen": header.seen}
-        self.shard.push(header.table, gradient_n, **part)
+        first = len(self.shard.buckets) if header.operation == Operation.PUSH_ROWS else 0
+        self.shard.push(first + header.table, gradient, **part)
 
-    def follow(self, header: Header, gradient_n: Tensor) -> None:
+    def follow(self, channel: Channel, header: Header) -> None:
         """A push that the master has taken."""
+        _, gradient = self.receive(channel, header)
         self._adopted[header.epoch] = header.sequence
-        self.take(header, gradient_n)
+        self._take(header, gradient)
 
     def adopt(self, image: Mapping[str, Any]) -> None:
         """Become what the master is; :meth:`take` and others follow its steps from there."""
@@ -208,18 +245,39 @@ class Server:
     def _pull(self, channel: Channel, header: Header) -> None:
         """All buckets, once the updates of steps up to ``header.step`` have been made."""
         with self.changed:
-            if not self.changed.wait_for(lambda: self.shard.step >= header.step, self.timeout):
-                raise RefusedError(f"step {header.step} did not end; the shard is at step {self.shard.step}")
+            self._wait_for(header.step)
             seen = self.shard.updates % 2**32
         for index, (bucket, values_n) in enumerate(zip(self.shard.buckets, self.shard.values, strict=True)):
             head = Header(Operation.WEIGHTS, index, bucket.dtype, (bucket.numel,), seen=seen, step=self.shard.step)
             channel.send(head, [view(values_n)])
         self._load.given(sum(values_n.nbytes for values_n in self.shard.values))
 
+    def _wait_for(self, step: int) -> None:
+        if not self.changed.wait_for(lambda: self.shard.step >= step, self.timeout):
+            raise RefusedError(f"step {step} did not end; the shard is at step {self.shard.step}")
+
+    def _pull_rows(self, channel: Channel, header: Header) -> None:
+        """Rows by their ids, once the updates of steps up to ``header.step`` have been made."""
+        rows = self._rows(header)
+        if header.dtype != torch.int64 or len(header.shape) != 1 or header.shape[0] > rows.table.rows:
+            raise RefusedError(f"PULL_ROWS of {rows.table.name} carries {header.dtype} {list(header.shape)}")
+        ids_n = torch.empty(header.shape, dtype=torch.int64)
+        channel.fill([view(ids_n)])
+        self._check_rows(rows, ids_n)
+        with self.changed:
+            self._wait_for(header.step)
+            values_nd = rows.pull(ids_n)
+            seen = self.shard.updates % 2**32
+        channel.send(
+            Header(Operation.WEIGHTS, header.table, torch.float32, (len(ids_n), rows.table.dim), seen=seen),
+            [view(values_nd)],
+        )
+        self._load.given(values_nd.nbytes)
+
     def _peer(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Another server, which leads the run."""
-        if not facts["name"].startswith("server-"):
-            raise RefusedError(f"{facts['name']} is no server")
+        """Who leads the run."""
+        if not facts["name"].startswith(self.led_by):
+            raise RefusedError(f"{facts['name']} does not lead this run")
         channel.tell(Operation.WELCOME, {"step": self.shard.step})
         while True:
             header = channel.header()
@@ -247,7 +305,7 @@ class Server:
                     channel.send(Header(Operation.DONE))
                     self.ended.set()
                 case _:
-                    raise RefusedError(f"{header.operation.name} from a server")
+                    raise RefusedError(f"{header.operation.name} from {facts['name']}")
 
     # ------------------------------------------------------------ what the server that leads decides
 

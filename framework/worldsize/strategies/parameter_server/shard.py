@@ -14,7 +14,9 @@ from worldsize.collectives.ordered import Arrivals
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.frames import RefusedError
 from worldsize.strategies.parameter_server.layout import Bucket
+from worldsize.strategies.parameter_server.rows import Rows
 
+RowGradients = tuple[Tensor, Tensor]  # int64 [n], sorted and each once, and float32 [n, dim]
 _COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "_closed")
 
 
@@ -37,11 +39,42 @@ class Rule:
     finite: bool = True
 
 
+Gradient = Tensor | RowGradients
+
+
+def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:
+    """The mean over all logical ranks of parts of a table's gradient, each row added in the tree's order.
+
+    The same bits as the gradient of the whole table, summed in that tree: to add a zero changes nothing.
+    """
+    ids_n = torch.unique(torch.cat([ids for ids, _ in parts.values()]))
+    arrivals = Arrivals(logical_ranks)
+    for (width, node), (ids, values) in parts.items():
+        part_nd = values.new_zeros(len(ids_n), values.shape[1])
+        part_nd[torch.searchsorted(ids_n, ids)] = values
+        arrivals.add(width, node, [part_nd])
+    total = arrivals.total()
+    assert total is not None, "all logical ranks have come"
+    return ids_n, total[0].div_(logical_ranks)
+
+
 @final
 class Shard:
-    """``buckets`` of a model that is given whole, with its optimizer's and schedule's state."""
+    """``buckets`` of a model that is given whole, with its optimizer's and schedule's state; and rows of ``tables``.
 
-    def __init__(self, learning: Learning, buckets: Sequence[Bucket], rule: Rule, *, step: int = 0) -> None:
+    What comes in is numbered: buckets first, then tables.
+    """
+
+    def __init__(
+        self,
+        learning: Learning,
+        buckets: Sequence[Bucket],
+        rule: Rule,
+        *,
+        step: int = 0,
+        tables: Sequence[Rows] = (),
+    ) -> None:
+        self.tables = tables
         self.optimizer, self.schedule = learning.optimizer, learning.schedule
         self.rule, self.buckets, self.step = rule, buckets, step
         self.updates = step if rule.gathers else step * rule.logical_ranks // rule.share
@@ -50,6 +83,7 @@ class Shard:
         pairs = zip(buckets, self.values, strict=True)
         self.parameters = [[nn.Parameter(view) for view in bucket.views(values)] for bucket, values in pairs]
         self._take_over()
+        self.optimizer.step()  # without gradients it does nothing; schedules want to have seen one, also of rows alone
         self.begin_step()
         self.last_factor: float | None = 1.0  # of the last approval
         self._units: dict[tuple[int, int], set[int]] = {}  # parts of steps: buckets of each that have come
@@ -74,53 +108,69 @@ class Shard:
     def begin_step(self) -> None:
         """Forget what has come of the step in progress."""
         self._arrivals = [Arrivals(self.rule.logical_ranks) for _ in self.buckets]
-        self._covered: list[set[int]] = [set() for _ in self.buckets]
-        self._ready: dict[int, Tensor] = {}
+        self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in self.tables]
+        self._covered: list[set[int]] = [set() for _ in range(self._kinds)]
+        self._ready: dict[int, Tensor | RowGradients] = {}
         self._applied = 0
+
+    @property
+    def _kinds(self) -> int:
+        return len(self.buckets) + len(self.tables)
 
     @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def push(self, index: int, gradient_n: Tensor, *, step: int, width: int, node: int, seen: int = 0) -> bool:
-        """Take the gradient of bucket ``index``; False if that of these logical ranks has come before.
+    def push(self, index: int, gradient: Gradient, *, step: int, width: int, node: int, seen: int = 0) -> bool:
+        """Take the gradient of a bucket (flat) or of rows (ids, sorted and each once, and [n, dim]).
 
-        ``width`` and ``node``: which part of the tree over logical ranks it is the sum of, as in
-        :class:`Arrivals`; without ``rule.gathers``, the mean over a unit, of which ``node`` is the first logical
-        rank. ``seen``: the number of updates that its worker's weights had seen.
+        False if that of these logical ranks has come before. ``width`` and ``node``: which part of the tree over
+        logical ranks it is the sum of, as in :class:`Arrivals`; without ``rule.gathers``, the mean over a unit, of
+        which ``node`` is the first logical rank. ``seen``: the number of updates that its worker's weights had seen.
 
         Raises:
             RefusedError: it is not finite, or of a step that is not being trained; nothing has changed.
         """
-        if self.rule.finite and not bool(torch.isfinite(gradient_n.sum())):
+        values = gradient if isinstance(gradient, Tensor) else gradient[1]
+        if self.rule.finite and not bool(torch.isfinite(values.sum())):
             raise RefusedError(f"a gradient for step {step} is NaN or infinite (nonfinite=ignore would accept it)")
         if self.rule.gathers:
-            return self._gather(index, gradient_n, step, width, node)
-        return self._update(index, gradient_n, (step, node), seen)
+            return self._gather(index, gradient, step, width, node)
+        return self._update(index, gradient, (step, node), seen)
 
-    def _gather(self, index: int, gradient_n: Tensor, step: int, width: int, node: int) -> bool:
+    def _gather(self, index: int, gradient: Gradient, step: int, width: int, node: int) -> bool:
         if step <= self.step:
             return False
-        ranks = set(range(node, self.rule.logical_ranks, width))
-        if step != self.step + 1 or not ranks or self.rule.logical_ranks % width:
+        if step != self.step + 1 or not 0 <= node < width or self.rule.logical_ranks % width:
             raise RefusedError(f"part {node} of {width} of step {step} cannot be; the shard is at step {self.step + 1}")
-        covered = self._covered[index]
+        ranks, covered = set(range(node, self.rule.logical_ranks, width)), self._covered[index]
         if ranks <= covered:
             return False
         if ranks & covered:
             raise RefusedError(f"part {node} of {width} of step {step} overlaps with what has come")
         covered |= ranks
-        self._arrivals[index].add(width, node, [gradient_n])
-        if total := self._arrivals[index].total():
-            self._ready[index] = total[0].div_(self.rule.logical_ranks)
+        mean = self._mean(index, gradient, width, node)
+        if mean is not None:
+            self._ready[index] = mean
             if not self.rule.approves:
-                self._apply_bucket(index)
+                self._apply_one(index)
         return True
 
-    def _apply_bucket(self, index: int) -> None:
+    def _mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
+        """Over all logical ranks, once all have come."""
+        total = self.rule.logical_ranks
+        if isinstance(gradient, Tensor):
+            self._arrivals[index].add(width, node, [gradient])
+            whole = self._arrivals[index].total()
+            return None if whole is None else whole[0].div_(total)
+        parts = self._row_parts[index - len(self.buckets)]
+        parts[width, node] = gradient
+        return row_mean(parts, total) if len(self._covered[index]) == total else None
+
+    def _apply_one(self, index: int) -> None:
         self._descend(index, self._ready.pop(index))
         self._applied += 1
-        if self._applied == len(self.buckets):
+        if self._applied == self._kinds:
             self._end_step()
 
     def _end_step(self) -> None:
@@ -132,15 +182,19 @@ class Shard:
 
     @property
     def waits_for_approval(self) -> bool:
-        return self.rule.approves and len(self._ready) == len(self.buckets)
+        return self.rule.approves and len(self._ready) == self._kinds
 
     def norms(self) -> dict[str, list[float]]:
         """Norms of the pieces of the mean gradient of the step that waits for approval, by parameter."""
         found: dict[str, list[float]] = {}
-        for index, gradient_n in self._ready.items():
-            bucket = self.buckets[index]
-            for piece, view in zip(bucket.pieces, bucket.views(gradient_n), strict=True):
-                found.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
+        for index, gradient in self._ready.items():
+            if isinstance(gradient, Tensor):
+                bucket = self.buckets[index]
+                for piece, view in zip(bucket.pieces, bucket.views(gradient), strict=True):
+                    found.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
+            else:
+                name = self.tables[index - len(self.buckets)].table.name
+                found.setdefault(name, []).append(float(torch.linalg.vector_norm(gradient[1])))
         return found
 
     def apply(self, step: int, factor: float | None) -> None:
@@ -149,19 +203,21 @@ class Shard:
             return  # approved before, by one whose answer was lost
         for index in sorted(self._ready):
             if factor is not None:
-                self._descend(index, self._ready[index].mul_(factor))
+                gradient = self._ready[index]
+                (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
+                self._descend(index, gradient)
         self.last_factor = factor
         self._end_step()
 
-    def _update(self, index: int, gradient_n: Tensor, unit: tuple[int, int], seen: int) -> bool:
+    def _update(self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int) -> bool:
         """One unit's update: Σ over the units of a step of share × lr is lr."""
         if unit[0] <= self._closed or index in self._units.get(unit, ()):
             return False
         come = self._units.setdefault(unit, set())
         come.add(index)
         staleness = max(1, (self.updates - seen + 1) % 2**32)
-        self._descend(index, gradient_n, 1 / staleness if self.rule.by_staleness else self._share)
-        if len(come) == len(self.buckets):
+        self._descend(index, gradient, 1 / staleness if self.rule.by_staleness else self._share)
+        if len(come) == self._kinds:
             self._end_unit()
         return True
 
@@ -183,15 +239,18 @@ class Shard:
         per_step = self.rule.logical_ranks // self.rule.share
         while True:
             of_next = [unit for unit, come in self._units.items() if unit[0] == self._closed + 1]
-            if len(of_next) < per_step or any(len(self._units[unit]) < len(self.buckets) for unit in of_next):
+            if len(of_next) < per_step or any(len(self._units[unit]) < self._kinds for unit in of_next):
                 return
             for unit in of_next:
                 del self._units[unit]
             self._closed += 1
 
-    def _descend(self, index: int, gradient_n: Tensor, share: float = 1.0) -> None:
+    def _descend(self, index: int, gradient: Gradient, share: float = 1.0) -> None:
+        if not isinstance(gradient, Tensor):
+            self.tables[index - len(self.buckets)].push(*gradient, share)
+            return
         parameters = self.parameters[index]
-        for parameter, view in zip(parameters, self.buckets[index].views(gradient_n), strict=True):
+        for parameter, view in zip(parameters, self.buckets[index].views(gradient), strict=True):
             parameter.grad = view
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -217,7 +276,9 @@ class Shard:
             "schedule": self.schedule.state_dict() if self.schedule is not None else {},
             "arrivals": [[[*key, part] for key, part in each.parts.items()] for each in self._arrivals],
             "covered": [sorted(each) for each in self._covered],
-            "ready": dict(self._ready),
+            "row_parts": [[[*key, *part] for key, part in each.items()] for each in self._row_parts],
+            "ready": [[index, gradient] for index, gradient in self._ready.items()],
+            "tables": [rows.state() for rows in self.tables],
             "units": [[*unit, sorted(come)] for unit, come in self._units.items()],
             **{name: getattr(self, name) for name in _COUNTERS},
         }
@@ -237,7 +298,10 @@ class Shard:
         for arrivals, parts in zip(self._arrivals, image["arrivals"], strict=True):
             arrivals.parts = {(width, node): part for width, node, part in parts}
         self._covered = [set(each) for each in image["covered"]]
+        self._row_parts = [{(width, node): (ids, g) for width, node, ids, g in each} for each in image["row_parts"]]
         self._ready = dict(image["ready"])
+        for rows, state in zip(self.tables, image["tables"], strict=True):
+            rows.load(state)
         self._units = {(step, rank): set(come) for step, rank, come in image["units"]}
         for name in _COUNTERS:
             setattr(self, name, image[name])
@@ -255,7 +319,17 @@ class Shard:
                 entry = {"first": piece.first, "value": parameter.detach().clone(), "state": copy}
                 found.setdefault(piece.name, []).append(entry)
         schedule = self.schedule.state_dict() if self.schedule is not None else {}
-        return {"parameters": found, "schedule": schedule, "groups": self._groups(), "step": self.step}
+        return {
+            "parameters": found,
+            "schedule": schedule,
+            "groups": self._groups(),
+            "step": self.step,
+            "tables": self.table_states(),
+        }
+
+    def table_states(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the rows of each table, by its name."""
+        return {rows.table.name: rows.state() for rows in self.tables}
 
 
 def _flat(bucket: Bucket, whole: Mapping[str, Tensor]) -> Tensor:

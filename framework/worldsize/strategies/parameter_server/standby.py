@@ -6,12 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch
-
 from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.directory import Entry
-from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, view
+from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.tree import receive_tree
 
@@ -117,11 +115,8 @@ def _follow(server: Server, channel: Channel) -> None:
 
 def _make(server: Server, channel: Channel, header: Header) -> None:
     match header.operation:
-        case Operation.PUSH:
-            bucket = server.shard.buckets[header.table]
-            gradient_n = torch.empty(bucket.numel, dtype=bucket.dtype)
-            channel.fill([view(gradient_n)])
-            server.follow(header, gradient_n)
+        case Operation.PUSH | Operation.PUSH_ROWS:
+            server.follow(channel, header)
         case Operation.APPLY:
             facts: dict[str, Any] = channel.message(header)
             server.shard.apply(facts["step"], facts["factor"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,24 +11,22 @@ from typing import Literal, final
 from torch import nn
 
 from worldsize.core import Cluster, ConfigError, Duty, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
-from worldsize.run_directory import private
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import address_of, listen, own_address
-from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.clock import Clock
 from worldsize.strategies.parameter_server.coordinator import Coordinator, Peer
 from worldsize.strategies.parameter_server.desk import Desk
-from worldsize.strategies.parameter_server.directory import Directory, EndedError
-from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
+from worldsize.strategies.parameter_server.directory import EndedError
+from worldsize.strategies.parameter_server.house import House, Transport
 from worldsize.strategies.parameter_server.layout import Shard as Owned
 from worldsize.strategies.parameter_server.layout import plan_shards
+from worldsize.strategies.parameter_server.rows import RowRule, Sharding
 from worldsize.strategies.parameter_server.server import Server
-from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.standby import Succession
+from worldsize.strategies.parameter_server.whole import learning_of
 from worldsize.strategies.parameter_server.worker import Worker
 
 Consistency = Literal["sync", "bounded", "async"]
-Transport = Literal["auto", "unix", "tls", "tcp"]
 
 
 @final
@@ -46,6 +42,11 @@ class ParameterServer(Strategy):
     size in MiB of what travels as one frame. ``transport``: "unix" inside a host, "tls" between hosts (mutual TLS
     1.3, with keys made for this run), "tcp" without either, on loopback alone; "auto" chooses by ``nodes``.
     ``host``: address that servers bind to (default: that of the interface that leads out).
+
+    Embeddings with ``sparse=True`` are tables: a row exists on its server once it is touched, and its initial value
+    follows from ``seed``, table and row. ``sharding``: rows go to servers by "hash" (id modulo servers) or "range".
+    ``admit_after``: pushes before a row is kept; ``capacity``: rows of a table that a server keeps, the ones touched
+    last.
     """
 
     numerics: Numerics = field(default_factory=Numerics)
@@ -60,6 +61,10 @@ class ParameterServer(Strategy):
     transport: Transport = "auto"
     host: str | None = None
     nodes: int = 1
+    seed: int = 0
+    sharding: Sharding = "hash"
+    admit_after: int = 0
+    capacity: int | None = None
 
     def __post_init__(self) -> None:
         if self.consistency not in ("sync", "bounded", "async"):
@@ -68,14 +73,8 @@ class ParameterServer(Strategy):
             raise ConfigError(
                 f"strategy.staleness={self.staleness} goes with strategy.consistency=bounded, and is 0 or more."
             )
-        if self.replicas not in (0, 1):
-            raise ConfigError(f"strategy.replicas={self.replicas}: a shard has no standby (0) or one (1).")
         if self.numerics.precision == "fp16":
             raise ConfigError("the parameter server has no loss scaling. Set precision=bf16 or fp32.")
-        if self.transport == "unix" and self.nodes > 1:
-            raise ConfigError(f"strategy.transport=unix ends at the host, and there are {self.nodes}. Set tls.")
-        if self.lease <= 0:
-            raise ConfigError(f"strategy.lease={self.lease} must be positive; it is in seconds.")
 
     @property
     def bound(self) -> float:
@@ -83,30 +82,22 @@ class ParameterServer(Strategy):
         return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
 
     @property
-    def _wire(self) -> Transport:
-        return self.transport if self.transport != "auto" else "unix" if self.nodes == 1 else "tls"
+    def _rows(self) -> RowRule:
+        return RowRule(self.seed, self.servers, self.sharding, self.admit_after, self.capacity)
+
+    @property
+    def _house(self) -> House:
+        return House(self.servers, self.replicas, self.lease, self.transport, self.host, self.nodes)
 
     def prepare(self, folder: Path) -> None:
-        if self._wire == "tls":
-            mint_authority(private(folder) / "keys")
-
-    def _listener(self, keys: Keys | None) -> socket.socket:
-        if self._wire == "unix":
-            return listen(f"unix:{Path(tempfile.mkdtemp(prefix='worldsize_'), 'server')}", None)
-        host = self.host or ("127.0.0.1" if self._wire == "tcp" else own_address())
-        return listen(f"tcp:{host}:0", keys)
+        self._house.prepare(folder)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        servers = self.servers * (1 + self.replicas)
-        workers = cluster.processes - servers
-        if self.servers < 1 or workers < 1:
-            raise ConfigError(
-                f"parameter_server needs at least one server and one worker; the cluster has {cluster.processes} "
-                f"processes, {servers} of them servers. Set cluster.processes={max(1, servers) + 1} or more."
-            )
+        workers = cluster.processes - self._house.processes
+        self._house.check(cluster, workers)
         restart: Literal["alone", "together"] = "alone" if self.replicas or self.bound else "together"
         return {
-            "server": Role(servers, restart=restart, serves=True, least=self.servers),
+            "server": Role(self._house.processes, restart=restart, serves=True, least=self.servers),
             "worker": Role(workers, restart="alone", serves=True, least=1),
         }
 
@@ -114,68 +105,43 @@ class ParameterServer(Strategy):
         raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")
 
     def serve(self, recipe: Recipe, world: World, duty: Duty) -> Replica | None:
-        name = f"{world.role}-{world.rank}"
-        keys = mint(duty.folder / "keys", name) if self._wire == "tls" else None
-        dialer = Dialer(name, Directory(duty.folder, duty.timeout), keys, duty.timeout)
-        learning = Learning.of(recipe, recipe.model())
-        shards = self._shards(learning)
-        if world.role == "worker":
-            gathers = self.bound == 0
-            Worker(recipe, world, duty, shards, dialer, numerics=self.numerics, gathers=gathers).run(self.lease)
-            return None
-        return self._serve(recipe, learning, shards[world.rank % self.servers], world, duty, dialer)
+        shards = self._shards(learning_of(recipe))
+        if world.role == "server":
+            server, succession, whole = self._house.server(
+                recipe, world, duty, rule=self._rule(duty), rows=self._rows, shards=shards
+            )
+            return self._lead(server, succession, whole, world, duty)
+        dialer = self._house.dialer(f"worker-{world.rank}", duty.folder, duty.timeout)
+        gathers = self.bound == 0
+        worker = Worker(recipe, world, duty, shards, dialer, numerics=self.numerics, gathers=gathers, rows=self._rows)
+        worker.run(self.lease)
+        return None
 
     def _shards(self, learning: Learning) -> list[Owned]:
         _check_buffers(learning)
-        trained = {name: p for name, p in learning.model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in learning.model.named_parameters() if p.requires_grad and p.numel()}
         clips_exactly = self.reduce == "ordered" and self.numerics.clip_norm is not None  # norms of whole parameters
         cut = type(learning.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
         return plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
 
-    def _serve(
-        self, recipe: Recipe, learning: Learning, owned: Owned, world: World, duty: Duty, dialer: Dialer
-    ) -> Replica | None:
-        whole = Learning.of(recipe, recipe.model())
-        state, step = duty.restore(lambda: {**whole.state(), "scaler": {}}) or (None, 0)
-        if state is not None:
-            learning.load(state)
-            whole.load(state)
-        server = Server(
-            Shard(learning, owned, self._rule(duty), step=step),
-            self._listener(dialer.keys),
-            dialer.keys,
-            duty.timeout,
-            lease=self.lease,
-            replicated=self.replicas > 0,
-        )
-        succession = Succession(
-            dialer,
-            world.rank % self.servers,
-            address_of(server.listener),
-            lease=self.lease,
-            founds=world.rank < self.servers,
-        )
-        return self._master(server, succession, whole, world, duty)
-
-    def _master(
+    def _lead(
         self, server: Server, succession: Succession, whole: Learning, world: World, duty: Duty
     ) -> Replica | None:
         """From when this server is master of its shard, if ever, to the end; a replica if the shard is the first."""
+        first = succession.shard == 0
+        desk = Desk(timeout=duty.timeout)
+        if first:
+            server.services = {"control": desk.control, "beat": desk.beat}
+        else:
+            server.begins = duty.begins  # where training leads, its loop tells them
         try:
-            succession.run(server)
+            self._house.open(server, succession)
         except EndedError:
             return None
-        server.fence, server.is_master = succession.fence, succession.is_master
-        if succession.shard != 0:
-            server.begins = duty.begins  # where training leads, its loop tells them
-            server.start()
+        if not first:
             server.ended.wait()
             return None
-        clock = Clock(self.bound, duty.logical_ranks, self._share(duty), self.lease, first=server.shard.closed)
-        desk = Desk(clock, timeout=duty.timeout)
-        server.services = {"control": desk.control, "beat": desk.beat}
-        server.start()
-        server.followed.wait(self.lease)
+        desk.begin(Clock(self.bound, duty.logical_ranks, 1, self.lease, first=server.shard.closed))
         desk.meet(duty.workers, seconds=self.lease)
         if self.bound:
             desk.open(duty.steps)
@@ -188,20 +154,16 @@ class ParameterServer(Strategy):
             peers,
             whole,
             world,
+            rows=self._rows,
             clip_norm=self.numerics.clip_norm,
             skips=self.numerics.nonfinite == "skip",
         )
-
-    def _share(self, duty: Duty) -> int:
-        """Logical ranks of a unit where steps overlap."""
-        return 1
 
     def _rule(self, duty: Duty) -> Rule:
         gathers, skips = self.bound == 0, self.numerics.nonfinite == "skip"
         return Rule(
             duty.logical_ranks,
             gathers=gathers,
-            share=self._share(duty),
             by_staleness=self.by_staleness,
             approves=gathers and (skips or self.numerics.clip_norm is not None or self.replicas > 0),
             finite=self.numerics.nonfinite == "stop",

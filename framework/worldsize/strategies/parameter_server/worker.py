@@ -15,8 +15,10 @@ from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
 from worldsize.strategies.parameter_server.directory import EndedError
+from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
 from worldsize.strategies.parameter_server.frames import Operation, view
 from worldsize.strategies.parameter_server.layout import Shard
+from worldsize.strategies.parameter_server.rows import RowRule
 from worldsize.strategies.synchronous import autocast, metric_sums
 
 
@@ -34,10 +36,12 @@ class Worker:
         *,
         numerics: Numerics,
         gathers: bool,
+        rows: RowRule,
     ) -> None:
         self._recipe, self._world, self._duty, self._dialer = recipe, world, duty, dialer
         self._numerics, self._gathers, self._shards = numerics, gathers, shards
-        self._model = recipe.model().to(world.device)
+        self._model = made_remote(recipe.model()).to(world.device)
+        self._tables = TableLinks(self._model, rows)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._memory = [[(b.dtype, self._pieces(b, self._parameters)) for b in shard] for shard in shards]
 
@@ -56,6 +60,7 @@ class Worker:
         """Work as a member; False if the server that leads is gone, or has given this worker up."""
         control, facts = self._dialer.connect(0, "control")
         links = [ShardLink(self._dialer, shard, facts["epoch"]) for shard in range(len(self._shards))]
+        self._tables.links = links
         try:
             return self._work(control, links)
         except LostError:
@@ -86,12 +91,17 @@ class Worker:
         step, ranks = task["step"], task["ranks"]
         batches = [self._duty.micro_batch(step, rank) for rank in ranks]
         self._pull(links, step - 1 if self._gathers else 0)
-        arrivals, losses = Arrivals(self._duty.logical_ranks), []
+        total, arrivals, losses, touched = self._duty.logical_ranks, Arrivals(self._duty.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
-            arrivals.add(self._duty.logical_ranks, rank, self._take())
-        for (width, node), gradients in self._parts(arrivals, ranks):
+            arrivals.add(total, rank, self._take())
+            touched.append(self._tables.take())
+        if not self._gathers:
+            self._clip([*arrivals.parts[total, ranks[0]], *(values for _, values in touched[0])])
+        for (width, node), gradients in arrivals.parts.items():
             self._push(links, dict(zip(self._parameters, gradients, strict=True)), step, width, node)
+        for rank, rows in zip(ranks, touched, strict=True):
+            self._tables.push(rows, step=step, width=total, node=rank)
         for link in links:
             link.settle()
         return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
@@ -110,20 +120,11 @@ class Worker:
             parameter.grad = None
         return taken
 
-    def _parts(self, arrivals: Arrivals, ranks: Sequence[int]) -> list[tuple[tuple[int, int], list[Tensor]]]:
-        """What is pushed: sums of parts of the tree, or else the mean over this unit, clipped by its own norm."""
-        if self._gathers:
-            return list(arrivals.parts.items())
-        first, *others = arrivals.parts.values()
-        for other in others:
-            torch._foreach_add_(first, other)
-        torch._foreach_div_(first, len(ranks))
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        """Where steps overlap, each unit's gradient by its own norm."""
         if self._numerics.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(
-                _held(self._parameters, first), self._numerics.clip_norm, nn.utils.get_total_norm(first)
-            )
-            self._take()
-        return [((0, ranks[0]), first)]
+            norm = nn.utils.get_total_norm(gradients)
+            torch._foreach_mul_(list(gradients), torch.clamp(self._numerics.clip_norm / (norm + 1e-6), max=1.0))
 
     def _push(
         self, links: Sequence[ShardLink], gradients: Mapping[str, Tensor], step: int, width: int, node: int
@@ -134,6 +135,7 @@ class Worker:
                 link.push(table, bucket.dtype, self._pieces(bucket, gradients), step=step, width=width, node=node)
 
     def _pull(self, links: Sequence[ShardLink], step: int) -> None:
+        self._tables.step = step
         for link in links:
             link.ask(step)
         for link, memory in zip(links, self._memory, strict=True):
@@ -146,9 +148,3 @@ class Worker:
             sums, names = metric_sums(self._recipe, self._model, batches)
         found = {i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in sums.items()}
         return {"part": task["part"], "sums": found, "names": names}
-
-
-def _held(parameters: Mapping[str, nn.Parameter], gradients: Sequence[Tensor]) -> list[nn.Parameter]:
-    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-        parameter.grad = gradient
-    return list(parameters.values())

@@ -1,0 +1,191 @@
+"""Tables on servers, everything else by all-reduce (PERSIA, Lian et al. 2022, arXiv 2111.05897)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Duty,
+    EvaluationBatch,
+    MicroBatch,
+    Numerics,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    StateDict,
+    StepResult,
+    Strategy,
+    World,
+)
+from worldsize.strategies.accumulation import Accumulation, Backward, accumulation
+from worldsize.strategies.parameter_server.client import Dialer, ShardLink
+from worldsize.strategies.parameter_server.coordinator import Peer
+from worldsize.strategies.parameter_server.embedding import RowGradients, TableLinks, made_remote
+from worldsize.strategies.parameter_server.frames import Operation
+from worldsize.strategies.parameter_server.house import House, Transport
+from worldsize.strategies.parameter_server.rows import RowRule, Sharding
+from worldsize.strategies.parameter_server.shard import Rule
+from worldsize.strategies.parameter_server.whole import joined_rows, whole_tables
+from worldsize.strategies.synchronous import SynchronousReplica
+
+
+@final
+@dataclass(frozen=True)
+class HybridParameterServer(Strategy):
+    """DDP for dense parameters, ``servers`` for the rows of embeddings with ``sparse=True``.
+
+    ``consistency``: "sync", a step's rows are updated by the mean gradient over all workers before the next step
+    reads them; "async", by each worker's as it comes. The other options are those of the parameter server.
+    """
+
+    numerics: Numerics = field(default_factory=Numerics)
+    reduce: Reduction = "flat"
+    servers: int = 1
+    consistency: Literal["sync", "async"] = "sync"
+    lease: float = 5.0
+    transport: Transport = "auto"
+    host: str | None = None
+    nodes: int = 1
+    timeout: float = 600.0
+    seed: int = 0
+    sharding: Sharding = "hash"
+    admit_after: int = 0
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.consistency not in ("sync", "async"):
+            raise ConfigError(f"strategy.consistency={self.consistency!r} is unknown. Known: sync, async.")
+        if self.numerics.clip_norm is not None or self.numerics.nonfinite == "skip":
+            raise ConfigError("the norm of a gradient on two sides is not known. Set clip_norm=null, nonfinite=stop.")
+
+    @property
+    def _house(self) -> House:
+        return House(self.servers, 0, self.lease, self.transport, self.host, self.nodes)
+
+    @property
+    def _rows(self) -> RowRule:
+        return RowRule(self.seed, self.servers, self.sharding, self.admit_after, self.capacity)
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        workers = cluster.processes - self.servers
+        self._house.check(cluster, workers)
+        return {"server": Role(self.servers, serves=True), "worker": Role(workers)}
+
+    def prepare(self, folder: Any) -> None:
+        self._house.prepare(folder)
+
+    def serve(self, recipe: Recipe, world: World, duty: Duty) -> None:
+        gathers = self.consistency == "sync"
+        rule = Rule(duty.logical_ranks, gathers=gathers, finite=self.numerics.nonfinite == "stop")
+        server, succession, _ = self._house.server(
+            recipe, world, duty, rule=rule, rows=self._rows, shards=[()] * self.servers
+        )
+        server.led_by = "worker-"
+        self._house.open(server, succession)
+        server.ended.wait()
+
+    def replica(self, recipe: Recipe, world: World) -> Replica:
+        if world.folder is None:
+            raise ConfigError("hybrid_parameter_server needs servers, which a run has.")
+        dialer = self._house.dialer(f"worker-{world.rank}", world.folder, self.timeout)
+        return _HybridReplica(self, recipe, world, dialer, self._rows)
+
+
+@final
+class _Noting(Accumulation):
+    """Another accumulation; after each backward pass, the gradients of rows are taken aside, as if it were alone."""
+
+    def __init__(self, inner: Accumulation, take: Callable[[], list[RowGradients]]) -> None:
+        self._inner, self._take = inner, take
+        self.noted: dict[int, list[RowGradients]] = {}
+
+    def resumed(self) -> None:
+        self._inner.resumed()
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        places = {id(batch): place for place, batch in enumerate(batches)}
+
+        def noted(batch: MicroBatch, scale: float) -> Tensor:
+            loss = backward(batch, scale)
+            self.noted[places[id(batch)]] = [(ids_n, values_nd.div_(scale)) for ids_n, values_nd in self._take()]
+            return loss
+
+        return self._inner.run(batches, noted)
+
+
+@final
+class _HybridReplica(Replica):
+    """A synchronous replica of what is dense, and links to the servers of what is not."""
+
+    def __init__(
+        self, strategy: HybridParameterServer, recipe: Recipe, world: World, dialer: Dialer, rule: RowRule
+    ) -> None:
+        self._world, self._dialer, self._rule = world, dialer, rule
+        self._gathers, self._shards = strategy.consistency == "sync", strategy.servers
+        model = made_remote(recipe.model())
+        self._tables = TableLinks(model, rule)
+        self._tables.links = [ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)]
+        module = self._wrapped(model)
+        self._sums = _Noting(accumulation(strategy.reduce, module, world.group), self._tables.take)
+        self._inner = SynchronousReplica(
+            recipe, world, model=model, module=module, numerics=strategy.numerics, accumulation=self._sums
+        )
+        self._step = self._tables.links[0].step
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        dense = any(parameter.requires_grad for parameter in model.parameters())
+        if self._world.size == 1 or not dense:
+            return model
+        return DistributedDataParallel(model, process_group=self._world.group, gradient_as_bucket_view=True)
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        self._tables.step = self._step if self._gathers else 0
+        self._step += 1
+        result = self._inner.step(micro_batches)
+        total = len(micro_batches) * self._world.size
+        for place, gradients in sorted(self._sums.noted.items()):
+            rank = place * self._world.size + self._world.rank  # strided, as data are dealt
+            self._tables.push(gradients, step=self._step, width=total, node=rank)
+        for link in self._tables.links:
+            link.settle()
+        self._sums.noted.clear()
+        return result
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        self._tables.step = self._step if self._gathers else 0
+        return self._inner.evaluate(batches)
+
+    def state(self) -> StateDict:
+        """Every worker asks for all rows, since each saves a share of what all of them have."""
+        states = [self._peer(shard).state()["tables"] for shard in range(self._shards)]
+        return whole_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
+
+    def _peer(self, shard: int) -> Peer:
+        return Peer(self._dialer, shard)
+
+    def load(self, state: StateDict) -> None:
+        """The dense part; servers have loaded their rows by themselves."""
+        empty = {name: tensor for name, tensor in self._inner.model.state_dict().items() if not tensor.numel()}
+        self._inner.load({**state, "model": {**state["model"], **empty}})
+        self._step = self._tables.links[0].step
+
+    def close(self, *, complete: bool) -> None:
+        for link in self._tables.links:
+            link.close()
+        if self._world.group is not None:
+            torch.distributed.barrier(self._world.group)
+        if self._world.rank == 0:
+            self._dialer.directory.end()
+            for shard in range(self._shards):
+                self._peer(shard).tell(Operation.STOP, {})

@@ -1,0 +1,77 @@
+"""The state of all shards in the form in which every strategy saves it, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.core import Recipe, StateDict
+from worldsize.strategies.learning import Learning
+from worldsize.strategies.parameter_server.embedding import made_remote, remotes
+from worldsize.strategies.parameter_server.rows import RowRule, Rows, initial_rows
+
+_DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the initial values of untouched rows
+RowStates = Mapping[str, Mapping[str, Tensor]]
+
+
+def learning_of(recipe: Recipe) -> Learning:
+    """Of a recipe's model without the rows of its tables."""
+    return Learning.of(recipe, made_remote(recipe.model()))
+
+
+def tables_of(learning: Learning, rule: RowRule, shard: int) -> list[Rows]:
+    """What a server has of each table; how its rows are updated is said by the optimizer's group that holds it."""
+    groups = learning.optimizer.param_groups
+    return [
+        Rows(
+            remote.table,
+            rule,
+            shard,
+            learning.optimizer,
+            next((group for group in groups if any(each is remote.weight for each in group["params"])), groups[0]),
+        )
+        for remote in remotes(learning.model)
+    ]
+
+
+def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
+    """The rows of all shards, ordered by id."""
+    found = {}
+    for name in states[0]:
+        ids_n = torch.cat([state[name]["ids"] for state in states])
+        order_n = ids_n.argsort()
+        rows_nw = torch.cat([state[name]["rows"] for state in states])
+        found[name] = {"ids": ids_n[order_n], "rows": rows_nw[order_n]}
+    return found
+
+
+def whole_state(learning: Learning, rows: RowStates, rule: RowRule) -> StateDict:
+    """Model, optimizer and schedule as :meth:`Learning.state` has them, with the tables."""
+    return whole_tables({**learning.state(), "scaler": {}}, learning.model, rows, rule)
+
+
+def whole_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
+    """``state`` with the rows of the tables; small tables also as the whole weights that the recipe's model has."""
+    if not rows:
+        return state
+    dense = {
+        remote.table.name: _dense(remote.table, rows[remote.table.name], rule)
+        for remote in remotes(model)
+        if remote.table.rows * remote.table.dim * 4 <= _DENSE
+    }
+    return {**state, "model": {**state["model"], **dense}, "tables": {name: dict(each) for name, each in rows.items()}}
+
+
+def _dense(table: Any, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
+    values_rd = initial_rows(rule.seed, table, torch.arange(table.rows))
+    values_rd[state["ids"]] = state["rows"][:, : table.dim]
+    return values_rd
+
+
+def load_whole(learning: Learning, state: StateDict) -> None:
+    """The part of :func:`whole_state` that is no table."""
+    empty = {remote.table.name: remote.weight for remote in remotes(learning.model)}
+    learning.load({**state, "model": {**state["model"], **empty}})

@@ -1,0 +1,140 @@
+"""Word vectors: skip-gram with negative sampling (Mikolov et al. 2013, arXiv 1310.4546)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from recipes.word2vec.prose import library, pairs, texts, vocabulary, words
+from worldsize.core import Recipe, RowValues
+
+_TEST = 20  # one text in so many is held out
+_FREQUENT = 1e-3  # words with a larger share of the text are thinned out (equation 5 of the paper)
+_SHOWN = ("class", "return", "string", "file", "error", "first")
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+@final
+class SkipGram(nn.Module):
+    """Vectors of words (``inner``) and of the words around them (``outer``)."""
+
+    def __init__(self, words: int, dim: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(words, dim, sparse=sparse)
+        self.outer = nn.Embedding(words, dim, sparse=sparse)
+        RowValues("uniform", 0.5 / dim).fill(self.inner)
+        RowValues("uniform", 0.0).fill(self.outer)
+
+    def forward(self, center_b: Tensor, others_bk: Tensor) -> Tensor:
+        """Scores [b, k] of each center with each of its others."""
+        scores: Tensor = torch.einsum("bd,bkd->bk", self.inner(center_b), self.outer(others_bk))
+        return scores
+
+
+@final
+class Pairs(Dataset[Triple]):
+    """Pairs of words that occur together, int32 [n, 2], and words drawn by frequency^0.75 that need not."""
+
+    def __init__(self, found: Tensor, counts: Tensor, negatives: int) -> None:
+        self.found, self.negatives = found, negatives
+        self.weights = counts.double().pow(0.75).cumsum(0)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, index: int) -> Triple:
+        center, context, negatives = self.batch(torch.tensor([index]))
+        return center[0], context[0], negatives[0]
+
+    def batch(self, indices: Tensor) -> Triple:
+        """Centers [b], contexts [b] and negatives [b, negatives], int64."""
+        center_b, context_b = self.found[indices].long().unbind(1)
+        drawn_bk = torch.rand(len(indices), self.negatives, dtype=torch.float64) * self.weights[-1]
+        return center_b, context_b, torch.searchsorted(self.weights, drawn_bk)
+
+
+@final
+@dataclass(frozen=True)
+class Word2Vec(Recipe):
+    """Words that occur ``min_count`` times or more, ``negatives`` for each pair within ``window`` words."""
+
+    dim: int
+    window: int
+    negatives: int
+    min_count: int
+    sparse: bool
+    make_optimizer: Callable[..., Optimizer]
+    make_schedule: Callable[[Optimizer], LRScheduler] | None = None
+
+    @cached_property
+    def _pages(self) -> list[list[str]]:
+        return [words(text) for text in texts()]
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Of each word of the vocabulary, in the order of their ids."""
+        return vocabulary(self._pages, self.min_count)
+
+    def model(self) -> nn.Module:
+        return SkipGram(len(self.counts), self.dim, sparse=self.sparse)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return self.make_optimizer(model.parameters())
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        return self.make_schedule(optimizer) if self.make_schedule else None
+
+    def data(self, split: str) -> Pairs:
+        counts = torch.tensor(list(self.counts.values()))
+        chosen = [page for number, page in enumerate(self._pages) if (number % _TEST == 0) == (split == "test")]
+        found = torch.from_numpy(pairs(self._numbered(chosen), self.window, seed=0))
+        return Pairs(found, counts, self.negatives)
+
+    def _numbered(self, pages: list[list[str]]) -> list[Any]:
+        """Ids of the words that are kept; frequent ones are kept at random."""
+        ids = {word: number for number, word in enumerate(self.counts)}
+        shares = numpy.array(list(self.counts.values())) / sum(self.counts.values())
+        kept = numpy.minimum(1.0, numpy.sqrt(_FREQUENT / shares))
+        chance = numpy.random.RandomState(1)
+        arrays = (numpy.array([ids[word] for word in page if word in ids], dtype=numpy.int32) for page in pages)
+        return [array[chance.random_sample(len(array)) < kept[array]] for array in arrays]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        center_b, context_b, negatives_bk = batch
+        scores = model(center_b, torch.cat([context_b[:, None], negatives_bk], dim=1))
+        return -(F.logsigmoid(scores[:, 0]) + F.logsigmoid(-scores[:, 1:]).sum(1)).mean()
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Share of held-out pairs whose score is above that of a word that occurs as often, the next in frequency."""
+        center_b, context_b, _ = batch
+        rival_b = context_b ^ 1
+        rival_b = torch.where(rival_b < len(self.counts), rival_b, context_b - 1)
+        scores = model(center_b, torch.stack([context_b, rival_b], dim=1))
+        ahead = (scores[:, 0] > scores[:, 1]).double() + 0.5 * (scores[:, 0] == scores[:, 1]).double()
+        return {"accuracy": (ahead.sum(), torch.tensor(len(center_b)))}
+
+    def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
+        """The five nearest words, by the cosine of their vectors, of some frequent ones."""
+        vectors_wd = F.normalize(model["inner.weight"].float(), dim=1)
+        names = list(self.counts)
+        ids = {word: number for number, word in enumerate(names)}
+        shown = [word for word in _SHOWN if word in ids]
+        nearest = (vectors_wd[[ids[word] for word in shown]] @ vectors_wd.T).topk(6).indices[:, 1:]
+        return [
+            f"{word}: {', '.join(names[i] for i in row)}" for word, row in zip(shown, nearest.tolist(), strict=True)
+        ]
+
+    def files(self) -> Mapping[str, Path]:
+        return {"topics.py": library() / "pydoc_data" / "topics.py"}

@@ -1,0 +1,126 @@
+"""Runs whose embeddings are on servers, against plain PyTorch with the whole tables."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipes.word2vec.recipe import Word2Vec
+from worldsize.checkpoints.format import read
+from worldsize.checkpoints.load import read_tensors
+from worldsize.engine.data import Order, drawn
+from worldsize.strategies.parameter_server.rows import Table, initial_rows
+
+WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")
+ELASTIC = ("reproducibility=elastic", "logical_ranks=4", "evaluate_every=5", "seed=3")
+SERVERS = "strategy=parameter_server"
+HYBRID = "strategy=hybrid_parameter_server"
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return read_tensors(read(max((folder / "checkpoints").glob("step_*"))), "model")
+
+
+def reference() -> dict[str, Tensor]:
+    """A hand-written loop over whole tables, on whole batches of four parts."""
+    recipe = Word2Vec(16, 5, 5, 20, False, partial(torch.optim.Adagrad, lr=0.1))
+    model = recipe.model()
+    local = Word2Vec(16, 5, 5, 20, True, partial(torch.optim.Adagrad, lr=0.1)).model()
+    with torch.no_grad():
+        for table in Table.found(local):
+            model.get_parameter(table.name).copy_(initial_rows(3, table, torch.arange(table.rows)))
+    optimizer = recipe.optimizer(model)
+    dataset, order = recipe.data("train"), Order(seed=3, batch_size=96, logical_ranks=4, mine=(0,))
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        for rank in range(4):
+            batch = drawn(dataset, order, torch.device("cpu"), step, rank)
+            (recipe.loss(model, batch.data) / 4).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        (SERVERS, "cluster.processes=2"),
+        (SERVERS, "cluster.processes=6", "strategy.servers=2"),
+        (SERVERS, "cluster.processes=4", "strategy.servers=2", "strategy.sharding=range", "strategy.transport=tls"),
+        (HYBRID, "cluster.processes=2"),
+        (HYBRID, "cluster.processes=5", "strategy.servers=3"),
+    ],
+    ids=" ".join,
+)
+def test_tables_on_servers_learn_what_they_learn_in_one_process(train: Any, how: tuple[str, ...]) -> None:
+    run = train(*WORDS, *ELASTIC, *how)
+    assert run.code == 0, run.error
+    found = weights(run.folder)
+    for name, tensor in reference().items():
+        assert (found[name] - tensor).norm() / tensor.norm() < 1e-6, name
+
+
+def test_workers_servers_and_the_side_of_dense_parameters_change_no_bit(train: Any) -> None:
+    ways = (
+        (SERVERS, "cluster.processes=2"),
+        (SERVERS, "cluster.processes=7", "strategy.servers=3"),
+        (HYBRID, "cluster.processes=5", "strategy.servers=1"),
+    )
+    runs = [train(*WORDS, *ELASTIC, *how) for how in ways]
+    assert [run.code for run in runs] == [0, 0, 0], [run.error for run in runs]
+    assert len({run.json("result.json")["state_digest"] for run in runs}) == 1
+    assert len({run.json("result.json")["metrics_digest"] for run in runs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (
+            (SERVERS, "strategy.servers=2", "cluster.processes=4"),
+            (SERVERS, "strategy.servers=1", "cluster.processes=3"),
+        ),
+        ((HYBRID, "strategy.servers=2", "cluster.processes=4"), (HYBRID, "strategy.servers=1", "cluster.processes=2")),
+        ((HYBRID, "strategy.servers=2", "cluster.processes=4"), (SERVERS, "strategy.servers=1", "cluster.processes=2")),
+    ],
+    ids=str,
+)
+def test_a_run_with_tables_goes_on_with_another_number_of_servers(
+    train: Any,
+    command: Any,
+    environment_without_wandb: dict[str, str],
+    first: tuple[str, ...],
+    then: tuple[str, ...],
+) -> None:
+    expected = train(*WORDS, *ELASTIC, *first).json("result.json")["state_digest"]
+    run = train(*WORDS, *ELASTIC, *first, "steps=4")
+    words = ("resume", str(run.folder), *then, "steps=8")
+    done = command(*words, cwd=run.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run.folder / "result.json").read_text())["state_digest"] == expected
+
+
+def test_rows_that_are_updated_as_gradients_come_learn_too(train: Any) -> None:
+    size = ("cluster.processes=4", "strategy.consistency=async")
+    options = ("recipe=word2vec", "recipe.dim=16", "batch_size=510", "steps=150", "cluster.threads=1")
+    found = [train(*options, how, *size) for how in (SERVERS, HYBRID)]
+    assert [run.code for run in found] == [0, 0], [run.error for run in found]
+    losses = [[step["loss"] for step in run.steps()] for run in found]
+    assert all(sum(each[-3:]) / 3 < 0.8 * each[0] for each in losses)
+
+
+def test_what_a_table_cannot_do_is_said(train: Any) -> None:
+    run = train(*WORDS, HYBRID, "cluster.processes=2", "clip_norm=1.0")
+    assert run.code == 2
+    assert "Set clip_norm=null" in run.error
+    run = train(*WORDS, SERVERS, "cluster.processes=2", "optimizer=sgd")
+    assert run.code == 1
+    assert "Use SGD without momentum, Adagrad, Adam or AdamW" in run.error
+
+
+def test_an_embedding_that_is_not_sparse_stays_dense() -> None:
+    assert Table.found(nn.Sequential(nn.Embedding(3, 2), nn.EmbeddingBag(3, 2))) == []
