@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 
 import worldsize.app.execute
 import worldsize.app.reproduce
-import worldsize.app.resume  # noqa: F401 - imported here, once
+import worldsize.app.resume
+import worldsize.strategies.ddp
+import worldsize.strategies.parameter_server.hybrid
+import worldsize.strategies.parameter_server.strategy  # noqa: F401 - imported here, once
 from worldsize.app import main
 from worldsize.world.parent import die_with_parent
 

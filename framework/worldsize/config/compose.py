@@ -22,7 +22,7 @@ from worldsize.config.explain import explain
 from worldsize.config.places import config_folders, main_conf
 from worldsize.errors import ConfigError, neighbours
 
-GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "logger", "checkpoint", "recipe")
+GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
 
 
 class _Folders(SearchPathPlugin):

@@ -100,6 +100,7 @@ class Schema:
     recipe: Any = MISSING
     optimizer: Any = None
     schedule: Any = None
+    data: Any = None
     logger: Any = None
 
 

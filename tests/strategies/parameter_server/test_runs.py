@@ -73,7 +73,7 @@ def test_overlapping_steps_reach_what_synchronous_ones_reach(
 
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_worker_that_is_killed_costs_nothing_but_time(train: Any, single: Any, restarts: int) -> None:
-    slow = "{action: sleep, rank: 1, seconds: 0.05}"  # rank 0 is the server
+    slow = "{action: sleep, rank: 1, step: 20, seconds: 4}"  # time to come back; rank 0 is the server
     kill = f"faults=[{{action: kill, rank: 2, step: 9}}, {{action: kill, rank: 3, step: 15}}, {slow}]"
     run = train(
         *DIGITS, *ELASTIC, SERVER, "cluster.processes=5", f"launcher.max_restarts={restarts}", kill, "log_every=1"

@@ -1,0 +1,100 @@
+"""Click-through rate: a deep learning recommendation model (DLRM, Naumov et al. 2019, arXiv 1906.00091)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import TensorDataset
+
+from recipes.click_through.samples import CATEGORIES, COUNTS, Samples
+from worldsize.core import Recipe, RowValues
+
+_HASH = 0x9E3779B1  # golden ratio, so that categories that share low digits do not share rows
+
+
+@final
+class DLRM(nn.Module):
+    """Counts through a network and categories through tables; their products of pairs, and a network on top."""
+
+    def __init__(self, *, dim: int, rows: int, bottom: Sequence[int], top: Sequence[int], sparse: bool) -> None:
+        super().__init__()
+        self.rows = rows
+        self.bottom = _network([COUNTS, *bottom, dim], last=nn.ReLU())
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum", sparse=sparse) for _ in range(CATEGORIES))
+        for table in self.tables:
+            assert isinstance(table, nn.EmbeddingBag)
+            RowValues("uniform", rows**-0.5).fill(table)
+        self.top = _network([dim + (CATEGORIES + 1) * CATEGORIES // 2, *top, 1], last=nn.Identity())
+        self.register_buffer("below", torch.tril_indices(CATEGORIES + 1, CATEGORIES + 1, -1), persistent=False)
+
+    def forward(self, counts_bc: Tensor, categories_bf: Tensor) -> Tensor:
+        """Logits [b]."""
+        dense_bd = self.bottom(counts_bc)
+        ids_bf = (categories_bf * _HASH & 0x7FFFFFFFFFFF) % self.rows
+        rows = [table(ids_bf[:, [feature]]) for feature, table in enumerate(self.tables)]
+        all_bfd = torch.stack([dense_bd, *rows], dim=1)
+        products_bff = torch.bmm(all_bfd, all_bfd.transpose(1, 2))
+        below = self.get_buffer("below")
+        logits: Tensor = self.top(torch.cat([dense_bd, products_bff[:, below[0], below[1]]], dim=1))
+        return logits.squeeze(1)
+
+
+def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1], last)
+
+
+@final
+@dataclass(frozen=True)
+class ClickThrough(Recipe):
+    """``rows`` of each table, to which the categories of a feature are hashed."""
+
+    dim: int
+    rows: int
+    bottom: Sequence[int]
+    top: Sequence[int]
+    sparse: bool
+    samples: Samples
+    make_optimizer: Callable[..., Optimizer]
+    make_schedule: Callable[[Optimizer], LRScheduler] | None = None
+
+    def model(self) -> nn.Module:
+        return DLRM(dim=self.dim, rows=self.rows, bottom=self.bottom, top=self.top, sparse=self.sparse)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return self.make_optimizer(model.parameters())
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        return self.make_schedule(optimizer) if self.make_schedule else None
+
+    def data(self, split: str) -> TensorDataset:
+        return self.samples.read(split)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        counts, categories, labels = batch
+        return F.binary_cross_entropy_with_logits(model(counts, categories), labels)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Log loss; mean prediction over mean label has to be 1, see ``predicted`` and ``clicked``."""
+        counts, categories, labels = batch
+        logits, count = model(counts, categories).float(), torch.tensor(len(labels))
+        loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").double().sum()
+        return {
+            "loss": (loss, count),
+            "predicted": (logits.sigmoid().double().sum(), count),
+            "clicked": (labels.double().sum(), count),
+        }
+
+    def files(self) -> Mapping[str, Path]:
+        return self.samples.files()

@@ -1,0 +1,124 @@
+"""Samples in Criteo's format: a label, 13 counts, 26 categories; from a file, or made up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+from worldsize.core import ConfigError
+
+COUNTS, CATEGORIES = 13, 26
+Array = NDArray[Any]
+
+
+class Samples(ABC):
+    """Where samples come from."""
+
+    @abstractmethod
+    def read(self, split: str) -> TensorDataset:
+        """Counts float32 [n, 13] as log(1 + count), categories int64 [n, 26] and labels float32 [n]."""
+
+    def files(self) -> Mapping[str, Path]:
+        return {}
+
+
+@final
+@dataclass(frozen=True)
+class Criteo(Samples):
+    """``train.txt`` of the Display Advertising Challenge below ``path``: its first ``rows`` lines train, the
+    ``test_rows`` after them test. A line is a label, 13 integers and 26 hexadecimal numbers, separated by tabs; any
+    but the label may be missing, which counts as 0.
+    """
+
+    path: str
+    rows: int
+    test_rows: int
+
+    @property
+    def _file(self) -> Path:
+        return Path(self.path) / "train.txt"
+
+    def read(self, split: str) -> TensorDataset:
+        first, count = (0, self.rows) if split == "train" else (self.rows, self.test_rows)
+        try:
+            with self._file.open() as lines:
+                return _parsed(islice(enumerate(lines, 1), first, first + count), self._file)
+        except FileNotFoundError:
+            raise ConfigError(f"{self._file} is not there. Set data.path, or data=synthetic.") from None
+
+    def files(self) -> Mapping[str, Path]:
+        return {"train.txt": self._file}
+
+
+def _parsed(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
+    """Raises ConfigError for a line of another form, with its number."""
+    labels, counts, categories = [], [], []
+    for number, line in lines:
+        fields = line.rstrip("\n").split("\t")
+        try:
+            label, *rest = fields
+            counts.append([int(field or 0) for field in rest[:COUNTS]])
+            categories.append([int(field or "0", 16) for field in rest[COUNTS:]])
+            labels.append(float(label))
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}.") from None
+        if len(fields) != 1 + COUNTS + CATEGORIES:
+            raise ConfigError(f"{path}, line {number} has {len(fields)} fields, not {1 + COUNTS + CATEGORIES}.")
+    if not labels:
+        raise ConfigError(f"{path} has no such lines. Lower data.rows or data.test_rows.")
+    counts_nc = torch.tensor(counts, dtype=torch.float32).clamp(min=0).log1p()
+    return TensorDataset(counts_nc, torch.tensor(categories), torch.tensor(labels))
+
+
+@final
+@dataclass(frozen=True)
+class Synthetic(Samples):
+    """Category k of each feature occurs with a probability proportional to (k + 1)^-``exponent``, as in real logs.
+
+    Each category has a hidden weight, normal with deviation 0.5, and each count one with deviation 0.1; a sample is
+    clicked with the probability sigmoid(-1 + the sum of its weights / 2). Whoever knows the weights reaches a log
+    loss that :meth:`best` computes.
+    """
+
+    rows: int
+    test_rows: int
+    categories: int
+    exponent: float
+    seed: int
+
+    def read(self, split: str) -> TensorDataset:
+        counts_nc, categories_nf, chance_n, random = self._drawn(split)
+        labels_n = random.random_sample(len(chance_n)) < chance_n
+        return TensorDataset(
+            torch.from_numpy(numpy.log1p(counts_nc).astype(numpy.float32)),
+            torch.from_numpy(categories_nf),
+            torch.from_numpy(labels_n.astype(numpy.float32)),
+        )
+
+    def best(self, split: str) -> float:
+        """The lowest mean log loss that is possible: the entropy of the clicks."""
+        chance_n = self._drawn(split)[2]
+        return float(-(chance_n * numpy.log(chance_n) + (1 - chance_n) * numpy.log1p(-chance_n)).mean())
+
+    def _drawn(self, split: str) -> tuple[Array, Array, Array, numpy.random.RandomState]:
+        """Counts, categories, the chance of a click, and the stream that decides it."""
+        hidden = numpy.random.RandomState(self.seed)
+        weights_fk = hidden.normal(0, 0.5, (CATEGORIES, self.categories))
+        slopes_c = hidden.normal(0, 0.1, COUNTS)
+        random = numpy.random.RandomState(self.seed + (1 if split == "train" else 2))
+        rows = self.rows if split == "train" else self.test_rows
+        shares = numpy.arange(1, self.categories + 1, dtype=float) ** -self.exponent
+        edges = (shares / shares.sum()).cumsum()
+        categories_nf = numpy.searchsorted(edges, random.random_sample((rows, CATEGORIES))).clip(0, self.categories - 1)
+        counts_nc = random.geometric(0.2, (rows, COUNTS)) - 1
+        score_n = weights_fk[numpy.arange(CATEGORIES), categories_nf].sum(1) + numpy.log1p(counts_nc) @ slopes_c
+        return counts_nc, categories_nf.astype(numpy.int64), 1 / (1 + numpy.exp(1 - score_n / 2)), random
