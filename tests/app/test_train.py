@@ -129,7 +129,7 @@ def test_show_starts_nothing_and_write_leaves_a_folder_that_a_worker_can_run(tra
 REFUSALS = {
     "unknown option": (
         ["strategy=dpd"],
-        "no strategy 'dpd'; did you mean 'ddp'? Known: ddp, parameter",
+        "no strategy 'dpd'; did you mean 'ddp'? Known: ddp,",
     ),
     "unknown option with a plus": (["+recipe=digit"], "no recipe 'digit'; did you mean 'digits'?"),
     "unknown key": (["steqs=3"], "no key 'steqs'; did you mean 'steps'?"),
@@ -233,5 +233,5 @@ def test_a_run_name_is_taken_once(train: Any) -> None:
 def test_help_lists_groups_and_their_options(train: Any) -> None:
     run = train("--help")
     assert run.code == 0
-    assert "strategy: ddp, parameter_server, single" in run.output
+    assert "strategy: ddp, hybrid_parameter_server, parameter_server, single" in run.output
     assert "recipe: digits, stdlib_lm" in run.output

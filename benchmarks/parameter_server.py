@@ -1,0 +1,396 @@
+"""The parameter server beside what moves the same bytes: bare sockets, gloo, torch RPC.
+
+uv run python benchmarks/parameter_server.py dense 5        # push + pull of 64 MiB
+uv run python benchmarks/parameter_server.py sparse 5       # pull + push of rows of a table of a million
+uv run python benchmarks/parameter_server.py straggler 3    # one of four workers is five times slower
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table as Drawn
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from worldsize.core import RowValues
+from worldsize.strategies.learning import Learning
+from worldsize.strategies.parameter_server.channel import address_of, listen
+from worldsize.strategies.parameter_server.client import Dialer, ShardLink
+from worldsize.strategies.parameter_server.directory import Directory
+from worldsize.strategies.parameter_server.frames import view
+from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
+from worldsize.strategies.parameter_server.layout import plan_shards
+from worldsize.strategies.parameter_server.rows import RowRule, Rows, Table
+from worldsize.strategies.parameter_server.server import Server
+from worldsize.strategies.parameter_server.shard import Rule, Shard
+
+PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
+BYTES = PARAMETERS * EACH * 4
+ROWS, DIM, TOUCHED = 1_000_000, 64, 2_000
+REPOSITORY = Path(__file__).parents[1]
+Round = Callable[[], None]
+
+
+# ---------------------------------------------------------------- ours
+
+
+def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
+    torch.set_num_threads(1)
+    keys = mint(folder / "keys", "server-0") if wire == "tls" else None
+    listener = listen("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
+    model = nn.ParameterList([torch.zeros(0 if sparse else EACH) for _ in range(1 if sparse else PARAMETERS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
+    tables = [Rows(TABLE, RowRule(seed=0), 0, optimizer, optimizer.param_groups[0])] if sparse else []
+    shard = Shard(Learning(model, optimizer, None), owned, Rule(1), tables=tables)
+    server = Server(shard, listener, keys, timeout=60.0)
+    server.start()
+    Directory(folder / "directory", 60.0).claim(0, 1, address_of(listener), "server-0")
+    server.ended.wait()
+
+
+TABLE = Table("words.weight", ROWS, DIM, None, RowValues())
+
+
+@contextmanager
+def ours(wire: str, *, sparse: bool) -> Iterator[Round]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "directory").mkdir()
+        if wire == "tls":
+            mint_authority(folder / "keys")
+        process = get_context("fork").Process(target=_serve, args=(folder, wire), kwargs={"sparse": sparse})
+        process.start()
+        keys = mint(folder / "keys", "worker-0") if wire == "tls" else None
+        link = ShardLink(Dialer("worker-0", Directory(folder / "directory", 60.0), keys, 60.0), 0, epoch=1)
+        yield _sparse_rounds(link) if sparse else _dense_rounds(link)
+        link.close()
+        process.kill()
+        process.join()
+
+
+def _dense_rounds(link: ShardLink) -> Round:
+    gradients = [torch.zeros(EACH) for _ in range(PARAMETERS)]
+    memory = [(torch.float32, [view(torch.zeros(EACH))]) for _ in range(PARAMETERS)]
+    steps = iter(range(1, 1 << 30))
+
+    def once() -> None:
+        step = next(steps)
+        for table, gradient in enumerate(gradients):
+            link.push(table, torch.float32, [view(gradient)], step=step, width=1, node=0)
+        link.settle()
+        link.ask(step)
+        link.receive(memory)
+
+    return once
+
+
+def _sparse_rounds(link: ShardLink) -> Round:
+    batches, steps = _touched(), iter(range(1, 1 << 30))
+
+    def once() -> None:
+        step = next(steps)
+        ids_n = batches[step % len(batches)]
+        rows_nd = link.pull_rows(0, ids_n, DIM, step=step - 1)
+        link.push_rows(0, ids_n, rows_nd, step=step, width=1, node=0)
+        link.settle()
+
+    return once
+
+
+def _touched() -> list[Tensor]:
+    """Rows of 32 batches: a few are in every batch, most are rare."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.rand(3 * TOUCHED, generator=generator).pow(6) * ROWS for _ in range(32)]
+    return [torch.unique(each.long())[:TOUCHED] for each in drawn]
+
+
+# ---------------------------------------------------------------- bare sockets
+
+
+@contextmanager
+def bare(wire: str) -> Iterator[Round]:
+    """A loop that receives as many bytes as were pushed, and sends as many back."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        keys: Keys | None = None
+        if wire == "tls":
+            mint_authority(folder)
+            keys = mint(folder, "server-0")
+        listener = listen("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
+        process = get_context("fork").Process(target=_bare_server, args=(listener, keys))
+        process.start()
+        connection: socket.socket | ssl.SSLSocket = socket.socket(listener.family)
+        connection.connect(listener.getsockname())
+        if wire == "tls":
+            connection = mint(folder, "worker-0").context(server=False).wrap_socket(connection)
+        buffer = memoryview(bytearray(BYTES))
+
+        def once() -> None:
+            connection.sendall(buffer)
+            _fill(connection, buffer)
+
+        yield once
+        connection.close()
+        process.kill()
+        process.join()
+        listener.close()
+
+
+def _bare_server(listener: socket.socket, keys: Keys | None) -> None:
+    connection, _ = listener.accept()
+    if keys:
+        connection = keys.context(server=True).wrap_socket(connection, server_side=True)
+    buffer = memoryview(bytearray(BYTES))
+    while True:
+        _fill(connection, buffer)
+        connection.sendall(buffer)
+
+
+def _fill(connection: socket.socket, buffer: memoryview) -> None:
+    flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
+    while len(buffer):
+        count = connection.recv_into(buffer, flags=flags) if flags else connection.recv_into(buffer)
+        if not count:
+            os._exit(0)
+        buffer = buffer[count:]
+
+
+# ---------------------------------------------------------------- gloo and torch RPC
+
+
+@contextmanager
+def gloo(make: Callable[[int], Round]) -> Iterator[Round]:
+    """``make(rank)``: a round of each of two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        process = get_context("fork").Process(target=_gloo_peer, args=(store, make))
+        process.start()
+        _join(store, 0)
+        yield make(0)
+        dist.destroy_process_group()
+        process.kill()
+        process.join()
+
+
+def _join(store: str, rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+
+
+def _gloo_peer(store: str, make: Callable[[int], Round]) -> None:
+    torch.set_num_threads(1)
+    _join(store, 1)
+    once = make(1)
+    while True:
+        once()
+
+
+def send_and_receive(rank: int) -> Round:
+    tensors = [torch.zeros(EACH) for _ in range(PARAMETERS)]
+
+    def once() -> None:
+        for step in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
+            for tensor in tensors:
+                step(tensor, 1 - rank)
+
+    return once
+
+
+def send_rows(rank: int) -> Round:
+    """Ids there, rows back, gradients there; what a server does with them costs nothing here."""
+    ids_n, rows_nd = torch.zeros(TOUCHED, dtype=torch.int64), torch.zeros(TOUCHED, DIM)
+    exchange = ((dist.send, dist.recv), (dist.recv, dist.send))[rank]
+
+    def once() -> None:
+        exchange[0](ids_n, 1 - rank)
+        exchange[1](rows_nd, 1 - rank)
+        exchange[0](ids_n, 1 - rank)
+        exchange[0](rows_nd, 1 - rank)
+
+    return once
+
+
+def reduce_table(rank: int) -> Round:
+    table_rd = torch.zeros(ROWS, DIM)
+    return lambda: dist.all_reduce(table_rd)  # type: ignore[func-returns-value]
+
+
+WEIGHTS: dict[str, Tensor] = {}
+
+
+def rpc_swap(gradients: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(WEIGHTS["dense"].unbind(), gradients, alpha=-0.1)
+    return list(WEIGHTS["dense"].unbind())
+
+
+def rpc_pull(ids_n: Tensor) -> Tensor:
+    return WEIGHTS["rows"].index_select(0, ids_n)
+
+
+def rpc_push(ids_n: Tensor, gradients_nd: Tensor) -> None:
+    WEIGHTS["rows"].index_add_(0, ids_n, gradients_nd, alpha=-0.1)
+
+
+def _rpc_options(folder: str) -> Any:
+    return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", rpc_timeout=60)
+
+
+def _rpc_server(folder: str, sparse: bool) -> None:
+    torch.set_num_threads(1)
+    WEIGHTS["rows" if sparse else "dense"] = torch.zeros(*((ROWS, DIM) if sparse else (PARAMETERS, EACH)))
+    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=_rpc_options(folder))
+    time.sleep(3600)
+
+
+@contextmanager
+def torch_rpc(*, sparse: bool) -> Iterator[Round]:
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as folder:
+        process = get_context("fork").Process(target=_rpc_server, args=(folder, sparse))
+        process.start()
+        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_rpc_options(folder))
+        gradients, batches, steps = [torch.zeros(EACH)] * PARAMETERS, _touched(), iter(range(1 << 30))
+
+        def dense_once() -> None:
+            rpc.rpc_sync("server", rpc_swap, args=(gradients,))
+
+        def sparse_once() -> None:
+            ids_n = batches[next(steps) % len(batches)]
+            rows_nd = rpc.rpc_sync("server", rpc_pull, args=(ids_n,))
+            rpc.rpc_sync("server", rpc_push, args=(ids_n, rows_nd))
+
+        yield sparse_once if sparse else dense_once
+        process.kill()
+        process.join()
+        rpc.shutdown(graceful=False)
+
+
+# ---------------------------------------------------------------- side by side
+
+
+def timed(contender: Callable[[], Any], seconds: float) -> float:
+    """Median seconds of a round, in a process of its own."""
+    receiver, sender = get_context("fork").Pipe(duplex=False)
+    process = get_context("fork").Process(target=_timed, args=(contender, seconds, sender))
+    process.start()
+    found = float(receiver.recv())
+    process.join()
+    return found
+
+
+def _timed(contender: Callable[[], Any], seconds: float, sender: Any) -> None:
+    torch.set_num_threads(1)
+    with contender() as once:
+        for _ in range(3):
+            once()
+        times: list[float] = []
+        while sum(times) < seconds:
+            begun = time.perf_counter()
+            once()
+            times.append(time.perf_counter() - begun)
+        sender.send(statistics.median(times))
+
+
+def alternately(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name, contender in contenders.items():
+            print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr)
+            found[name].append(timed(contender, 1.5))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def dense(rounds: int = 5) -> None:
+    contenders: dict[str, Callable[[], Any]] = {
+        "bare Unix socket": partial(bare, "unix"),
+        "worldsize, Unix": partial(ours, "unix", sparse=False),
+        "bare TLS": partial(bare, "tls"),
+        "worldsize, TLS": partial(ours, "tls", sparse=False),
+        "gloo send and receive": partial(gloo, send_and_receive),
+        "torch RPC": partial(torch_rpc, sparse=False),
+    }
+    found = alternately(contenders, rounds)
+    drawn = Drawn("push + pull of 64 MiB", "MB/s per direction", "to the bare socket", title=f"median of {rounds}")
+    for name, seconds in found.items():
+        limit = found["bare TLS" if "TLS" in name else "bare Unix socket"]
+        drawn.add_row(name, f"{2 * BYTES / seconds / 1e6:,.0f}", f"{limit / seconds:.2f} ×")
+    Console().print(drawn)
+
+
+def sparse(rounds: int = 5) -> None:
+    contenders: dict[str, Callable[[], Any]] = {
+        "worldsize, Unix": partial(ours, "unix", sparse=True),
+        "worldsize, TLS": partial(ours, "tls", sparse=True),
+        "torch RPC": partial(torch_rpc, sparse=True),
+        "gloo send and receive": partial(gloo, send_rows),
+        "all-reduce of the whole table": partial(gloo, reduce_table),
+    }
+    found = alternately(contenders, rounds)
+    title = f"{TOUCHED:,} of {ROWS:,} rows of {DIM} numbers, median of {rounds}"
+    drawn = Drawn("pull + push", "rows/s", "to torch RPC", title=title)
+    for name, seconds in found.items():
+        drawn.add_row(name, f"{TOUCHED / seconds:,.0f}", f"{found['torch RPC'] / seconds:.1f} ×")
+    Console().print(drawn)
+
+
+# ---------------------------------------------------------------- a slow worker
+
+WORKERS, STEPS, PAUSE = 4, 120, 0.03
+WAYS = {"sync": ("sync", 0), "bounded, 4": ("bounded", 4), "async": ("async", 0)}
+
+
+def straggler(rounds: int = 3) -> None:
+    """Each unit takes 30 ms more than it computes, on the slow worker five times as long."""
+    slow = f"{{action: sleep, rank: 1, seconds: {4 * PAUSE}}}"
+    found = {
+        (way, slowed): [_trained(*WAYS[way], slow if slowed else "") for _ in range(rounds)]
+        for way in WAYS
+        for slowed in (False, True)
+    }
+    drawn = Drawn("", "samples/s", "one worker 5 × slower", "kept", "accuracy", title=f"median of {rounds}")
+    for way in WAYS:
+        rate, slowed = (statistics.median(run[0] for run in found[way, each]) for each in (False, True))
+        accuracy = statistics.median(run[1] for run in found[way, True])
+        drawn.add_row(way, f"{rate:,.0f}", f"{slowed:,.0f}", f"{slowed / rate:.2f}", f"{accuracy:.3f}")
+    Console().print(drawn)
+
+
+def _trained(consistency: str, staleness: int, slow: str) -> tuple[float, float]:
+    """Samples a second, and the accuracy at the end."""
+    pause = ", ".join(f"{{action: sleep, rank: {rank}, seconds: {PAUSE}}}" for rank in range(1, WORKERS + 1))
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            *("recipe=digits", f"steps={STEPS}", "cluster.threads=1", "logger=none", "strategy=parameter_server"),
+            *(f"cluster.processes={WORKERS + 1}", f"strategy.consistency={consistency}", f"run.root={folder}"),
+            *(f"strategy.staleness={staleness}", "log_every=1", f"faults=[{', '.join(filter(None, (pause, slow)))}]"),
+        ]
+        subprocess.run([sys.executable, "train.py", *words], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        (file,) = Path(folder).rglob("result.json")
+        lines = [json.loads(line) for line in file.with_name("metrics.jsonl").read_text().splitlines()]
+        rates = [line["samples_per_second"] for line in lines if line["event"] == "step"][10:]
+        accuracy = float(json.loads(file.read_text())["metrics"]["accuracy"])
+    return len(rates) / sum(1 / rate for rate in rates), accuracy
+
+
+if __name__ == "__main__":
+    {"dense": dense, "sparse": sparse, "straggler": straggler}[sys.argv[1]](*map(int, sys.argv[2:]))
