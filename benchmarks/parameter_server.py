@@ -47,7 +47,7 @@ PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4
 ROWS, DIM, TOUCHED = 1_000_000, 64, 2_000
 REPOSITORY = Path(__file__).parents[1]
-Round = Callable[[], None]
+Round = Callable[[], object]
 
 
 # ---------------------------------------------------------------- ours
@@ -232,7 +232,7 @@ def send_rows(rank: int) -> Round:
 
 def reduce_table(rank: int) -> Round:
     table_rd = torch.zeros(ROWS, DIM)
-    return lambda: dist.all_reduce(table_rd)  # type: ignore[func-returns-value]
+    return lambda: dist.all_reduce(table_rd)
 
 
 WEIGHTS: dict[str, Tensor] = {}
@@ -251,14 +251,16 @@ def rpc_push(ids_n: Tensor, gradients_nd: Tensor) -> None:
     WEIGHTS["rows"].index_add_(0, ids_n, gradients_nd, alpha=-0.1)
 
 
-def _rpc_options(folder: str) -> Any:
-    return rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", rpc_timeout=60)
+def _rpc_begin(name: str, rank: int, folder: str) -> None:
+    begin: Any = rpc.init_rpc
+    options: Any = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", rpc_timeout=60)
+    begin(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
 def _rpc_server(folder: str, sparse: bool) -> None:
     torch.set_num_threads(1)
     WEIGHTS["rows" if sparse else "dense"] = torch.zeros(*((ROWS, DIM) if sparse else (PARAMETERS, EACH)))
-    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=_rpc_options(folder))
+    _rpc_begin("server", 1, folder)
     time.sleep(3600)
 
 
@@ -268,7 +270,7 @@ def torch_rpc(*, sparse: bool) -> Iterator[Round]:
     with tempfile.TemporaryDirectory() as folder:
         process = get_context("fork").Process(target=_rpc_server, args=(folder, sparse))
         process.start()
-        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_rpc_options(folder))
+        _rpc_begin("client", 0, folder)
         gradients, batches, steps = [torch.zeros(EACH)] * PARAMETERS, _touched(), iter(range(1 << 30))
 
         def dense_once() -> None:
@@ -282,7 +284,8 @@ def torch_rpc(*, sparse: bool) -> Iterator[Round]:
         yield sparse_once if sparse else dense_once
         process.kill()
         process.join()
-        rpc.shutdown(graceful=False)
+        end: Any = rpc.shutdown
+        end(graceful=False)
 
 
 # ---------------------------------------------------------------- side by side

@@ -234,4 +234,4 @@ def test_help_lists_groups_and_their_options(train: Any) -> None:
     run = train("--help")
     assert run.code == 0
     assert "strategy: ddp, hybrid_parameter_server, parameter_server, single" in run.output
-    assert "recipe: digits, stdlib_lm" in run.output
+    assert "recipe: click_through, digits, stdlib_lm" in run.output
