@@ -71,6 +71,15 @@ def test_overlapping_steps_reach_what_synchronous_ones_reach(
     assert found.json("result.json")["metrics"]["accuracy"] > synchronous - 0.03
 
 
+@pytest.mark.parametrize(("staleness", "warns"), [(2, False), (4, True)])
+def test_momentum_with_much_staleness_is_warned_of(train: Any, staleness: int, warns: bool) -> None:
+    bounded = ("strategy.consistency=bounded", f"strategy.staleness={staleness}", "optimizer=sgd", "lr=0.01")
+    run = train(*DIGITS, SERVER, *bounded, "cluster.processes=3", "steps=2")
+    assert run.code == 0, run.error
+    log = (run.folder / "logs" / "server_00000.log").read_text()
+    assert ("momentum 0.9 with strategy.staleness=4 may diverge" in log) == warns
+
+
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_worker_that_is_killed_costs_nothing_but_time(train: Any, single: Any, restarts: int) -> None:
     slow = "{action: sleep, rank: 1, step: 20, seconds: 4}"  # time to come back; rank 0 is the server

@@ -71,11 +71,22 @@ class House:
         return Dialer(name, Directory(folder, timeout), keys, timeout)
 
     def server(
-        self, recipe: Recipe, world: World, duty: Duty, *, rule: Rule, rows: RowRule, shards: Sequence[Owned]
+        self,
+        recipe: Recipe,
+        learning: Learning,
+        world: World,
+        duty: Duty,
+        *,
+        rule: Rule,
+        rows: RowRule,
+        shards: Sequence[Owned],
     ) -> tuple[Server, Succession, Learning]:
-        """This process's server with the newest checkpoint's state, how it may become master, and the whole model."""
+        """This process's server with the newest checkpoint's state, how it may become master, and the whole model.
+
+        ``learning`` is what the recipe made first in this process: only that has the run's initial weights.
+        """
         dialer, index = self.dialer(f"server-{world.rank}", duty.folder, duty.timeout), world.rank % self.servers
-        learning, whole = learning_of(recipe), learning_of(recipe)
+        whole = learning_of(recipe)
         tables = tables_of(learning, rows, index)
         empty = {each.table.name: each.state() for each in tables}
         state, step = duty.restore(lambda: whole_state(whole, empty, rows)) or (None, 0)

@@ -36,7 +36,7 @@ from worldsize.strategies.parameter_server.frames import Operation
 from worldsize.strategies.parameter_server.house import House, Transport
 from worldsize.strategies.parameter_server.rows import RowRule, Sharding
 from worldsize.strategies.parameter_server.shard import Rule
-from worldsize.strategies.parameter_server.whole import joined_rows, whole_tables
+from worldsize.strategies.parameter_server.whole import joined_rows, learning_of, whole_tables
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -89,7 +89,7 @@ class HybridParameterServer(Strategy):
         gathers = self.consistency == "sync"
         rule = Rule(duty.logical_ranks, gathers=gathers, finite=self.numerics.nonfinite == "stop")
         server, succession, _ = self._house.server(
-            recipe, world, duty, rule=rule, rows=self._rows, shards=[()] * self.servers
+            recipe, learning_of(recipe), world, duty, rule=rule, rows=self._rows, shards=[()] * self.servers
         )
         server.led_by = "worker-"
         self._house.open(server, succession)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from worldsize.strategies.parameter_server.channel import Channel, LostError, accepted
+from worldsize.strategies.parameter_server.codec import Codec
 from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, message, view
 from worldsize.strategies.parameter_server.keys import Keys
 from worldsize.strategies.parameter_server.rows import Rows
@@ -71,6 +72,7 @@ class Server:
     is_master: Callable[[], bool] = _alone
     services: dict[str, Service] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards the shard
+    codec: Codec | None = None
     led_by: str = "server-"  # how the name of who leads the run begins
     ended: threading.Event = field(default_factory=threading.Event)
     followed: threading.Event = field(default_factory=threading.Event)
@@ -184,11 +186,12 @@ class Server:
             return self._receive_rows(channel, header)
         if header.table >= len(self.shard.buckets):
             raise RefusedError(f"PUSH of table {header.table}; there are {len(self.shard.buckets)}")
-        bucket = self.shard.buckets[header.table]
-        header.require(bucket.dtype, (bucket.numel,))
-        gradient_n = torch.empty(bucket.numel, dtype=bucket.dtype)
-        channel.fill(payload := [view(gradient_n)])
-        return payload, gradient_n
+        bucket, codec = self.shard.buckets[header.table], self.codec
+        dtype, length = (codec.dtype, codec.length(bucket.numel)) if codec else (bucket.dtype, bucket.numel)
+        header.require(dtype, (length,))
+        received = torch.empty(length, dtype=dtype)
+        channel.fill(payload := [view(received)])
+        return payload, codec.decode(received, bucket.numel) if codec else received
 
     def _receive_rows(self, channel: Channel, header: Header) -> tuple[list[memoryview], RowGradients]:
         rows = self._rows(header)

@@ -14,10 +14,11 @@ from worldsize.core import Duty, Numerics, Recipe, World
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
+from worldsize.strategies.parameter_server.codec import Codec, Feedback
 from worldsize.strategies.parameter_server.directory import EndedError
 from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
 from worldsize.strategies.parameter_server.frames import Operation, view
-from worldsize.strategies.parameter_server.layout import Shard
+from worldsize.strategies.parameter_server.layout import Bucket, Shard
 from worldsize.strategies.parameter_server.rows import RowRule
 from worldsize.strategies.synchronous import autocast, metric_sums
 
@@ -37,15 +38,17 @@ class Worker:
         numerics: Numerics,
         gathers: bool,
         rows: RowRule,
+        codec: Codec | None = None,
     ) -> None:
         self._recipe, self._world, self._duty, self._dialer = recipe, world, duty, dialer
         self._numerics, self._gathers, self._shards = numerics, gathers, shards
         self._model = made_remote(recipe.model()).to(world.device)
         self._tables = TableLinks(self._model, rows)
+        self._codec, self._feedback = codec, Feedback(codec) if codec else None
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._memory = [[(b.dtype, self._pieces(b, self._parameters)) for b in shard] for shard in shards]
 
-    def _pieces(self, bucket: Any, tensors: Mapping[str, Tensor]) -> list[memoryview]:
+    def _pieces(self, bucket: Bucket, tensors: Mapping[str, Tensor]) -> list[memoryview]:
         return [view(piece.of(tensors[piece.name])) for piece in bucket.pieces]
 
     def run(self, lease: float) -> None:
@@ -132,7 +135,14 @@ class Worker:
         gradients = {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}
         for link, shard in zip(links, self._shards, strict=True):
             for table, bucket in enumerate(shard):
-                link.push(table, bucket.dtype, self._pieces(bucket, gradients), step=step, width=width, node=node)
+                dtype, payload = self._encoded(bucket, gradients)
+                link.push(table, dtype, payload, step=step, width=width, node=node)
+
+    def _encoded(self, bucket: Bucket, gradients: Mapping[str, Tensor]) -> tuple[torch.dtype, list[memoryview]]:
+        if self._codec is None or self._feedback is None:
+            return bucket.dtype, self._pieces(bucket, gradients)
+        flat_n = torch.cat([piece.of(gradients[piece.name]).flatten() for piece in bucket.pieces])
+        return self._codec.dtype, [view(self._feedback.encode(bucket, flat_n))]
 
     def _pull(self, links: Sequence[ShardLink], step: int) -> None:
         self._tables.step = step
