@@ -122,5 +122,16 @@ def test_what_a_table_cannot_do_is_said(train: Any) -> None:
     assert "Use SGD without momentum, Adagrad, Adam or AdamW" in run.error
 
 
+def test_the_load_of_each_server_and_its_hottest_rows_are_logged(train: Any) -> None:
+    size = ("cluster.processes=4", "strategy.servers=2", "steps=40", "log_every=20")
+    for how in (SERVERS, HYBRID):
+        servers = train(*WORDS, how, *size).steps()[-1]["facts"]["servers"]
+        assert len(servers) == 2
+        assert all(server["pushes"] > 0 and server["bytes_in"] > 0 for server in servers)
+        hottest = servers[0]["tables"]["outer.weight"]["hottest"]
+        assert len(hottest) == 5
+        assert all(times >= 1 for _, times in hottest)
+
+
 def test_an_embedding_that_is_not_sparse_stays_dense() -> None:
     assert Table.found(nn.Sequential(nn.Embedding(3, 2), nn.EmbeddingBag(3, 2))) == []

@@ -142,6 +142,7 @@ class _HybridReplica(Replica):
             recipe, world, model=model, module=module, numerics=strategy.numerics, accumulation=self._sums
         )
         self._step = self._tables.links[0].step
+        self._peers: list[Peer] = []
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         dense = any(parameter.requires_grad for parameter in model.parameters())
@@ -165,6 +166,13 @@ class _HybridReplica(Replica):
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         self._tables.step = self._step if self._gathers else 0
         return self._inner.evaluate(batches)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Load of each server, told by the first worker."""
+        if self._world.rank:
+            return {}
+        self._peers = self._peers or [self._peer(shard) for shard in range(self._shards)]
+        return {"servers": [peer.message(Operation.FACTS) for peer in self._peers]}
 
     def state(self) -> StateDict:
         """Every worker asks for all rows, since each saves a share of what all of them have."""

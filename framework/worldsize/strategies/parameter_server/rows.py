@@ -16,6 +16,7 @@ from worldsize.core import ConfigError, RowValues
 
 Sharding = Literal["hash", "range"]
 _DIRECT = 1 << 27  # a table with at most this many rows a server has an array of places; another one a dict
+_SAMPLED = 16
 _EVICTED = 0.1  # share of the rows that leave when there are too many
 
 
@@ -104,7 +105,7 @@ class Rows:
     group: Mapping[str, Any]
     evicted: int = 0
     missed: int = 0  # gradients of rows that were not there any more, or not yet
-    touches: Counter[int] = field(default_factory=Counter)  # since they were last told
+    touches: Counter[int] = field(default_factory=Counter)  # of rows, in one push of sixteen
     _clock: int = 0
 
     def __post_init__(self) -> None:
@@ -135,6 +136,8 @@ class Rows:
     def push(self, ids_n: Tensor, gradients_nd: Tensor, share: float = 1.0) -> None:
         """Update rows, each of which occurs once. One that is not kept is left out; its neighbours are not moved."""
         self._clock += 1
+        if self._clock % _SAMPLED == 0:
+            self.touches.update(ids_n.tolist())
         self._count_for_admission(ids_n)
         places_n = self._found(ids_n, admit=False)
         kept_n = places_n >= 0
@@ -145,6 +148,12 @@ class Rows:
         self._update(rows_nw, gradients_nd, float(self.group["lr"]) * share, self.table.dim)
         self._data.index_copy_(0, places_n, rows_nw)
         self._last[places_n] = self._clock
+
+    def hottest(self, count: int) -> list[list[int]]:
+        """Rows and how often they were pushed, in a sample since the last call."""
+        found = [[row, times] for row, times in self.touches.most_common(count)]
+        self.touches.clear()
+        return found
 
     def _count_for_admission(self, ids_n: Tensor) -> None:
         if self.rule.admit_after == 0:

@@ -24,6 +24,7 @@ from worldsize.strategies.parameter_server.tree import send_tree
 
 _HANDSHAKE = 10.0  # seconds
 _LOGGED = 100
+_HOTTEST = 5  # rows of a table that are told
 _FENCED = 70  # exit code
 Service = Callable[[Channel, Mapping[str, Any]], None]
 
@@ -168,7 +169,9 @@ class Server:
                 f"{session.epoch} was next"
             )
         payload, gradient = self.receive(channel, header)
+        self._load.queue(+1)
         with self.changed:
+            self._load.queue(-1)
             if header.sequence != session.sequence + 1:
                 raise RefusedError(f"PUSH {header.sequence} came twice at once")
             self.begins(self.shard.step + 1)
@@ -333,8 +336,18 @@ class Server:
     def facts(self) -> dict[str, Any]:
         """Load since the last call, and updates lost since the start."""
         with self.changed:
-            load, self._load = self._load, _Load()
-        return {"step": self.shard.step, "lost_updates": self.lost, "refused": self.refused, **load.described()}
+            load, self._load = self._load, _Load(waiting=self._load.waiting)
+            tables = {
+                rows.table.name: {
+                    "rows": rows.count,
+                    "evicted": rows.evicted,
+                    "missed": rows.missed,
+                    "hottest": rows.hottest(_HOTTEST),
+                }
+                for rows in self.shard.tables
+            }
+        state = {"step": self.shard.step, "lost_updates": self.lost, "refused": self.refused}
+        return {**state, **load.described(), **({"tables": tables} if tables else {})}
 
     # ------------------------------------------------------------ a standby
 
@@ -413,7 +426,13 @@ class _Load:
     pulls: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    waiting: int = 0
+    longest_queue: int = 0  # pushes that waited for the shard at once
     since: float = field(default_factory=time.perf_counter)
+
+    def queue(self, change: int) -> None:
+        self.waiting += change
+        self.longest_queue = max(self.longest_queue, self.waiting)
 
     def taken(self, header: Header) -> None:
         self.pushes += 1
@@ -424,5 +443,5 @@ class _Load:
         self.bytes_out += nbytes
 
     def described(self) -> dict[str, Any]:
-        figures = {name: getattr(self, name) for name in ("pushes", "pulls", "bytes_in", "bytes_out")}
+        figures = {name: getattr(self, name) for name in ("pushes", "pulls", "bytes_in", "bytes_out", "longest_queue")}
         return {**figures, "seconds": round(time.perf_counter() - self.since, 3)}
