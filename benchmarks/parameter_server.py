@@ -35,8 +35,9 @@ from worldsize.core import RowValues
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.channel import address_of, listen
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
+from worldsize.strategies.parameter_server.coordinator import Peer
 from worldsize.strategies.parameter_server.directory import Directory
-from worldsize.strategies.parameter_server.frames import view
+from worldsize.strategies.parameter_server.frames import Operation, view
 from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.rows import RowRule, Rows, Table
@@ -61,7 +62,7 @@ def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
     tables = [Rows(TABLE, RowRule(seed=0), 0, optimizer, optimizer.param_groups[0])] if sparse else []
-    shard = Shard(Learning(model, optimizer, None), owned, Rule(1), tables=tables)
+    shard = Shard(Learning(model, optimizer, None), owned, Rule(1, approves=not sparse), tables=tables)
     server = Server(shard, listener, keys, timeout=60.0)
     server.start()
     Directory(folder / "directory", 60.0).claim(0, 1, address_of(listener), "server-0")
@@ -81,14 +82,17 @@ def ours(wire: str, *, sparse: bool) -> Iterator[Round]:
         process = get_context("fork").Process(target=_serve, args=(folder, wire), kwargs={"sparse": sparse})
         process.start()
         keys = mint(folder / "keys", "worker-0") if wire == "tls" else None
-        link = ShardLink(Dialer("worker-0", Directory(folder / "directory", 60.0), keys, 60.0), 0, epoch=1)
-        yield _sparse_rounds(link) if sparse else _dense_rounds(link)
+        directory = Directory(folder / "directory", 60.0)
+        link = ShardLink(Dialer("worker-0", directory, keys, 60.0), 0, epoch=1)
+        leads = mint(folder / "keys", "server-1") if wire == "tls" else None
+        peer = Peer(Dialer("server-1", directory, leads, 60.0), 0)
+        yield _sparse_rounds(link) if sparse else _dense_rounds(link, peer)
         link.close()
         process.kill()
         process.join()
 
 
-def _dense_rounds(link: ShardLink) -> Round:
+def _dense_rounds(link: ShardLink, peer: Peer) -> Round:
     gradients = [torch.zeros(EACH) for _ in range(PARAMETERS)]
     memory = [(torch.float32, [view(torch.zeros(EACH))]) for _ in range(PARAMETERS)]
     steps = iter(range(1, 1 << 30))
@@ -98,6 +102,7 @@ def _dense_rounds(link: ShardLink) -> Round:
         for table, gradient in enumerate(gradients):
             link.push(table, torch.float32, [view(gradient)], step=step, width=1, node=0)
         link.settle()
+        peer.tell(Operation.APPLY, {"step": step, "factor": 1.0})
         link.ask(step)
         link.receive(memory)
 
@@ -111,8 +116,7 @@ def _sparse_rounds(link: ShardLink) -> Round:
         step = next(steps)
         ids_n = batches[step % len(batches)]
         rows_nd = link.pull_rows(0, ids_n, DIM, step=step - 1)
-        link.push_rows(0, ids_n, rows_nd, step=step, width=1, node=0)
-        link.settle()
+        link.push_rows(0, ids_n, rows_nd, step=step, width=1, node=0)  # answered by the next pull, as in training
 
     return once
 
@@ -140,6 +144,7 @@ def bare(wire: str) -> Iterator[Round]:
         process = get_context("fork").Process(target=_bare_server, args=(listener, keys))
         process.start()
         connection: socket.socket | ssl.SSLSocket = socket.socket(listener.family)
+        _roomy(connection)
         connection.connect(listener.getsockname())
         if wire == "tls":
             connection = mint(folder, "worker-0").context(server=False).wrap_socket(connection)
@@ -158,12 +163,20 @@ def bare(wire: str) -> Iterator[Round]:
 
 def _bare_server(listener: socket.socket, keys: Keys | None) -> None:
     connection, _ = listener.accept()
+    _roomy(connection)
     if keys:
         connection = keys.context(server=True).wrap_socket(connection, server_side=True)
     buffer = memoryview(bytearray(BYTES))
     while True:
         _fill(connection, buffer)
         connection.sendall(buffer)
+
+
+def _roomy(connection: socket.socket) -> None:
+    """The buffers that ours has, too."""
+    if connection.family == socket.AF_UNIX:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
 
 
 def _fill(connection: socket.socket, buffer: memoryview) -> None:

@@ -104,3 +104,20 @@ def train(tmp_path: Path, command: Command) -> Train:
 @pytest.fixture
 def environment_without_wandb() -> dict[str, str]:
     return environment()
+
+
+@pytest.fixture
+def begun() -> Callable[..., Path]:
+    """Waits until a run below a folder has logged a step later than ``after``, and gives the run's folder."""
+    return _begun
+
+
+def _begun(root: Path, after: int = 3) -> Path:
+    deadline = time.monotonic() + 60
+    while True:
+        for file in root.rglob("metrics.jsonl"):
+            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            if lines and json.loads(lines[-1])["step"] > after:
+                return file.parent
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -263,7 +263,7 @@ class Duty:
     ``restore``: fills a state like the one it can ask for from the newest checkpoint, and names the step; None if
     there is none.
     ``micro_batch(step, logical_rank)``, ``evaluation(part, parts)``: data, of any part of the run.
-    ``begins(step)``: passes the faults that are planned for a step.
+    ``begins(step)``, ``passes(point)``: where faults may have been planned.
     """
 
     folder: Path
@@ -276,6 +276,7 @@ class Duty:
     evaluation: Callable[[int, int], Iterable[EvaluationBatch]]
     wants_stop: Callable[[], bool]
     begins: Callable[[int], None]
+    passes: Callable[[str], None]
 
 
 class Strategy(ABC):

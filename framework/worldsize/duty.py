@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from worldsize.checkpoints.load import load, newest
 from worldsize.config.settings import Settings
@@ -20,6 +21,7 @@ def duty_of(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, wants_stop: Callable[[], bool]
 ) -> Duty:
     alone = replace(world, rank=0, size=1, groups={})
+    data = cache(settings.recipe.data)  # which only workers ask for
     return Duty(
         folder=private(run.servers(placement.attempt)),
         workers=settings.roles["worker"].processes,
@@ -27,10 +29,11 @@ def duty_of(
         logical_ranks=settings.logical_ranks,
         timeout=settings.cluster.timeout,
         restore=partial(_restored, settings, run, alone),
-        micro_batch=_drawing(settings, world, placement.heartbeat),
-        evaluation=partial(_evaluation, settings, world),
+        micro_batch=_drawing(settings, partial(data, "train"), world, placement.heartbeat),
+        evaluation=partial(_evaluation, settings, partial(data, "test"), world),
         wants_stop=wants_stop,
         begins=settings.faults.enter,
+        passes=settings.faults.at,
     )
 
 
@@ -42,11 +45,10 @@ def _restored(
     return (load(checkpoint, state(), ignore=saves["ignore"]), checkpoint.step) if checkpoint else None
 
 
-def _drawing(settings: Settings, world: World, heartbeat: Path | None) -> Callable[[int, int], MicroBatch]:
+def _drawing(
+    settings: Settings, dataset: Callable[[], Any], world: World, heartbeat: Path | None
+) -> Callable[[int, int], MicroBatch]:
     """Draws in this process; passes the faults planned for a step, and tells the step, before its first data."""
-    dataset = settings.recipe.data("train")
-    if is_iterable(dataset):
-        raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
     order = settings.order(0, 1)
     beats = Heartbeat(heartbeat, 0) if heartbeat else None
 
@@ -54,12 +56,16 @@ def _drawing(settings: Settings, world: World, heartbeat: Path | None) -> Callab
         settings.faults.enter(step)
         if beats:
             beats.step(step - 1)
-        return drawn(dataset, order, world.device, step, logical_rank)
+        if is_iterable(dataset()):
+            raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
+        return drawn(dataset(), order, world.device, step, logical_rank)
 
     return draw
 
 
-def _evaluation(settings: Settings, world: World, part: int, parts: int) -> Iterable[EvaluationBatch]:
+def _evaluation(
+    settings: Settings, dataset: Callable[[], Any], world: World, part: int, parts: int
+) -> Iterable[EvaluationBatch]:
     settings.faults.at("evaluate:begin")
     share = replace(world, rank=part, size=parts, groups={})
-    return evaluation_batches(settings.recipe.data("test"), share, batch_size=settings.evaluate_batch_size)
+    return evaluation_batches(dataset(), share, batch_size=settings.evaluate_batch_size)

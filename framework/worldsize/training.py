@@ -135,9 +135,11 @@ class Training:
     def _fit(self, replica: Replica, first: Position, heartbeat: Heartbeat | None) -> Position:
         settings, world = self._settings, self._world
         recipe, order = settings.recipe, settings.order(world.rank, world.size)
-        train, test = recipe.data("train"), recipe.data("test")
-        drawn = micro_batches(train, order, world.device, first=first.step, workers=settings.data_workers)
-        batches: Iterable[list[MicroBatch]] = repeat([]) if self._leads else drawn
+        batches: Iterable[list[MicroBatch]] = repeat([])
+        test: Any = ()
+        if not self._leads:
+            train, test = recipe.data("train"), recipe.data("test")
+            batches = micro_batches(train, order, world.device, first=first.step, workers=settings.data_workers)
 
         def evaluation() -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")

@@ -201,13 +201,13 @@ def test_the_wandb_run_goes_on_at_the_right_step(
 
 
 def test_a_second_signal_ends_a_run_that_cannot_save_and_the_checkpoint_before_is_good(
-    tmp_path: Path, environment_without_wandb: dict[str, str], command: Any
+    tmp_path: Path, environment_without_wandb: dict[str, str], command: Any, begun: Any
 ) -> None:
     options = (*OPTIONS, "cluster.processes=2", "logger=none", "log_every=1", fault("stop", rank=1, step=9))
     process = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "train.py"), *options], cwd=tmp_path, env=environment_without_wandb
     )
-    folder = _begun(tmp_path, after=6)
+    folder = begun(tmp_path, after=6)
     while not (folder / "checkpoints" / "step_0000004").exists():
         assert process.poll() is None
         time.sleep(0.01)
@@ -314,7 +314,7 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_the_older_checkpoint_is_goo
 
 
 def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_run_that_can_be_resumed(
-    train: Any, tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
+    train: Any, tmp_path: Path, command: Any, environment_without_wandb: dict[str, str], begun: Any
 ) -> None:
     options = (*OPTIONS, "steps=1200", "cluster.processes=2", "logger=none", "log_every=1")
     process = subprocess.Popen(
@@ -323,7 +323,7 @@ def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_r
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
     )
-    folder = _begun(tmp_path)
+    folder = begun(tmp_path)
     second = command("resume", str(folder), cwd=tmp_path, environment=environment_without_wandb)
     assert second.returncode == 2
     assert "being trained by another process" in second.stderr
@@ -337,22 +337,10 @@ def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_r
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
     )
-    _begun(tmp_path, after=last + 10)
+    begun(tmp_path, after=last + 10)
     os.kill(again.pid, signal.SIGKILL)
     again.wait()
     more = command("resume", str(folder), cwd=tmp_path, environment=environment_without_wandb)
     assert more.returncode == 0, more.stderr
     assert restarts(folder) == ["preempted", "killed", "completed"]
     shutil.rmtree(folder)
-
-
-def _begun(root: Path, after: int = 3) -> Path:
-    """The run's folder, once it has logged a step after ``after``."""
-    deadline = time.monotonic() + 60
-    while True:
-        for file in root.rglob("metrics.jsonl"):
-            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            if lines and json.loads(lines[-1])["step"] > after:
-                return file.parent
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

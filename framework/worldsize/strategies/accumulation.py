@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import final
@@ -37,6 +37,15 @@ class Accumulation(ABC):
 def accumulation(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> Accumulation:
     """For ``module``: a model, or the DistributedDataParallel around it with its ``group``."""
     return Ordered(module, group) if reduce == "ordered" else Flat(module, group)
+
+
+def taken(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of one micro-batch, zeros where there is none, and none left behind."""
+    gradients = []
+    for parameter in parameters:
+        gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        parameter.grad = None
+    return gradients
 
 
 def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -115,7 +124,7 @@ class Ordered(Accumulation):
         with _no_sync(self._module):
             for node, leaf in early:
                 losses[leaf] = backward(batches[leaf], 1.0)
-                self._counters[node].add(self._take())
+                self._counters[node].add(taken(self._parameters))
                 self._statistics.add(node)
         losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
         self._statistics.add(last[0])
@@ -125,15 +134,8 @@ class Ordered(Accumulation):
         self._counters = []  # they hold gradients
         return [losses[leaf] for leaf in range(len(batches))]
 
-    def _take(self) -> list[Tensor]:
-        """The gradients of one micro-batch, zeros where there is none, and none left behind."""
-        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        return taken
-
     def _finish_alone(self, node: int) -> None:
-        self._counters[node].add(self._take())
+        self._counters[node].add(taken(self._parameters))
         sums = [counter.waiting[0] for counter in self._counters]
         for parameter, *nodes in zip(self._parameters, *sums, strict=True):
             parameter.grad = finish(nodes) / self._logical_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch._dynamo  # noqa: F401 - DDP's constructor imports it, 1.7 s; here it is imported once, before the fork
 from torch import nn
@@ -35,16 +35,15 @@ class DDP(Strategy):
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)
-        module = self._wrapped(model, world) if world.size > 1 else model
+        options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
+        module = replicated(model, world, **options) if world.size > 1 else model
         sums = accumulation(self.reduce, module, world.group)
         return SynchronousReplica(recipe, world, model=model, module=module, numerics=self.numerics, accumulation=sums)
 
-    def _wrapped(self, model: nn.Module, world: World) -> nn.Module:
-        return DistributedDataParallel(
-            model,
-            device_ids=[world.device] if world.device.type == "cuda" else None,
-            process_group=world.group,
-            bucket_cap_mb=self.bucket_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,
-        )
+
+def replicated(model: nn.Module, world: World, **options: Any) -> nn.Module:
+    """``model`` on ``world.device``, its gradients averaged over ``world.group`` during backward."""
+    devices = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **options
+    )

@@ -4,7 +4,7 @@
 
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
-retention:in-delete, retention:end, evaluate:begin.
+retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server.
 """
 
 from __future__ import annotations

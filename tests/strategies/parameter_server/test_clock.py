@@ -52,7 +52,7 @@ class Crew:
 @pytest.mark.parametrize("churn", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(8))
 def test_clocks_stay_within_the_bound_and_every_part_is_trained_once(staleness: float, churn: float, seed: int) -> None:
-    clock = Clock(staleness, logical_ranks=12, share=3, lease=9.0, first=5)
+    clock = Clock(staleness, logical_ranks=4, lease=9.0, first=5)
     clock.open(5 + 40)
     crew = Crew(clock, seed, churn=churn)
     for _ in range(100_000):
@@ -60,12 +60,12 @@ def test_clocks_stay_within_the_bound_and_every_part_is_trained_once(staleness: 
         assert clock.spread <= staleness + 1
         if clock.complete == 45:
             break
-    assert crew.trained == {(step, rank): 1 for step in range(6, 46) for rank in range(12)}
+    assert crew.trained == {(step, rank): 1 for step in range(6, 46) for rank in range(4)}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_part_of_a_synchronous_step_begins_before_the_step_before_is_complete(seed: int) -> None:
-    clock = Clock(0, logical_ranks=6, share=2, lease=9.0)
+    clock = Clock(0, logical_ranks=6, lease=9.0)
     clock.open(30)
     crew = Crew(clock, seed, churn=0.2)
     while clock.complete < 30:
@@ -76,7 +76,7 @@ def test_no_part_of_a_synchronous_step_begins_before_the_step_before_is_complete
 
 
 def test_a_worker_that_has_shown_no_sign_of_life_is_expired_and_its_unit_is_dealt_again() -> None:
-    clock = Clock(0, logical_ranks=2, share=1, lease=5.0)
+    clock = Clock(0, logical_ranks=2, lease=5.0)
     clock.open(1)
     clock.join("a", 0.0)
     clock.join("b", 0.0)
@@ -95,7 +95,7 @@ def test_a_worker_that_has_shown_no_sign_of_life_is_expired_and_its_unit_is_deal
 
 
 def test_nobody_goes_beyond_what_is_open() -> None:
-    clock = Clock(math.inf, logical_ranks=1, share=1, lease=5.0)
+    clock = Clock(math.inf, logical_ranks=1, lease=5.0)
     clock.join("a", 0.0)
     assert clock.next("a", 0.0) is None
     clock.open(1)

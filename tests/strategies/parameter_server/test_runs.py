@@ -95,6 +95,13 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(train: Any, single: Any,
     assert log.count("worker-1 joins") == (2 if restarts else 1)
 
 
+def test_a_worker_that_dies_between_two_pushes_leaves_no_mixture(train: Any, single: Any) -> None:
+    kill = "faults=[{action: kill, rank: 3, step: 9, point: push:next-server}]"  # one server has its gradient
+    run = train(*DIGITS, *ELASTIC, SERVER, "strategy.servers=2", "cluster.processes=4", kill)
+    assert "worker 1 failed: killed by SIGKILL" in run.error
+    assert digests(run)[0] == single()[0]
+
+
 def test_a_worker_that_stops_loses_its_lease_and_its_part_is_done_by_others(train: Any, single: Any) -> None:
     stop = "faults=[{action: stop, rank: 1, step: 9}]"
     run = train(*DIGITS, *ELASTIC, SERVER, "cluster.processes=3", "strategy.lease=0.5", stop, "launcher.save_grace=2")
@@ -160,7 +167,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(train: Any, options: 
 
 
 def test_workers_come_and_go_while_it_trains(
-    tmp_path: Path, train: Any, single: Any, command: Any, environment_without_wandb: dict[str, str]
+    tmp_path: Path, train: Any, single: Any, command: Any, environment_without_wandb: dict[str, str], begun: Any
 ) -> None:
     slow = "faults=[{action: sleep, rank: null, seconds: 0.03}]"
     options = (*DIGITS, *ELASTIC, "steps=120", "log_every=1")
@@ -172,7 +179,7 @@ def test_workers_come_and_go_while_it_trains(
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
     )
-    folder = _at_step(tmp_path / "other", 5)
+    folder = begun(tmp_path / "other", after=4)
 
     def workers(*words: str) -> str:
         done = command("workers", *words, "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
@@ -194,7 +201,9 @@ def test_workers_come_and_go_while_it_trains(
     assert "is not being trained on this machine" in late.stderr
 
 
-def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path, environment_without_wandb: dict[str, str]) -> None:
+def test_a_launcher_that_is_killed_leaves_no_process(
+    tmp_path: Path, environment_without_wandb: dict[str, str], begun: Any
+) -> None:
     options = (*DIGITS, "steps=100000", "log_every=1", SERVER, "strategy.servers=2", "cluster.processes=4")
     process = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "train.py"), *options, "logger=none"],
@@ -202,7 +211,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path, environment
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
     )
-    folder = _at_step(tmp_path, 2)
+    folder = begun(tmp_path, after=1)
     children = _children(process.pid)
     assert len(children) == 4
     os.kill(process.pid, signal.SIGKILL)
@@ -222,15 +231,4 @@ def _log(folder: Path, text: str) -> None:
     deadline = time.monotonic() + 20
     while text not in (folder / "logs" / "server_00000.log").read_text():
         assert time.monotonic() < deadline, text
-        time.sleep(0.01)
-
-
-def _at_step(root: Path, step: int) -> Path:
-    deadline = time.monotonic() + 60
-    while True:
-        for file in root.rglob("metrics.jsonl"):
-            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            if lines and json.loads(lines[-1])["step"] >= step:
-                return file.parent
-        assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -77,7 +78,7 @@ class ShardLink:
         self._dialer, self._shard, self._epoch = dialer, shard, epoch
         self._sequence = 0
         self._seen = 0
-        self._pending: list[_Push] = []
+        self._pending: deque[_Push] = deque()
         self._channel, facts = dialer.connect(shard, "data", epoch=epoch)
         self.step = int(facts["step"])  # of the shard when this connection was made
 
@@ -85,30 +86,38 @@ class ShardLink:
         self, table: int, dtype: torch.dtype, payload: Sequence[memoryview], *, step: int, width: int, node: int
     ) -> None:
         """Send a gradient; :meth:`settle` waits until it has been taken."""
-        length = sum(part.nbytes for part in payload) // dtype.itemsize
-        self._push(Header(Operation.PUSH, table, dtype, (length,), width=width, node=node, step=step), payload)
+        shape = (sum(part.nbytes for part in payload) // dtype.itemsize,)
+        self._push(Operation.PUSH, table, dtype, shape, (width, node, step), payload)
 
     def push_rows(self, table: int, ids_n: Tensor, gradients_nd: Tensor, *, step: int, width: int, node: int) -> None:
         """Send gradients of rows, whose ids are sorted and each there once."""
         payload = [view(ids_n), view(gradients_nd.contiguous())]
-        length = ids_n.nbytes + gradients_nd.nbytes
-        header = Header(Operation.PUSH_ROWS, table, shape=(length,), width=width, node=node, step=step)
-        self._push(header, payload)
+        shape = (ids_n.nbytes + gradients_nd.nbytes,)
+        self._push(Operation.PUSH_ROWS, table, torch.uint8, shape, (width, node, step), payload)
 
-    def _push(self, header: Header, payload: Sequence[memoryview]) -> None:
+    def _push(
+        self,
+        operation: Operation,
+        table: int,
+        dtype: torch.dtype,
+        shape: tuple[int],
+        part: tuple[int, int, int],
+        payload: Sequence[memoryview],
+    ) -> None:
         self._sequence += 1
-        header = replace(header, epoch=self._epoch, sequence=self._sequence, seen=self._seen)
+        width, node, step = part
+        header = Header(operation, table, dtype, shape, width, node, self._seen, self._epoch, self._sequence, step)
         self._pending.append(_Push(header, payload))
         self._persist(lambda: self._channel.send(header, payload))
 
     def pull_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> Tensor:
-        """float32 [n, dim]: rows that have seen all updates up to ``step``."""
+        """float32 [n, dim]: rows that have seen all updates up to ``step``, and what was pushed before."""
         rows_nd = torch.empty(len(ids_n), dim)
         header = Header(Operation.PULL_ROWS, table, torch.int64, (len(ids_n),), step=step)
         while True:
             try:
                 self._channel.send(header, [view(ids_n)])
-                answer = self._channel.answer(Operation.WEIGHTS)
+                answer = self._weights()
                 answer.require(torch.float32, (len(ids_n), dim))
                 self._channel.fill([view(rows_nd)])
                 self._seen = answer.seen
@@ -116,12 +125,18 @@ class ShardLink:
             except LostError:
                 self._recover()
 
+    def _weights(self) -> Header:
+        """Of the weights that come next, after answers to pushes."""
+        while (header := self._channel.answer(Operation.WEIGHTS, Operation.DONE)).operation == Operation.DONE:
+            self._pending.popleft()
+        return header
+
     def settle(self) -> None:
         """Wait until all pushes have been taken."""
         while self._pending:
             try:
                 self._channel.answer(Operation.DONE)
-                self._pending.pop(0)
+                self._pending.popleft()
             except LostError:
                 self._recover()
 
@@ -145,7 +160,7 @@ class ShardLink:
         while True:
             try:
                 for index, (dtype, parts) in enumerate(tables):
-                    header = self._channel.answer(Operation.WEIGHTS)
+                    header = self._weights()
                     header.require(dtype, (sum(part.nbytes for part in parts) // dtype.itemsize,))
                     if header.table != index:
                         raise RefusedError(f"weights of table {header.table} came, those of {index} were expected")
@@ -162,7 +177,7 @@ class ShardLink:
             self._channel.close()
             self._channel, facts = self._dialer.connect(self._shard, "data", epoch=self._epoch, seen=self._seen)
             taken = facts["sequence"]  # of a server that has come back from a checkpoint, lower than before
-            self._pending = [push for push in self._pending if push.header.sequence > taken]
+            self._pending = deque(push for push in self._pending if push.header.sequence > taken)
             for number, push in enumerate(self._pending, taken + 1):
                 push.header = replace(push.header, sequence=number)
             self._sequence = taken + len(self._pending)

@@ -35,14 +35,13 @@ class _Member:
 class Clock:
     """``staleness``: clocks that the fastest worker may be ahead, 0 to infinity.
 
-    ``logical_ranks``: parts of a step; ``share``: how many of them are a unit, where steps need not be complete
-    before the next begins. Steps after ``first`` up to ``last`` are dealt, none beyond :meth:`open`'s. ``lease``:
-    seconds without a sign of life after which a worker is taken for dead.
+    ``logical_ranks``: parts of a step; each is a unit where steps need not be complete before the next begins.
+    Steps after ``first`` up to ``last`` are dealt, none beyond :meth:`open`'s. ``lease``: seconds without a sign of
+    life after which a worker is taken for dead.
     """
 
     staleness: float
     logical_ranks: int
-    share: int
     lease: float
     first: int = 0
     last: int = 0
@@ -142,8 +141,7 @@ class Clock:
         self._opened += 1
         ranks = range(self.logical_ranks)
         if self.staleness:
-            width = self.share
-            self._todo.extend(Unit(self._opened, tuple(ranks[i : i + width])) for i in ranks[::width])
+            self._todo.extend(Unit(self._opened, (rank,)) for rank in ranks)
             return
         count = min(len(self.members), self.logical_ranks)
         self._todo.extend(Unit(self._opened, tuple(ranks[i::count])) for i in range(count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
 
 import torch
@@ -83,6 +84,7 @@ class Coordinator(Replica):
         self._learning, self._world = learning, world
         self._rows, self._clip_norm, self._skips = rows, clip_norm, skips
         self._gathers = server.shard.rule.gathers
+        self._pool = ThreadPoolExecutor(max(1, len(peers)), "peer")
         self.step_reached = server.shard.closed
         agreed = (self.step_reached, server.shard.last_factor)
         server.reset(*agreed)
@@ -96,26 +98,34 @@ class Coordinator(Replica):
         if self._gathers:
             self._desk.open(step)
         losses = [torch.tensor(loss) for loss in self._desk.finished(step)]
-        norm, skipped = self._approve(step) if self._server.shard.rule.approves else (None, False)
+        norm, skipped = self._approve(step) if self._gathers else (None, False)
         self.step_reached = step
         return StepResult(losses, lr, norm, skipped)
 
-    def _approve(self, step: int) -> tuple[Tensor, bool]:
+    def _approve(self, step: int) -> tuple[Tensor | None, bool]:
         """Clip the mean gradient by its norm over all shards, or leave the step out if that is not finite."""
-        norm = torch.linalg.vector_norm(torch.stack(self._norms()))
-        skipped = self._skips and not bool(norm.isfinite())
-        limit = self._clip_norm if self._clip_norm is not None else float("inf")
-        factor = None if skipped else float(torch.clamp(limit / (norm + _TINY), max=1.0))
+        norm, factor = self._judged() if self._skips or self._clip_norm is not None else (None, 1.0)
         self._server.apply(step, factor)  # from here on it is decided, also if this server dies
-        for peer in self._peers:
-            peer.tell(Operation.APPLY, {"step": step, "factor": factor})
-        return norm, skipped
+        self._ask(lambda peer: peer.tell(Operation.APPLY, {"step": step, "factor": factor}))
+        return norm, factor is None
+
+    def _ask(self, question: Callable[[Peer], T]) -> list[T]:
+        """All peers at once."""
+        return list(self._pool.map(question, self._peers))
+
+    def _judged(self) -> tuple[Tensor, float | None]:
+        """The norm, and what the gradient is to be multiplied by."""
+        norm = torch.linalg.vector_norm(torch.stack(self._norms()))
+        if self._skips and not bool(norm.isfinite()):
+            return norm, None
+        limit = self._clip_norm if self._clip_norm is not None else float("inf")
+        return norm, float(torch.clamp(limit / (norm + _TINY), max=1.0))
 
     def _norms(self) -> list[Tensor]:
         """Of each parameter's gradient, in the order of the model."""
         found = self._server.shard.norms()
-        for peer in self._peers:
-            for name, norms in peer.message(Operation.NORMS).items():
+        for others in self._ask(lambda peer: peer.message(Operation.NORMS)):
+            for name, norms in others.items():
                 found.setdefault(name, []).extend(norms)
         names = [name for name, _ in self._learning.model.named_parameters() if name in found]
         pieces = [torch.tensor(found[name]) for name in names]
@@ -128,9 +138,7 @@ class Coordinator(Replica):
 
     def state(self) -> StateDict:
         """Of all shards together."""
-        with self._server.changed:
-            states: list[Any] = [self._server.shard.state()]
-        states += [peer.state() for peer in self._peers]
+        states = [self._server.state(), *self._ask(Peer.state)]
         assembled(states, self._learning)
         return whole_state(self._learning, joined_rows([state["tables"] for state in states]), self._rows)
 
@@ -139,7 +147,7 @@ class Coordinator(Replica):
 
     def facts(self) -> Mapping[str, Any]:
         """Load of each server since the last call, and the workers."""
-        servers = [self._server.facts(), *(peer.message(Operation.FACTS) for peer in self._peers)]
+        servers = [self._server.facts(), *self._ask(lambda peer: peer.message(Operation.FACTS))]
         return {"servers": servers, "workers": len(self._desk.workers)}
 
     def close(self, *, complete: bool) -> None:

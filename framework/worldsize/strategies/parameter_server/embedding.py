@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from worldsize.core import ConfigError
 from worldsize.strategies.parameter_server.client import ShardLink
-from worldsize.strategies.parameter_server.rows import RowRule, Table
+from worldsize.strategies.parameter_server.rows import RowGradients, RowRule, Table
 
 Pull = Callable[[Table, Tensor], Tensor]  # int64 [n], sorted and each once, to float32 [n, dim]
 
@@ -108,9 +108,6 @@ def made_remote(model: nn.Module) -> nn.Module:
 def remotes(model: nn.Module) -> Iterator[RemoteTable]:
     """In the order of the model."""
     return (module for module in model.modules() if isinstance(module, RemoteTable))
-
-
-RowGradients = tuple[Tensor, Tensor]  # int64 [n], sorted and each once, and float32 [n, dim]
 
 
 @final

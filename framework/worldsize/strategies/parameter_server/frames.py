@@ -14,6 +14,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import Any, final
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -51,8 +52,8 @@ class Operation(IntEnum):
     TREE = 13  # JSON and tensors, see :mod:`tree`
     MESSAGE = 14
     STOP = 15  # to a server: the run ends; answered by DONE
-    PUSH_ROWS = 19  # ids (int64), then gradients (float32) of rows of one table; answered by DONE
-    PULL_ROWS = 20  # ids (int64); answered by WEIGHTS of shape [rows, dim]
+    PUSH_ROWS = 19  # ids as below, then gradients (float32) of rows of one table; answered by DONE
+    PULL_ROWS = 20  # ids (int64), sorted and each once; answered by WEIGHTS of shape [rows, dim]
     RESET = 16  # message: the step that is done; what has come of later ones is dropped; answered by DONE
     FACTS = 17  # answered by a MESSAGE
     REFUSED = 18  # message: why; the connection ends
@@ -114,19 +115,27 @@ def parse(data: bytes | bytearray | memoryview) -> Header:
     if operation not in _OPERATIONS or code >= len(DTYPES) or dimensions > _DIMENSIONS:
         raise RefusedError(f"unknown operation {operation}, dtype {code} or {dimensions} dimensions")
     dtype, used = DTYPES[code], tuple(shape[:dimensions])
-    header = Header(Operation(operation), table, dtype, used, width, node, seen, epoch, sequence, step)
+    header = Header(_OPERATIONS[operation], table, dtype, used, width, node, seen, epoch, sequence, step)
     if header.length != length or length > LARGEST or any(shape[dimensions:]):
         raise RefusedError(f"{header.operation.name} announces {length} bytes for {dtype} {list(used)}")
     return header
 
 
-_OPERATIONS = frozenset(Operation)
+_OPERATIONS = {int(operation): operation for operation in Operation}
 
 
 def view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, to send from or receive into without a copy."""
-    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    tensor = tensor.detach()
+    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    data: memoryview = array.reshape(-1).view(numpy.uint8).data
     return data
+
+
+def room(dtype: torch.dtype, *shape: int) -> tuple[Tensor, memoryview]:
+    """An empty tensor, and its bytes to receive into."""
+    tensor = torch.empty(shape, dtype=dtype)
+    return tensor, view(tensor)
 
 
 def message(operation: Operation, facts: Any) -> tuple[Header, list[memoryview]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, final
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import (
     Cluster,
@@ -29,12 +28,13 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.accumulation import Accumulation, Backward, accumulation
+from worldsize.strategies.ddp import replicated
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
 from worldsize.strategies.parameter_server.coordinator import Peer
-from worldsize.strategies.parameter_server.embedding import RowGradients, TableLinks, made_remote
+from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
 from worldsize.strategies.parameter_server.frames import Operation
 from worldsize.strategies.parameter_server.house import House, Transport
-from worldsize.strategies.parameter_server.rows import RowRule, Sharding
+from worldsize.strategies.parameter_server.rows import RowGradients, RowRule, Sharding
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.whole import joined_rows, learning_of, whole_tables
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -132,8 +132,8 @@ class _HybridReplica(Replica):
         self, strategy: HybridParameterServer, recipe: Recipe, world: World, dialer: Dialer, rule: RowRule
     ) -> None:
         self._world, self._dialer, self._rule = world, dialer, rule
-        self._gathers, self._shards = strategy.consistency == "sync", strategy.servers
-        model = made_remote(recipe.model())
+        self._gathers = strategy.consistency == "sync"
+        model = made_remote(recipe.model()).to(world.device)
         self._tables = TableLinks(model, rule)
         self._tables.links = [ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)]
         module = self._wrapped(model)
@@ -142,13 +142,12 @@ class _HybridReplica(Replica):
             recipe, world, model=model, module=module, numerics=strategy.numerics, accumulation=self._sums
         )
         self._step = self._tables.links[0].step
-        self._peers: list[Peer] = []
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         dense = any(parameter.requires_grad for parameter in model.parameters())
         if self._world.size == 1 or not dense:
             return model
-        return DistributedDataParallel(model, process_group=self._world.group, gradient_as_bucket_view=True)
+        return replicated(model, self._world)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self._tables.step = self._step if self._gathers else 0
@@ -157,9 +156,7 @@ class _HybridReplica(Replica):
         total = len(micro_batches) * self._world.size
         for place, gradients in sorted(self._sums.noted.items()):
             rank = place * self._world.size + self._world.rank  # strided, as data are dealt
-            self._tables.push(gradients, step=self._step, width=total, node=rank)
-        for link in self._tables.links:
-            link.settle()
+            self._tables.push(gradients, step=self._step, width=total, node=rank)  # answered by the next pull
         self._sums.noted.clear()
         return result
 
@@ -171,16 +168,24 @@ class _HybridReplica(Replica):
         """Load of each server, told by the first worker."""
         if self._world.rank:
             return {}
-        self._peers = self._peers or [self._peer(shard) for shard in range(self._shards)]
         return {"servers": [peer.message(Operation.FACTS) for peer in self._peers]}
 
     def state(self) -> StateDict:
         """Every worker asks for all rows, since each saves a share of what all of them have."""
-        states = [self._peer(shard).state()["tables"] for shard in range(self._shards)]
+        self._settle()
+        states = [peer.state()["tables"] for peer in self._peers]
         return whole_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
 
-    def _peer(self, shard: int) -> Peer:
-        return Peer(self._dialer, shard)
+    def _settle(self) -> None:
+        """Wait until the servers have taken what any worker has pushed."""
+        for link in self._tables.links:
+            link.settle()
+        if self._world.group is not None:
+            torch.distributed.barrier(self._world.group)
+
+    @cached_property
+    def _peers(self) -> list[Peer]:
+        return [Peer(self._dialer, shard) for shard in range(len(self._tables.links))]
 
     def load(self, state: StateDict) -> None:
         """The dense part; servers have loaded their rows by themselves."""
@@ -189,11 +194,10 @@ class _HybridReplica(Replica):
         self._step = self._tables.links[0].step
 
     def close(self, *, complete: bool) -> None:
+        self._settle()
         for link in self._tables.links:
             link.close()
-        if self._world.group is not None:
-            torch.distributed.barrier(self._world.group)
         if self._world.rank == 0:
             self._dialer.directory.end()
-            for shard in range(self._shards):
-                self._peer(shard).tell(Operation.STOP, {})
+            for peer in self._peers:
+                peer.tell(Operation.STOP, {})

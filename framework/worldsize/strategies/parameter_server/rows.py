@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from worldsize.core import ConfigError, RowValues
 
 Sharding = Literal["hash", "range"]
+RowGradients = tuple[Tensor, Tensor]  # int64 [n], sorted and each once, and float32 [n, dim]
 _DIRECT = 1 << 27  # a table with at most this many rows a server has an array of places; another one a dict
 _SAMPLED = 16
 _EVICTED = 0.1  # share of the rows that leave when there are too many
@@ -127,7 +128,7 @@ class Rows:
         self._clock += 1
         places_n = self._found(ids_n, admit=self.rule.admit_after == 0)
         if self.rule.admit_after == 0 or bool((places_n >= 0).all()):
-            self._last[places_n] = self._clock
+            self._touch(places_n)
             return self._data[:, : self.table.dim].index_select(0, places_n)
         rows_nd, kept_n = initial_rows(self.rule.seed, self.table, ids_n), places_n >= 0
         rows_nd[kept_n] = self._data[places_n[kept_n], : self.table.dim]
@@ -144,10 +145,12 @@ class Rows:
         if not bool(kept_n.all()):
             self.missed += int((~kept_n).sum())
             places_n, gradients_nd = places_n[kept_n], gradients_nd[kept_n]
-        rows_nw = self._data.index_select(0, places_n)
-        self._update(rows_nw, gradients_nd, float(self.group["lr"]) * share, self.table.dim)
-        self._data.index_copy_(0, places_n, rows_nw)
-        self._last[places_n] = self._clock
+        self._update(self._data, places_n, gradients_nd, float(self.group["lr"]) * share, self.table.dim)
+        self._touch(places_n)
+
+    def _touch(self, places_n: Tensor) -> None:
+        if self.rule.capacity is not None:
+            self._last.index_fill_(0, places_n, self._clock)
 
     def hottest(self, count: int) -> list[list[int]]:
         """Rows and how often they were pushed, in a sample since the last call."""
@@ -235,6 +238,8 @@ class _Direct:
         self._places = torch.full((rows,), -1, dtype=torch.int64)
 
     def _index(self, ids_n: Tensor) -> Tensor:
+        if self._rule.shards == 1:
+            return ids_n
         return ids_n // self._rule.shards if self._rule.sharding == "hash" else ids_n % self._block
 
     def get(self, ids_n: Tensor) -> Tensor:
@@ -270,7 +275,7 @@ def _places(table: Table, rule: RowRule) -> _Direct | _Hashed:
 
 
 class _Update:
-    """Changes rows in place: [n, dim] values, then ``rows`` tensors of their size and ``numbers`` numbers a row."""
+    """Changes rows of [n, dim] values, then ``rows`` tensors of their size and ``numbers`` numbers a row."""
 
     rows, numbers = 0, 0
 
@@ -280,7 +285,13 @@ class _Update:
     def begin(self, data: Tensor, places_n: Tensor, dim: int) -> None:
         """Set the state of new rows, which is zero."""
 
-    def __call__(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+    def __call__(self, data: Tensor, places_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+        """Update the rows at ``places_n``, each of which is there once."""
+        rows_nw = data.index_select(0, places_n)
+        self.change(rows_nw, gradients_nd, lr, dim)
+        data.index_copy_(0, places_n, rows_nw)
+
+    def change(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         raise NotImplementedError
 
 
@@ -288,8 +299,8 @@ class _Update:
 class _Descent(_Update):
     """torch.optim.SGD without momentum."""
 
-    def __call__(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
-        rows_nw.add_(gradients_nd, alpha=-lr)
+    def __call__(self, data: Tensor, places_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+        data.scatter_add_(0, places_n[:, None].expand(-1, dim), gradients_nd * -lr)  # twice as fast as index_add_
 
 
 @final
@@ -301,7 +312,7 @@ class _Adagrad(_Update):
     def begin(self, data: Tensor, places_n: Tensor, dim: int) -> None:
         data[places_n, dim:] = self.group["initial_accumulator_value"]
 
-    def __call__(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+    def change(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         values_nd, sums_nd = rows_nw[:, :dim], rows_nw[:, dim:]
         sums_nd.addcmul_(gradients_nd, gradients_nd)
         values_nd.addcdiv_(gradients_nd, sums_nd.sqrt().add_(self.group["eps"]), value=-lr)
@@ -313,7 +324,7 @@ class _Adam(_Update):
 
     rows, numbers = 2, 1
 
-    def __call__(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+    def change(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         values_nd, means_nd, squares_nd = rows_nw[:, :dim], rows_nw[:, dim : 2 * dim], rows_nw[:, 2 * dim : 3 * dim]
         steps_n1 = rows_nw[:, 3 * dim :].add_(1).double()  # 1 - beta^steps cancels in float32
         first, second = self.group["betas"]

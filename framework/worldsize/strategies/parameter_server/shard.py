@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -14,9 +15,8 @@ from worldsize.collectives.ordered import Arrivals
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.frames import RefusedError
 from worldsize.strategies.parameter_server.layout import Bucket
-from worldsize.strategies.parameter_server.rows import Rows
+from worldsize.strategies.parameter_server.rows import RowGradients, Rows
 
-RowGradients = tuple[Tensor, Tensor]  # int64 [n], sorted and each once, and float32 [n, dim]
 _COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "_closed")
 
 
@@ -25,15 +25,14 @@ _COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "
 class Rule:
     """When gradients become an update.
 
-    ``gathers``: the mean over all ``logical_ranks`` of a step is one update; otherwise each unit of ``share``
-    logical ranks is one, with that share of the learning rate (or 1 / staleness of it, ``by_staleness``, arXiv
-    1511.05950). ``approves``: an update of a whole step waits for :meth:`Shard.apply`. ``finite``: NaN and
+    ``gathers``: the mean over all ``logical_ranks`` of a step is one update; otherwise each logical rank's gradient
+    is one, with its share of the learning rate (or 1 / staleness of it, ``by_staleness``, arXiv 1511.05950).
+    ``approves``: an update of a whole step waits for :meth:`Shard.apply`. ``finite``: NaN and
     infinite gradients are refused.
     """
 
     logical_ranks: int
     gathers: bool = True
-    share: int = 1
     by_staleness: bool = False
     approves: bool = False
     finite: bool = True
@@ -47,6 +46,9 @@ def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) 
 
     The same bits as the gradient of the whole table, summed in that tree: to add a zero changes nothing.
     """
+    if len(parts) == 1:
+        ((ids_n, values_nd),) = parts.values()
+        return ids_n, _over(values_nd, logical_ranks)
     ids_n = torch.unique(torch.cat([ids for ids, _ in parts.values()]))
     arrivals = Arrivals(logical_ranks)
     for (width, node), (ids, values) in parts.items():
@@ -55,7 +57,11 @@ def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) 
         arrivals.add(width, node, [part_nd])
     total = arrivals.total()
     assert total is not None, "all logical ranks have come"
-    return ids_n, total[0].div_(logical_ranks)
+    return ids_n, _over(total[0], logical_ranks)
+
+
+def _over(total: Tensor, count: int) -> Tensor:
+    return total.div_(count) if count > 1 else total
 
 
 @final
@@ -77,7 +83,7 @@ class Shard:
         self.tables = tables
         self.optimizer, self.schedule = learning.optimizer, learning.schedule
         self.rule, self.buckets, self.step = rule, buckets, step
-        self.updates = step if rule.gathers else step * rule.logical_ranks // rule.share
+        self.updates = step if rule.gathers else step * rule.logical_ranks
         self._whole = dict(learning.model.named_parameters())
         self.values = [_flat(bucket, self._whole) for bucket in buckets]
         pairs = zip(buckets, self.values, strict=True)
@@ -132,7 +138,7 @@ class Shard:
             RefusedError: it is not finite, or of a step that is not being trained; nothing has changed.
         """
         values = gradient if isinstance(gradient, Tensor) else gradient[1]
-        if self.rule.finite and not bool(torch.isfinite(values.sum())):
+        if self.rule.finite and not math.isfinite(float(values.sum())):
             raise RefusedError(f"a gradient for step {step} is NaN or infinite (nonfinite=ignore would accept it)")
         if self.rule.gathers:
             return self._gather(index, gradient, step, width, node)
@@ -162,7 +168,7 @@ class Shard:
         if isinstance(gradient, Tensor):
             self._arrivals[index].add(width, node, [gradient])
             whole = self._arrivals[index].total()
-            return None if whole is None else whole[0].div_(total)
+            return None if whole is None else _over(whole[0], total)
         parts = self._row_parts[index - len(self.buckets)]
         parts[width, node] = gradient
         return row_mean(parts, total) if len(self._covered[index]) == total else None
@@ -201,33 +207,29 @@ class Shard:
         """Make the update of ``step`` that waits, its gradient times ``factor``; None leaves the update out."""
         if step != self.step + 1 or not self.waits_for_approval:
             return  # approved before, by one whose answer was lost
-        for index in sorted(self._ready):
-            if factor is not None:
-                gradient = self._ready[index]
-                (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
-                self._descend(index, gradient)
         self.last_factor = factor
+        for index, gradient in sorted(self._ready.items()):
+            if factor not in (None, 1.0):
+                (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
+            if factor is not None:
+                self._descend(index, gradient)
         self._end_step()
 
     def _update(self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int) -> bool:
-        """One unit's update: Σ over the units of a step of share × lr is lr."""
+        """One unit's update, with lr / logical ranks, so that those of a step add up to lr."""
         if unit[0] <= self._closed or index in self._units.get(unit, ()):
             return False
         come = self._units.setdefault(unit, set())
         come.add(index)
         staleness = max(1, (self.updates - seen + 1) % 2**32)
-        self._descend(index, gradient, 1 / staleness if self.rule.by_staleness else self._share)
+        self._descend(index, gradient, 1 / (staleness if self.rule.by_staleness else self.rule.logical_ranks))
         if len(come) == self._kinds:
             self._end_unit()
         return True
 
-    @property
-    def _share(self) -> float:
-        return self.rule.share / self.rule.logical_ranks
-
     def _end_unit(self) -> None:
         self.updates += 1
-        self._count += self.rule.share
+        self._count += 1
         while self._first + self._count // self.rule.logical_ranks > self.step:
             self.step += 1
             if self.schedule is not None:
@@ -236,10 +238,9 @@ class Shard:
 
     def _forget(self) -> None:
         """Units of steps that are complete need not be remembered one by one."""
-        per_step = self.rule.logical_ranks // self.rule.share
         while True:
             of_next = [unit for unit, come in self._units.items() if unit[0] == self._closed + 1]
-            if len(of_next) < per_step or any(len(self._units[unit]) < self._kinds for unit in of_next):
+            if len(of_next) < self.rule.logical_ranks or any(len(self._units[unit]) < self._kinds for unit in of_next):
                 return
             for unit in of_next:
                 del self._units[unit]

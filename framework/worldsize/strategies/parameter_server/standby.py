@@ -60,20 +60,21 @@ class Succession:
             return self.fence()
         entry = entry or self.dialer.directory.wait(self.shard)
         self.epoch = entry.epoch
-        if self._stand_by(server, entry):
-            return self.fence()
+        try:
+            if self._stand_by(server, entry):
+                return self.fence()
+        except RefusedError:  # it has not noticed yet that its old standby is dead
+            time.sleep(_POLL)
+            return False
         return self._nobody_came(server, entry) and self.fence()
 
     def _stand_by(self, server: Server, entry: Entry) -> bool:
-        """Be the master's standby until it dies; False if it is dead already, or wants none."""
+        """Be the master's standby until it dies; False if it is dead already. Raises RefusedError: it has one."""
         self.dialer.directory.check_open()
         try:
             channel, _ = self.dialer.attempt(entry, "standby")
         except LostError:
             return False
-        except RefusedError:  # it has not noticed yet that its old one is dead
-            time.sleep(_POLL)
-            return self._stand_by(server, entry)
         try:
             image = receive_tree(channel)
         except LostError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal, final
 
@@ -130,9 +129,17 @@ class ParameterServer(Strategy):
             self._warn(whole)
             return self._lead(server, succession, whole, world, duty)
         dialer = self._house.dialer(f"worker-{world.rank}", duty.folder, duty.timeout)
-        gathers = self.bound == 0
-        how = partial(Worker, numerics=self.numerics, gathers=gathers, rows=self._rows, codec=self._codec)
-        worker = how(recipe, world, duty, shards, dialer)
+        worker = Worker(
+            recipe,
+            world,
+            duty,
+            shards,
+            dialer,
+            numerics=self.numerics,
+            gathers=self.bound == 0,
+            rows=self._rows,
+            codec=self._codec,
+        )
         worker.run(self.lease)
         return None
 
@@ -171,7 +178,7 @@ class ParameterServer(Strategy):
         if not first:
             server.ended.wait()
             return None
-        desk.begin(Clock(self.bound, duty.logical_ranks, 1, self.lease, first=server.shard.closed))
+        desk.begin(Clock(self.bound, duty.logical_ranks, self.lease, first=server.shard.closed))
         desk.meet(duty.workers, seconds=self.lease)
         if self.bound:
             desk.open(duty.steps)
@@ -190,12 +197,12 @@ class ParameterServer(Strategy):
         )
 
     def _rule(self, duty: Duty) -> Rule:
-        gathers, skips = self.bound == 0, self.numerics.nonfinite == "skip"
+        gathers = self.bound == 0
         return Rule(
             duty.logical_ranks,
             gathers=gathers,
             by_staleness=self.by_staleness,
-            approves=gathers and (skips or self.numerics.clip_norm is not None or self.replicas > 0),
+            approves=gathers,  # else who repeats the unit of a worker that died between two pushes would pull a mixture
             finite=self.numerics.nonfinite == "stop",
         )
 

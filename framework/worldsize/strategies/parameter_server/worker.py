@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from worldsize.collectives.ordered import Arrivals
 from worldsize.core import Duty, Numerics, Recipe, World
 from worldsize.reproducibility.seeds import seed_generators
+from worldsize.strategies.accumulation import taken
 from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
 from worldsize.strategies.parameter_server.codec import Codec, Feedback
@@ -97,7 +98,7 @@ class Worker:
         total, arrivals, losses, touched = self._duty.logical_ranks, Arrivals(self._duty.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
-            arrivals.add(total, rank, self._take())
+            arrivals.add(total, rank, taken(self._parameters.values()))
             touched.append(self._tables.take())
         if not self._gathers:
             self._clip([*arrivals.parts[total, ranks[0]], *(values for _, values in touched[0])])
@@ -116,13 +117,6 @@ class Worker:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _take(self) -> list[Tensor]:
-        """The gradients of one micro-batch, zeros where there is none, and none left behind."""
-        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        return taken
-
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         """Where steps overlap, each unit's gradient by its own norm."""
         if self._numerics.clip_norm is not None:
@@ -134,6 +128,7 @@ class Worker:
     ) -> None:
         gradients = {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}
         for link, shard in zip(links, self._shards, strict=True):
+            self._duty.passes("push:begin" if link is links[0] else "push:next-server")
             for table, bucket in enumerate(shard):
                 dtype, payload = self._encoded(bucket, gradients)
                 link.push(table, dtype, payload, step=step, width=width, node=node)
