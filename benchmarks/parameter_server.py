@@ -46,7 +46,8 @@ from worldsize.strategies.parameter_server.shard import Rule, Shard
 
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4
-ROWS, DIM, TOUCHED = 1_000_000, 64, 2_000
+ROWS, DIM = 1_000_000, 64
+TOUCHED = (100, 500, 2_000)  # rows of a batch
 REPOSITORY = Path(__file__).parents[1]
 Round = Callable[[], object]
 
@@ -73,20 +74,21 @@ TABLE = Table("words.weight", ROWS, DIM, None, RowValues())
 
 
 @contextmanager
-def ours(wire: str, *, sparse: bool) -> Iterator[Round]:
+def ours(wire: str, *, touched: int = 0) -> Iterator[Round]:
+    """Of all weights, or of ``touched`` rows of a table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "directory").mkdir()
         if wire == "tls":
             mint_authority(folder / "keys")
-        process = get_context("fork").Process(target=_serve, args=(folder, wire), kwargs={"sparse": sparse})
+        process = get_context("fork").Process(target=_serve, args=(folder, wire), kwargs={"sparse": touched > 0})
         process.start()
         keys = mint(folder / "keys", "worker-0") if wire == "tls" else None
         directory = Directory(folder / "directory", 60.0)
         link = ShardLink(Dialer("worker-0", directory, keys, 60.0), 0, epoch=1)
         leads = mint(folder / "keys", "server-1") if wire == "tls" else None
         peer = Peer(Dialer("server-1", directory, leads, 60.0), 0)
-        yield _sparse_rounds(link) if sparse else _dense_rounds(link, peer)
+        yield _sparse_rounds(link, touched) if touched else _dense_rounds(link, peer)
         link.close()
         process.kill()
         process.join()
@@ -109,8 +111,8 @@ def _dense_rounds(link: ShardLink, peer: Peer) -> Round:
     return once
 
 
-def _sparse_rounds(link: ShardLink) -> Round:
-    batches, steps = _touched(), iter(range(1, 1 << 30))
+def _sparse_rounds(link: ShardLink, touched: int) -> Round:
+    batches, steps = _batches(touched), iter(range(1, 1 << 30))
 
     def once() -> None:
         step = next(steps)
@@ -121,11 +123,11 @@ def _sparse_rounds(link: ShardLink) -> Round:
     return once
 
 
-def _touched() -> list[Tensor]:
+def _batches(touched: int) -> list[Tensor]:
     """Rows of 32 batches: a few are in every batch, most are rare."""
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.rand(3 * TOUCHED, generator=generator).pow(6) * ROWS for _ in range(32)]
-    return [torch.unique(each.long())[:TOUCHED] for each in drawn]
+    drawn = [torch.rand(3 * touched, generator=generator).pow(6) * ROWS for _ in range(32)]
+    return [torch.unique(each.long())[:touched] for each in drawn]
 
 
 # ---------------------------------------------------------------- bare sockets
@@ -229,9 +231,9 @@ def send_and_receive(rank: int) -> Round:
     return once
 
 
-def send_rows(rank: int) -> Round:
+def send_rows(rank: int, *, touched: int) -> Round:
     """Ids there, rows back, gradients there; what a server does with them costs nothing here."""
-    ids_n, rows_nd = torch.zeros(TOUCHED, dtype=torch.int64), torch.zeros(TOUCHED, DIM)
+    ids_n, rows_nd = torch.zeros(touched, dtype=torch.int64), torch.zeros(touched, DIM)
     exchange = ((dist.send, dist.recv), (dist.recv, dist.send))[rank]
 
     def once() -> None:
@@ -278,13 +280,13 @@ def _rpc_server(folder: str, sparse: bool) -> None:
 
 
 @contextmanager
-def torch_rpc(*, sparse: bool) -> Iterator[Round]:
+def torch_rpc(*, touched: int = 0) -> Iterator[Round]:
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
-        process = get_context("fork").Process(target=_rpc_server, args=(folder, sparse))
+        process = get_context("fork").Process(target=_rpc_server, args=(folder, touched > 0))
         process.start()
         _rpc_begin("client", 0, folder)
-        gradients, batches, steps = [torch.zeros(EACH)] * PARAMETERS, _touched(), iter(range(1 << 30))
+        gradients, batches, steps = [torch.zeros(EACH)] * PARAMETERS, _batches(touched or 1), iter(range(1 << 30))
 
         def dense_once() -> None:
             rpc.rpc_sync("server", rpc_swap, args=(gradients,))
@@ -294,7 +296,7 @@ def torch_rpc(*, sparse: bool) -> Iterator[Round]:
             rows_nd = rpc.rpc_sync("server", rpc_pull, args=(ids_n,))
             rpc.rpc_sync("server", rpc_push, args=(ids_n, rows_nd))
 
-        yield sparse_once if sparse else dense_once
+        yield sparse_once if touched else dense_once
         process.kill()
         process.join()
         end: Any = rpc.shutdown
@@ -339,11 +341,11 @@ def alternately(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[s
 def dense(rounds: int = 5) -> None:
     contenders: dict[str, Callable[[], Any]] = {
         "bare Unix socket": partial(bare, "unix"),
-        "worldsize, Unix": partial(ours, "unix", sparse=False),
+        "worldsize, Unix": partial(ours, "unix"),
         "bare TLS": partial(bare, "tls"),
-        "worldsize, TLS": partial(ours, "tls", sparse=False),
+        "worldsize, TLS": partial(ours, "tls"),
         "gloo send and receive": partial(gloo, send_and_receive),
-        "torch RPC": partial(torch_rpc, sparse=False),
+        "torch RPC": torch_rpc,
     }
     found = alternately(contenders, rounds)
     drawn = Drawn("push + pull of 64 MiB", "MB/s per direction", "to the bare socket", title=f"median of {rounds}")
@@ -354,19 +356,24 @@ def dense(rounds: int = 5) -> None:
 
 
 def sparse(rounds: int = 5) -> None:
-    contenders: dict[str, Callable[[], Any]] = {
-        "worldsize, Unix": partial(ours, "unix", sparse=True),
-        "worldsize, TLS": partial(ours, "tls", sparse=True),
-        "torch RPC": partial(torch_rpc, sparse=True),
-        "gloo send and receive": partial(gloo, send_rows),
+    drawn = Drawn(
+        "rows/s, to torch RPC", *map(str, TOUCHED), title=f"rows of {DIM} numbers a batch, median of {rounds}"
+    )
+    found = {touched: alternately(_of_rows(touched), rounds) for touched in TOUCHED}
+    for name in _of_rows(1):
+        rates = [(touched / each[name], each["torch RPC"] / each[name]) for touched, each in found.items()]
+        drawn.add_row(name, *(f"{rate:,.0f}  {ratio:.2g} ×" for rate, ratio in rates))
+    Console().print(drawn)
+
+
+def _of_rows(touched: int) -> dict[str, Callable[[], Any]]:
+    return {
+        "worldsize, Unix": partial(ours, "unix", touched=touched),
+        "worldsize, TLS": partial(ours, "tls", touched=touched),
+        "torch RPC": partial(torch_rpc, touched=touched),
+        "gloo send and receive": partial(gloo, partial(send_rows, touched=touched)),
         "all-reduce of the whole table": partial(gloo, reduce_table),
     }
-    found = alternately(contenders, rounds)
-    title = f"{TOUCHED:,} of {ROWS:,} rows of {DIM} numbers, median of {rounds}"
-    drawn = Drawn("pull + push", "rows/s", "to torch RPC", title=title)
-    for name, seconds in found.items():
-        drawn.add_row(name, f"{TOUCHED / seconds:,.0f}", f"{found['torch RPC'] / seconds:.1f} ×")
-    Console().print(drawn)
 
 
 # ---------------------------------------------------------------- a slow worker

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Cluster:
     backend: str
     threads: int | None = None
     timeout: float = 600.0
+    interface: str | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
 
     @property
@@ -314,6 +315,7 @@ class Failure:
     cause: str
     exit_code: int
     step: int | None = None  # that it was in, if it is known
+    time_ns: int = 0  # since 1970, on its host's clock; 0: a signal or a lost host ended it, before its peers noticed
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,9 @@ class Outcome:
 
 
 class Job(ABC):
-    """Processes that a launcher has started."""
+    """Processes that a launcher has started. ``ids``: of the jobs that it has submitted, one a run."""
+
+    ids: Sequence[str] = ()
 
     @abstractmethod
     def wait(self) -> Outcome: ...
@@ -348,12 +352,30 @@ class Launcher(ABC):
     """
 
     max_restarts: int = 0
+    submits: ClassVar[bool] = False  # hands the run over: its processes outlive this one, and record their attempts
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Names of the hosts that take part beside this one, where they are known."""
+        return ()
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every launcher has something to check
         """Raise ConfigError for a cluster that this launcher cannot start, before a run folder exists."""
 
     @abstractmethod
     def launch(self, plan: Plan) -> Job: ...
+
+    def launch_all(self, plans: Sequence[Plan]) -> Job:
+        """The runs of a sweep, of a launcher that submits."""
+        raise ConfigError(f"{type(self).__name__} starts one run at a time; leave --multirun out.")
+
+    def state(self, job: str) -> str | None:
+        """The scheduler's word for a job that was submitted; None: it does not know."""
+        return None
+
+    def cancel(self, job: str) -> None:
+        """End a job that was submitted."""
+        raise ConfigError(f"{type(self).__name__} submits no jobs.")
 
     @abstractmethod
     def describe(self, plan: Plan) -> str:

@@ -24,14 +24,19 @@ from worldsize.reproducibility.redact import missing, restore
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.run_directory import RunDirectory
 from worldsize.training import Training, listeners_of
-from worldsize.world.environments import Placement, from_torchrun, withheld_secrets
+from worldsize.world.environments import Placement, placement, withheld_secrets
 from worldsize.world.preemption import Preemption
 from worldsize.world.world import check_size, open_world, role_of
 
 
 def main() -> None:
-    """Entry of a process that a launcher outside this machine started."""
-    sys.exit(play(RunDirectory(Path(sys.argv[1])), from_torchrun(os.environ)))
+    """Entry of a process that torchrun, srun or mpirun started."""
+    run = RunDirectory(Path(sys.argv[1]).resolve())
+    try:
+        place = placement(os.environ, str(OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")))
+    except (WorldsizeError, OSError) as error:
+        sys.exit(f"{error}")
+    sys.exit(play(run, place))
 
 
 def play(run: RunDirectory, placement: Placement) -> int:

@@ -9,29 +9,30 @@ import torch.distributed as dist
 
 from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.environments import Placement, from_torchrun, plugin_folders
+from worldsize.world.environments import Placement, plugin_folders
+from worldsize.world.environments import placement as placed
 from worldsize.world.world import open_world, role_of, threads_per_process
 
 
 def test_a_placement_survives_its_own_variables() -> None:
     placement = Placement(rank=5, world_size=8, local_rank=1, local_world_size=4, store="file:///x")
-    assert from_torchrun(placement.variables()) == placement
+    assert placed(placement.variables()) == placement
     assert placement.node_rank == 1
 
 
 def test_a_process_started_alone_is_rank_0_of_1() -> None:
-    assert from_torchrun({}) == Placement(0, 1, 0, 1, "env://")
+    assert placed({}) == Placement(0, 1, 0, 1, "env://")
 
 
 def test_half_an_environment_is_an_error_that_names_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="RANK are set but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not"):
-        from_torchrun({"RANK": "0"})
+        placed({"RANK": "0"})
 
 
 def test_a_rank_that_is_not_a_number_is_named() -> None:
     variables = {**Placement(0, 1, 0, 1, "env://").variables(), "RANK": "zero"}
     with pytest.raises(ConfigError, match="RANK='zero' is not a number"):
-        from_torchrun(variables)
+        placed(variables)
 
 
 def test_plugin_folders_are_separated_as_in_path() -> None:

@@ -13,6 +13,7 @@ COMMANDS = {
     "status": "list runs and how they ended",
     "reproduce": "re-create a run from its manifest, and say how exactly",
     "compare": "show where two runs differ, and by how much",
+    "agent": "play one host's part of a run; launchers start it",
     "workers": "add, remove and list workers of a running job",
 }
 

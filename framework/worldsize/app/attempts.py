@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -19,6 +20,7 @@ from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.reproducibility.manifest import begin_attempt, end_attempt
 from worldsize.run_directory import RunDirectory
+from worldsize.world.environments import slurm_job
 
 
 def run_attempts(settings: Settings, plan: Plan, run: RunDirectory) -> int:
@@ -48,7 +50,8 @@ def _say_restart(failure: Failure, count: str) -> None:
 
 
 def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console) -> Outcome:
-    number = begin_attempt(run.manifest, hosts=[socket.gethostname()], world_size=plan.world_size)
+    hosts = [socket.gethostname(), *settings.launcher.hosts]
+    number = begin_attempt(run.manifest, hosts=hosts, world_size=plan.world_size, job=slurm_job(os.environ))
     saved = complete(run.checkpoints)
     rewind(run.metrics, step_of(saved[-1]) if saved else 0)  # before anybody follows the file
     run.result.unlink(missing_ok=True)

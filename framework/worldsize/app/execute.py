@@ -17,10 +17,11 @@ from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
 from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
 from worldsize.config.shape import with_processes
-from worldsize.core import Plan
+from worldsize.core import Job, Plan
 from worldsize.engine.data import is_iterable, steps_of
 from worldsize.errors import ConfigError
 from worldsize.reproducibility.lock import RunLock
+from worldsize.reproducibility.manifest import note_job
 from worldsize.reproducibility.redact import scrubber
 from worldsize.run_directory import RunDirectory, created, planned
 
@@ -46,8 +47,35 @@ def execute(cfg: DictConfig) -> int:
     if cfg.launch == "write":
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0
+    if settings.launcher.submits and is_sweep():
+        _waiting.append((settings, plan, run))
+        return 0
+    return _start(settings, plan, run)
+
+
+_waiting: list[tuple[Settings, Plan, RunDirectory]] = []  # runs of a sweep that are submitted together
+
+
+def submit_sweep() -> int:
+    """Submit the runs of a sweep as one job; the exit code."""
+    if not _waiting:
+        return 0
+    settings = _waiting[0][0]
+    return _submit(settings.launcher.launch_all([plan for _, plan, _ in _waiting]), [run for _, _, run in _waiting])
+
+
+def _start(settings: Settings, plan: Plan, run: RunDirectory) -> int:
+    if settings.launcher.submits:
+        return _submit(settings.launcher.launch(plan), [run])
     with RunLock(run.path):
         return run_attempts(settings, plan, run)
+
+
+def _submit(job: Job, runs: Sequence[RunDirectory]) -> int:
+    for name, run in zip(job.ids, runs, strict=True):
+        note_job(run.manifest, name)
+        print(f"job {name} submitted: {run.path}", flush=True)
+    return job.wait().exit_code
 
 
 def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
@@ -64,7 +92,7 @@ def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
     check_same(settings, run, clean, ignore)
     with RunLock(run.path):
         run.config.write_text(config_text(settings, clean))
-        return run_attempts(settings, plan, run)
+    return _start(settings, plan, run)
 
 
 def _settings(cfg: DictConfig) -> Settings:

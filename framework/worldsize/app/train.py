@@ -32,7 +32,17 @@ def train(arguments: Sequence[str]) -> int:
         return _refuse(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return max(codes, default=0)
+    return _swept(max(codes, default=0))
+
+
+def _swept(code: int) -> int:
+    """Submit what a sweep has collected, if all of it was right."""
+    from worldsize.app.execute import submit_sweep
+
+    try:
+        return code or submit_sweep()
+    except WorldsizeError as error:
+        return _refuse(error)
 
 
 def _run(cfg: DictConfig) -> int:

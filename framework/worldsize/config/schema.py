@@ -19,17 +19,46 @@ class LinkSchema:
 
 @dataclass
 class ClusterSchema:
-    """Shape and links. ``processes`` counts all nodes; ``processes_per_node`` may be given instead."""
+    """Shape and links. ``processes`` counts all nodes; ``processes_per_node`` may be given instead.
+
+    ``environment``: whose variables place a worker that is started by hand (torchrun, openmpi, slurm, single; auto).
+    ``interface``: network interface of the collectives (default: the one that leads to the first node).
+    ``port``: at which the hosts find the first (default: one that follows from the run's id). ``nodes_differ``: what
+    is done when hosts have other code or packages than the first: refuse or warn.
+    """
 
     name: str = MISSING
     nodes: int = 1
     processes: int | None = None
     processes_per_node: int | None = None
-    device: str = "cpu"
+    device: str | None = "cpu"
     backend: str | None = None
     threads: int | None = None
     timeout: float = 600.0
+    environment: str = "auto"
+    interface: str | None = None
+    port: int | None = None
+    nodes_differ: str = "refuse"
     links: dict[str, LinkSchema] = field(default_factory=dict)
+
+
+@dataclass
+class SlurmSchema(ClusterSchema):
+    """See :class:`worldsize.launch.slurm.Slurm`. ``device`` follows from ``gpus_per_node`` unless it is given."""
+
+    gpus_per_node: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    setup: list[str] = field(default_factory=list)
+    container: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -106,4 +135,6 @@ class Schema:
 
 def register() -> None:
     """Make the schema known to Hydra."""
-    ConfigStore.instance().store("schema", node=Schema)
+    store = ConfigStore.instance()
+    store.store("schema", node=Schema)
+    store.store("slurm_schema", node=SlurmSchema, group="cluster")

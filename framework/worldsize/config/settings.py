@@ -119,6 +119,7 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         backend=node.get("backend") or ("nccl" if node["device"] == "cuda" else "gloo"),
         threads=node.get("threads") or threads,
         timeout=node.get("timeout", 600.0),
+        interface=node.get("interface"),
         links=links,
     )
 

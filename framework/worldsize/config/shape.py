@@ -15,6 +15,9 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
         ConfigError: no processes, processes that do not divide over nodes, or more than there are GPUs.
     """
     nodes = cluster["nodes"]
+    if "gpus_per_node" in cluster:  # of nodes that are elsewhere
+        gpus = cluster["gpus_per_node"] or 0
+        cluster = {**cluster, "device": cluster["device"] or ("cuda" if gpus else "cpu")}
     if nodes < 1:
         raise ConfigError(f"cluster.nodes={nodes} must be 1 or more.")
     if cluster["device"] not in ("cpu", "cuda"):

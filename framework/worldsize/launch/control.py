@@ -23,20 +23,25 @@ class Growing(Protocol):
 
 @final
 class Control:
-    """Answers one request at a time. ``path``: the socket, in a private folder; ``sign``: a file that names it."""
+    """Answers one request at a time.
 
-    def __init__(self, path: Path, sign: Path, job: Growing) -> None:
+    ``path``: the socket, in a private folder; ``sign``: a file that names it, if others are to find it.
+    """
+
+    def __init__(self, path: Path, sign: Path | None, job: Growing) -> None:
         self._path, self._sign, self._job = path, sign, job
         self.listener = socket.socket(socket.AF_UNIX)
 
     def __enter__(self) -> Self:
         self.listener.bind(str(self._path))
         self.listener.listen()
-        self._sign.write_text(str(self._path))
+        if self._sign:
+            self._sign.write_text(str(self._path))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sign.unlink(missing_ok=True)
+        if self._sign:
+            self._sign.unlink(missing_ok=True)
         self.listener.close()
 
     def answer(self) -> None:

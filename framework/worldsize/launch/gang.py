@@ -98,11 +98,14 @@ class Gang(Job):
     save_grace: float
     terminal_logs: bool
     max_restarts: int
+    leads: bool = True  # takes requests to add and remove workers
     members: list[Member] = field(default_factory=list)
     _dead: list[Member] = field(default_factory=list)
     _lost: list[Member] = field(default_factory=list)  # dead, and the run has gone on
     _silent: list[Member] = field(default_factory=list)
     _tails: list[TailLog] = field(default_factory=list)
+    _abortion: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
+    _aborted: bool = False
 
     def add(self, role: str, rank: int) -> None:
         member = self.start(role, rank, self._starts(role, rank))
@@ -114,11 +117,11 @@ class Gang(Job):
     def wait(self) -> Outcome:
         """Block until all have ended. A first signal is passed on, so that they save and end; a second ends them."""
         signals = _Signals()
-        control = Control(self.meeting / "control", self.run.control, self)
+        control = Control(self.meeting / "control", self.run.control if self.leads else None, self)
         try:
             with signals, control:
                 self._join(signals, control)
-                if signals.seen:
+                if signals.seen and not self._aborted:
                     self._ask(signals, control)
         finally:
             self._silent = self._alive()
@@ -128,7 +131,15 @@ class Gang(Job):
             self._copy_errors_to_logs()
             outcome = self._outcome(signals.seen[-1] if signals.seen else 0)
             shutil.rmtree(self.meeting, ignore_errors=True)
+            for end in self._abortion:
+                os.close(end)
         return outcome
+
+    def abort(self) -> None:
+        """End all at once; may be called by another thread while :meth:`wait` waits."""
+        self._aborted = True
+        with suppress(OSError):  # it has ended
+            os.write(self._abortion[1], b"!")
 
     def grow(self, count: int) -> list[str]:
         """Start ``count`` more processes of the last role, if that may change; their names."""
@@ -185,11 +196,13 @@ class Gang(Job):
         """
         while alive := {member.process.sentinel: member for member in self.members if member not in self._dead}:
             timeout = None if deadline is None else deadline - time.monotonic()
-            if len(signals.seen) > asked or (timeout is not None and timeout <= 0):
+            if len(signals.seen) > asked or self._aborted or (timeout is not None and timeout <= 0):
                 return
-            for ready in wait([*alive, signals.arrival, control.listener], timeout):
+            for ready in wait([*alive, signals.arrival, self._abortion[0], control.listener], timeout):
                 if ready == signals.arrival:
                     signals.drain()
+                elif ready == self._abortion[0]:
+                    break
                 elif ready is control.listener:
                     control.answer()
                 else:
@@ -211,7 +224,8 @@ class Gang(Job):
 
     def _is_over(self) -> bool:
         """Whether only those are left that come and go."""
-        return all(member in self._dead for member in self.members if self._is_bound(member))
+        bound = [member for member in self.members if self._is_bound(member)]
+        return bool(bound) and all(member in self._dead for member in bound)
 
     def _is_bound(self, member: Member) -> bool:
         """Whether the run's end is its end; only processes of the last role may come and go."""
@@ -241,7 +255,7 @@ class Gang(Job):
             member.process.join()
 
     def _outcome(self, signum: int) -> Outcome:
-        bound = [member for member in self.members if self._is_bound(member)]
+        bound = [member for member in self.members if self._is_bound(member)] or self.members
         beats = [beat for member in bound if (beat := member.beat)]
         facts: dict[str, Any] = {
             "steps": (beats[0].first, min(beat.done for beat in beats)) if beats else None,
@@ -266,7 +280,7 @@ class Gang(Job):
             at = f" at step {first.beat.step}" if first.beat else " before its first step"
             cause = f"did not answer{at} while the others waited for it, until cluster.timeout ended that.\n{cause}"
         step = first.beat.step if first.beat else None
-        return Failure(first.role, first.rank, cause, first.process.exitcode or 1, step)
+        return Failure(first.role, first.rank, cause, first.process.exitcode or 1, step, _time_of_failure(first))
 
     def _copy_errors_to_logs(self) -> None:
         # not written there by the process itself: the terminal shows the logs, and the first cause comes first

@@ -80,8 +80,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def begin_attempt(path: Path, *, hosts: list[str], world_size: int) -> int:
-    """Note that the run is being started; the number of this attempt."""
+def begin_attempt(path: Path, *, hosts: list[str], world_size: int, job: dict[str, Any] | None = None) -> int:
+    """Note that the run is being started; the number of this attempt. ``job``: that of a scheduler, if there is one."""
     manifest = read_manifest(path)
     attempt = {
         "number": len(manifest["attempts"]) + 1,
@@ -96,9 +96,16 @@ def begin_attempt(path: Path, *, hosts: list[str], world_size: int) -> int:
         "hosts": hosts,
         "world_size": world_size,
         "pid": os.getpid(),
+        **({"job": job} if job else {}),
     }
     write_manifest(path, {**manifest, "attempts": [*manifest["attempts"], attempt]})
     return len(manifest["attempts"]) + 1
+
+
+def note_job(path: Path, name: str) -> None:
+    """A scheduler has taken the run as the job ``name``."""
+    manifest = read_manifest(path)
+    write_manifest(path, {**manifest, "jobs": [*manifest.get("jobs", []), {"id": name, "submitted": now()}]})
 
 
 def end_attempt(path: Path, results: Mapping[str, Any], **facts: Any) -> dict[str, Any]:

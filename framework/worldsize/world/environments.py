@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping
+import re
+import zlib
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from os import pathsep
 from pathlib import Path
 from typing import Any
 
-from worldsize.errors import ConfigError
+from worldsize.errors import ConfigError, neighbours
 
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+Environ = Mapping[str, str]
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below those that the kernel hands out by itself
 
 
 @dataclass(frozen=True)
@@ -36,48 +42,195 @@ class Placement:
         return self.rank // self.local_world_size
 
     def variables(self) -> dict[str, str]:
-        """The environment that :func:`from_torchrun` reads back; torchrun's names, so that user code finds them."""
+        """The environment that :func:`placement` reads back; torchrun's names, so that user code finds them."""
         numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        names = dict(zip(_NAMES, map(str, numbers), strict=True))
+        names = dict(zip(_TORCHRUN, map(str, numbers), strict=True))
         beat = {"WORLDSIZE_HEARTBEAT": str(self.heartbeat)} if self.heartbeat else {}
         own = {"WORLDSIZE_STORE": self.store, "WORLDSIZE_ATTEMPT": str(self.attempt), **beat}
         own["WORLDSIZE_STARTS"] = str(self.starts)
         return {**names, "GROUP_RANK": str(self.node_rank), **own}
 
 
-def from_torchrun(environ: Mapping[str, str]) -> Placement:
-    """Placement from torchrun's variables; a process started alone is rank 0 of 1.
+@dataclass(frozen=True)
+class Node:
+    """One host among the ``count`` of a run. ``first``: address of that of rank 0, None if it is the only one."""
 
-    ``WORLDSIZE_STORE`` (a torch.distributed init method) wins over MASTER_ADDR and MASTER_PORT.
+    rank: int = 0
+    count: int = 1
+    first: str | None = None
+
+
+def port_of(name: str, attempt: int = 1) -> int:
+    """A port that all nodes of a run name without having spoken; another one for another attempt."""
+    return _FIRST_PORT + zlib.crc32(f"{name}/{attempt}".encode()) % _PORTS
+
+
+# ---------------------------------------------------------------- one process
+
+
+def placement(environ: Environ, kind: str = "auto") -> Placement:
+    """This process's place, as its launcher says it; a process started alone is rank 0 of 1.
+
+    ``kind``: "torchrun", "openmpi", "slurm" (tasks of srun) or "single"; "auto" takes the innermost of them: torchrun
+    inside Slurm is torchrun. ``WORLDSIZE_STORE`` (a torch.distributed init method) wins over MASTER_ADDR and
+    MASTER_PORT.
 
     Raises:
-        ConfigError: some of the variables are set and others missing, or one is not a number.
+        ConfigError: variables are missing, are no numbers, or contradict each other.
     """
-    present = [name for name in _NAMES if name in environ]
-    if not present:
-        return Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, store="env://")
-    missing = [name for name in _NAMES if name not in environ]
-    if missing:
+    if kind == "auto":
+        kind = next((name for name, (present, _) in _KINDS.items() if present(environ)), "single")
+    if kind not in _KINDS:
+        raise ConfigError(f"cluster.environment={kind!r} is unknown{neighbours(kind, ('auto', *_KINDS))}")
+    return _KINDS[kind][1](environ)
+
+
+def _single(environ: Environ) -> Placement:
+    return Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, store="env://")
+
+
+def _torchrun(environ: Environ) -> Placement:
+    numbers = _numbers(environ, _TORCHRUN)
+    agents, tasks = environ.get("GROUP_WORLD_SIZE"), environ.get("SLURM_NTASKS")
+    if "SLURM_STEP_ID" in environ and agents is not None and tasks is not None and agents != tasks:
         raise ConfigError(
-            f"{', '.join(present)} are set but {', '.join(missing)} are not. "
-            "Start workers with torchrun or a launcher, or unset them all."
+            f"srun has started {tasks} torchrun (SLURM_NTASKS), each of which counts {agents} of them "
+            f"(GROUP_WORLD_SIZE): the run would be started more than once. Give torchrun --nnodes={tasks} and a "
+            "--rdzv-endpoint, or set cluster.environment=torchrun if this is meant."
         )
-    rank, size, local_rank, local_size = (_number(environ, name) for name in _NAMES)
     attempt = _number(environ, "WORLDSIZE_ATTEMPT") if "WORLDSIZE_ATTEMPT" in environ else 1
     beat = Path(environ["WORLDSIZE_HEARTBEAT"]) if "WORLDSIZE_HEARTBEAT" in environ else None
     starts = _number(environ, "WORLDSIZE_STARTS") if "WORLDSIZE_STARTS" in environ else 0
-    store = environ.get("WORLDSIZE_STORE", "env://")
-    return Placement(rank, size, local_rank, local_size, store, attempt, beat, starts)
+    return _placed(numbers, environ.get("WORLDSIZE_STORE", "env://"), attempt, beat, starts)
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _openmpi(environ: Environ) -> Placement:
+    return _placed(_numbers(environ, _OPENMPI), _store(environ, environ.get("PMIX_NAMESPACE", "openmpi")))
+
+
+def _slurm(environ: Environ) -> Placement:
+    *numbers, _ = _numbers({**environ, _SLURM[3]: "1"}, _SLURM)
+    spread = _expanded_counts(environ.get(_SLURM[3]) or environ.get("SLURM_TASKS_PER_NODE") or str(numbers[1]))
+    if len(set(spread)) > 1:
+        raise ConfigError(f"Slurm spreads the tasks unevenly over the nodes: {spread}. Set --ntasks-per-node.")
+    return _placed([*numbers, spread[0]], _store(environ, environ.get("SLURM_JOB_ID", "slurm")))
+
+
+_KINDS: Mapping[str, tuple[Callable[[Environ], bool], Callable[[Environ], Placement]]] = {
+    "torchrun": (lambda environ: any(name in environ for name in _TORCHRUN), _torchrun),
+    "openmpi": (lambda environ: _OPENMPI[0] in environ, _openmpi),
+    # a step of srun; the script of a job has SLURM_PROCID, too
+    "slurm": (lambda environ: "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ, _slurm),
+    "single": (lambda environ: True, _single),
+}
+
+
+def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:
+    rank, size, local_rank, local_size = numbers
+    if not 0 <= rank < size or not 0 <= local_rank < local_size or size % local_size:
+        raise ConfigError(
+            f"rank {rank} of {size}, local rank {local_rank} of {local_size} cannot be. Start workers with a launcher."
+        )
+    return Placement(rank, size, local_rank, local_size, store, *rest)
+
+
+def _store(environ: Environ, job: str) -> str:
+    """Where the ranks meet if no launcher says so: on the first host, at a port that follows from the job."""
+    if "WORLDSIZE_STORE" in environ:
+        return environ["WORLDSIZE_STORE"]
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return "env://"
+    return f"tcp://{_first_of_slurm(environ) or '127.0.0.1'}:{port_of(job)}"
+
+
+# ---------------------------------------------------------------- one host
+
+
+def node(environ: Environ) -> Node:
+    """This host's place, from Kubernetes (an indexed job), SkyPilot or Slurm (one task a node); else the only one.
+
+    ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` win over all.
+
+    Raises:
+        ConfigError: variables are missing, are no numbers, or contradict each other.
+    """
+    if "WORLDSIZE_NODES" in environ:
+        own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
+        rank, count = _numbers(environ, (own, "WORLDSIZE_NODES"))
+        return _noded(rank, count, environ.get("WORLDSIZE_FIRST"))
+    if "SKYPILOT_NODE_RANK" in environ:
+        rank, count = _numbers(environ, ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"))
+        hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
+        if len(hosts) != count:
+            raise ConfigError(f"SKYPILOT_NUM_NODES={count}, but SKYPILOT_NODE_IPS names {len(hosts)} hosts: {hosts}.")
+        return _noded(rank, count, hosts[0])
+    if "SLURM_STEP_ID" in environ and "SLURM_NODEID" in environ:
+        rank, count, tasks = _numbers(environ, ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
+        if tasks != count:
+            raise ConfigError(
+                f"srun has started {tasks} tasks on {count} nodes; one a node starts the others. "
+                "Set --ntasks-per-node=1."
+            )
+        return _noded(rank, count, _first_of_slurm(environ))
+    return Node()
+
+
+def _noded(rank: int, count: int, first: str | None) -> Node:
+    if not 0 <= rank < count:
+        raise ConfigError(f"node {rank} of {count} cannot be.")
+    if count > 1 and not first:
+        raise ConfigError(f"there are {count} nodes, but nothing names the first of them. Set WORLDSIZE_FIRST.")
+    return Node(rank, count, first)
+
+
+def _first_of_slurm(environ: Environ) -> str | None:
+    names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    return first_host(names) if names else None
+
+
+def first_host(names: str) -> str:
+    """The first of Slurm's list of hosts, e.g. "gpu[03-07,12],cpu1"."""
+    found = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", names)
+    return "".join(part or "" for part in found.groups()) if found else names
+
+
+def _expanded_counts(text: str) -> list[int]:
+    """Slurm's "2(x3),1" as [2, 2, 2, 1]."""
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in pairs for _ in range(int(times or 1))]
+
+
+def slurm_job(environ: Environ) -> dict[str, Any] | None:
+    """What the manifest says of the job that this process belongs to."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    names = {"id": "SLURM_JOB_ID", "array_task": "SLURM_ARRAY_TASK_ID", "partition": "SLURM_JOB_PARTITION"}
+    facts = {key: environ[name] for key, name in names.items() if name in environ}
+    return {"scheduler": "slurm", **facts, "requeues": int(environ.get("SLURM_RESTART_COUNT", "0"))}
+
+
+# ---------------------------------------------------------------- what else is read
+
+
+def _numbers(environ: Environ, names: tuple[str, ...]) -> list[int]:
+    missing = [name for name in names if name not in environ]
+    if missing:
+        present = [name for name in names if name in environ]
+        raise ConfigError(
+            f"{', '.join(present) or 'no variables'} are set but {', '.join(missing)} are not. "
+            "Start workers with torchrun or a launcher, or unset them all."
+        )
+    return [_number(environ, name) for name in names]
+
+
+def _number(environ: Environ, name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
         raise ConfigError(f"{name}={environ[name]!r} is not a number. Start workers with a launcher.") from None
 
 
-def plugin_folders(environ: Mapping[str, str]) -> list[Path]:
+def plugin_folders(environ: Environ) -> list[Path]:
     """Folders named by ``WORLDSIZE_PLUGINS``, separated as in PATH."""
     return [Path(entry) for entry in environ.get("WORLDSIZE_PLUGINS", "").split(pathsep) if entry]
 

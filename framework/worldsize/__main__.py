@@ -1,0 +1,5 @@
+"""``python -m worldsize``: the same as the ``worldsize`` command."""
+
+from worldsize.app import main
+
+main()

@@ -1,0 +1,155 @@
+"""``worldsize agent RUN``: one host's part of a run; a launcher starts one on every host."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import worldsize.worker
+from worldsize.app.attempts import run_attempts
+from worldsize.app.leave import leave
+from worldsize.config.places import bundle
+from worldsize.config.settings import Settings
+from worldsize.core import Plan
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.launch.agents import Follower, Lead, Other, gather, reach, read_key
+from worldsize.launch.node import NodeLauncher
+from worldsize.reproducibility.environment import capture_environment
+from worldsize.reproducibility.lock import RunLock
+from worldsize.run_directory import RunDirectory
+from worldsize.worker import read_settings
+from worldsize.world.environments import Node, node, port_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize agent", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--tether", action="store_true", help="end when standard input ends")
+    options = parser.parse_args()
+    if options.tether:
+        _tether()
+    try:
+        code = agent(RunDirectory(options.run.resolve()))
+    except WorldsizeError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    leave(code)
+
+
+def _tether() -> None:
+    """Whoever started this process is gone when its standard input ends: so that nothing is left on this host."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it
+
+    threading.Thread(target=watch, daemon=True, name="tether").start()
+
+
+def agent(run: RunDirectory) -> int:
+    """Play this host's part until the run ends; the exit code.
+
+    Raises:
+        WorldsizeError: the hosts do not find each other, or differ; nothing was started.
+    """
+    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    secrets = os.environ.get("WORLDSIZE_SECRETS")
+    settings, place = read_settings(run), node(os.environ)
+    if place.count != settings.cluster.nodes:
+        raise ConfigError(
+            f"the run is planned for {settings.cluster.nodes} nodes (cluster.nodes), but started on {place.count}."
+        )
+    plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
+    plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan
+    launcher = settings.launcher
+    assert isinstance(launcher, NodeLauncher), "others start no agents"
+    if place.rank == 0:
+        return _lead(settings, launcher, plan, run, place)
+    waits = _waits(settings, launcher)
+    line = reach(place, _port(settings, run), read_key(run.path), facts=_facts(settings, place), **waits)
+    return Follower(launcher, plan, place, line).follow()
+
+
+def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
+    others: list[Other] = []
+    with RunLock(run.path):
+        if place.count > 1:
+            waits = _waits(settings, launcher)
+            found = gather(place, _port(settings, run), read_key(run.path), **waits)
+            others = [other for other, _ in found]
+            _check_alike(settings, _facts(settings, place), [facts for _, facts in found])
+        own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
+        lead = Lead(**own, node=place, others=others)
+        code = 1
+        try:
+            code = run_attempts(replace(settings, launcher=lead), plan, run)
+        finally:
+            for other in others:
+                other.say_over(code)
+        return code
+
+
+def _waits(settings: Settings, launcher: NodeLauncher) -> dict[str, float]:
+    return {"patience": settings.cluster.timeout, "silence": launcher.node_timeout}
+
+
+def _port(settings: Settings, run: RunDirectory) -> int:
+    return int(settings.config["cluster"]["port"] or port_of(run.id + os.environ.get("SLURM_RESTART_COUNT", "")))
+
+
+def _facts(settings: Settings, place: Node) -> dict[str, Any]:
+    """What must be alike on all hosts, by name, and which host this is."""
+    environment = capture_environment()
+    return {
+        "node": place.rank,
+        "host": socket.gethostname(),
+        "alike": {
+            "Python": platform.python_version(),
+            "torch": environment["torch"]["version"],
+            "NCCL": environment["torch"]["nccl"],
+            "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
+            "code": code_digest([bundle() / "framework", *map(Path, settings.config["run"]["import_path"])]),
+        },
+    }
+
+
+def _digest(lines: Any) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def code_digest(roots: Sequence[Path]) -> str:
+    """Of the Python files of worldsize, and of recipes and plugins below ``roots``."""
+    own = Path(worldsize.worker.__file__).parent
+    folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
+    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
+    return _digest(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+
+
+def _check_alike(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Raise WorldsizeError (or warn, by ``cluster.nodes_differ``) where a host differs from the first."""
+    found = [
+        f"{other['host']} (node {other['node']}) has {name} {other['alike'].get(name)}, {first['host']} has {value}"
+        for other in others
+        for name, value in first["alike"].items()
+        if other["alike"].get(name) != value
+    ]
+    if not found:
+        return
+    if settings.config["cluster"]["nodes_differ"] == "warn":
+        print("warning: " + "; ".join(found), file=sys.stderr, flush=True)
+        return
+    raise WorldsizeError(
+        "the hosts differ: " + "; ".join(found) + ". Make them alike, or accept it with cluster.nodes_differ=warn."
+    )

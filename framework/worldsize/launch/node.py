@@ -1,0 +1,139 @@
+"""The processes of one host, forked from its launching process, which has imported torch already."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from worldsize.core import Launcher, Plan
+from worldsize.launch.gang import Gang, Member
+from worldsize.run_directory import RunDirectory
+from worldsize.world.environments import Node, Placement
+from worldsize.world.parent import die_with_parent
+from worldsize.world.preemption import SIGNALS
+from worldsize.world.world import role_of, role_ranks
+
+
+@dataclass(frozen=True)
+class NodeLauncher(Launcher):
+    """Launchers whose hosts each run one process that forks the others. Graces as in :class:`Gang`, in seconds.
+
+    ``node_timeout``: seconds without a sign of life after which a host is lost.
+    """
+
+    max_restarts: int = 0
+    grace: float = 1.0
+    interrupt_grace: float = 1.0
+    save_grace: float = 30.0
+    node_timeout: float = 10.0
+    terminal_logs: bool = True
+
+    def start_node(self, plan: Plan, node: Node, meeting: Meeting) -> Gang:
+        """Start the processes of ``node``."""
+        run = RunDirectory(plan.run_dir)
+        gang = Gang(
+            run,
+            plan.roles,
+            partial(_start, plan, run, meeting),
+            meeting.folder,
+            grace=self.grace,
+            interrupt_grace=self.interrupt_grace,
+            save_grace=self.save_grace,
+            terminal_logs=self.terminal_logs,
+            max_restarts=self.max_restarts,
+            leads=node.rank == 0,
+        )
+        first = node.rank * meeting.local_size
+        for rank in range(first, first + meeting.local_size):
+            gang.add(*role_of(rank, plan.roles))
+        return gang
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the processes of a node meet the others. ``folder`` is private, and has the heartbeats of this node's."""
+
+    folder: Path
+    local_size: int
+    store: str  # a torch.distributed init method
+    variables: Mapping[str, str]
+
+    @staticmethod
+    def alone(plan: Plan, variables: Mapping[str, str]) -> Meeting:
+        """Of a run on one host: no port is opened."""
+        folder = private_folder()
+        return Meeting(folder, plan.world_size, f"file://{folder}/store", variables)
+
+    def placement(self, plan: Plan, rank: int) -> Placement:
+        local = rank % self.local_size if rank < plan.world_size else rank
+        beat = self.folder / f"beat_{rank}"
+        return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat)
+
+
+def private_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="worldsize_"))  # mode 0700: only this user can join the run
+
+
+def _start(plan: Plan, run: RunDirectory, meeting: Meeting, role: str, rank: int, starts: int) -> Member:
+    placement = replace(meeting.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
+    log = run.log(role, rank)
+    log.parent.mkdir(exist_ok=True)
+    run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt
+    assert placement.heartbeat is not None
+    environment = {**meeting.variables, **plan.environment, **plan.secrets, **placement.variables()}
+    process: BaseProcess = get_context("fork").Process(
+        target=_body, args=(run, placement, log, environment, os.getpid())
+    )
+    with _ready_to_fork():
+        process.start()
+    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat)
+
+
+@contextmanager
+def _ready_to_fork() -> Iterator[None]:
+    """A child need not look through what was imported here, nor copy its pages; it unblocks signals by itself."""
+    gc.freeze()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    gc.unfreeze()
+
+
+def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mapping[str, str], parent: int) -> None:
+    """In the forked process."""
+    die_with_parent(parent)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
+    del sys.argv[1:]  # what was typed may hold a secret, and loggers record it
+    _write_to(log)
+    os.environ.update(environment)
+    from worldsize.worker import play  # imported by the launcher before the fork
+
+    try:
+        code = play(run, placement)
+    except BaseException:  # the launcher shows the error that play has left
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a thread may be waiting for a peer that will never come
+    sys.exit(code)
+
+
+def _write_to(log: Path) -> None:
+    """Send standard output and error, of this process and of what it starts, to one file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

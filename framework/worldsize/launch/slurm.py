@@ -1,0 +1,186 @@
+"""Slurm: a job script that a person could have written, submitted with sbatch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.errors import WorldsizeError
+from worldsize.launch.agents import write_key
+from worldsize.launch.node import NodeLauncher
+from worldsize.launch.templates import filled
+
+_POLL = 0.5  # seconds
+_PATIENCE = 60.0  # seconds for one of Slurm's commands
+SCRIPT = "slurm.sh"
+_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+@final
+@dataclass(frozen=True)
+class Slurm(NodeLauncher):
+    """One job; srun starts one agent a node.
+
+    ``time``: limit, in Slurm's words ("02:00:00"); ``signal_before``: seconds before its end in which the run is
+    saved and queued again by itself, at most ``max_requeues`` times; ``setup``: shell lines before the start (module
+    load, activating an environment); ``container``: image, for clusters whose srun has ``--container-image``;
+    ``options``: any other of sbatch, by their long names (null: an option without a value). ``python``: interpreter on
+    the nodes; ``wait``: come back when the job has ended.
+    """
+
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    setup: Sequence[str] = ()
+    container: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    signal_before: int = 120
+    max_requeues: int = 100
+    python: str | None = None
+    wait: bool = False
+    submits = True
+
+    def check(self, cluster: Cluster) -> None:
+        """Ask Slurm whether it would take the job."""
+        if shutil.which("sbatch") is None:
+            raise ConfigError("sbatch is not found. Start from a login node of the cluster, or set cluster=laptop.")
+        plan = Plan(Path("run"), cluster, {}, {})
+        _told(["sbatch", "--test-only"], self._script(cluster, [plan]))
+
+    def launch(self, plan: Plan) -> Job:
+        return self.launch_all([plan])
+
+    def launch_all(self, plans: Sequence[Plan]) -> Job:
+        """One job; of several runs, an array."""
+        for plan in plans:
+            write_key(plan.run_dir)
+            (plan.run_dir / "logs").mkdir(exist_ok=True)
+        script = plans[0].run_dir / SCRIPT
+        script.write_text(self._script(plans[0].cluster, plans))
+        for plan in plans[1:]:
+            (plan.run_dir / SCRIPT).symlink_to(script)
+        job = _told(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
+        names = [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
+        return _Submitted(self.wait, names)
+
+    def describe(self, plan: Plan) -> str:
+        return self._script(plan.cluster, [plan])
+
+    def state(self, job: str) -> str | None:
+        """Slurm's word for it, e.g. PENDING; None if it is not known any more."""
+        try:
+            shown = _told(["scontrol", "show", "job", "--oneliner", job])
+        except WorldsizeError:
+            return None
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word).get("JobState")
+
+    def cancel(self, job: str) -> None:
+        _told(["scancel", job])
+
+    def _script(self, cluster: Cluster, plans: Sequence[Plan]) -> str:
+        runs = [shlex.quote(str(plan.run_dir)) for plan in plans]
+        array = len(plans) > 1
+        folder = plans[0].run_dir / "logs"
+        return filled(
+            "slurm.sh.j2",
+            options=self._options(cluster, plans, folder),
+            run_id="s ".join(plan.run_dir.name for plan in plans[:1]) + (" and others" if array else ""),
+            setup=self.setup,
+            folder=shlex.quote(os.getcwd()),
+            variables=[(name, shlex.quote(value)) for name, value in plans[0].environment.items()],
+            runs=runs if array else [],
+            run='"${runs[$SLURM_ARRAY_TASK_ID]}"' if array else runs[0],
+            python=shlex.quote(self.python or sys.executable),
+            srun_options=f" --container-image={shlex.quote(self.container)}" if self.container else "",
+            max_requeues=self.max_requeues,
+        )
+
+    def _options(self, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> list[tuple[str, Any]]:
+        named: dict[str, Any] = {
+            "job-name": "worldsize",
+            "nodes": cluster.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": self.cpus_per_task,
+            "gpus-per-node": self.gpus_per_node,
+            "mem": self.memory,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "exclude": self.exclude,
+            "array": f"0-{len(plans) - 1}" if len(plans) > 1 else None,
+            "signal": f"USR1@{self.signal_before}" if self.time else None,
+            "output": folder / ("slurm_%A_%a.log" if len(plans) > 1 else "slurm_%j.log"),
+            "open-mode": "append",
+        }
+        flags = [("exclusive", None)] if self.exclusive else []
+        given = [(name, value) for name, value in named.items() if value is not None]
+        return [*given, ("requeue", None), *flags, *self.options.items()]
+
+
+@final
+@dataclass
+class _Submitted(Job):
+    waits: bool
+    ids: Sequence[str] = ()
+
+    def wait(self) -> Outcome:
+        """Until the job has ended, if that is wanted; what became of the run stands in its folder."""
+        while self.waits and any(_is_alive(job) for job in self.ids):
+            time.sleep(_POLL)
+        return Outcome("submitted", 0)
+
+    def cancel(self) -> None:
+        for job in self.ids:
+            _told(["scancel", job])
+
+
+def _is_alive(job: str) -> bool:
+    shown = subprocess.run(
+        ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
+    )
+    return shown.returncode == 0 and bool(shown.stdout.strip()) and not shown.stdout.startswith(_OVER)
+
+
+def _told(command: Sequence[str], script: str | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """What one of Slurm's commands says.
+
+    Raises:
+        ConfigError: it refuses; with its own words.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=script,
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{command[0]} does not answer: {error}. Is the cluster's controller up?") from error
+    if done.returncode:
+        raise ConfigError(f"Slurm refuses: {done.stderr.strip()}")
+    return done.stdout

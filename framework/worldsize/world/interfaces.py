@@ -1,0 +1,40 @@
+"""Which network interface leads to another host."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
+
+
+def address_towards(host: str) -> str:
+    """This host's own IPv4 address on the way to ``host``. Nothing is sent.
+
+    Raises:
+        OSError: the name is unknown, or no interface leads there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has this IPv4 address."""
+    return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
+
+
+def _address(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None  # it has none
+
+
+def variables(backend: str, interface: str | None) -> dict[str, str]:
+    """What makes the collectives of ``backend`` use ``interface``."""
+    names = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+    return {names[backend]: interface} if interface and backend in names else {}
