@@ -320,7 +320,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: ``exit_reason`` is "completed", "failed", "interrupted", or "preempted": saved, start it again.
+    """How a job ended: ``exit_reason`` is "completed", "failed", "interrupted", or "preempted": saved, start it again;
+    of jobs of a scheduler "submitted" or "ended".
 
     ``steps``: the step after which it began, and the last one it completed, where they are known.
     ``first_step_at``: Unix time at which it completed its first step.
@@ -370,7 +371,7 @@ class Launcher(ABC):
         raise ConfigError(f"{type(self).__name__} starts one run at a time; leave --multirun out.")
 
     def state(self, job: str) -> str | None:
-        """The scheduler's word for a job that was submitted; None: it does not know."""
+        """The scheduler's word for a job that was submitted; None: it is over."""
         return None
 
     def cancel(self, job: str) -> None:

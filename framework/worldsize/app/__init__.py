@@ -11,6 +11,8 @@ COMMANDS = {
     "train": "train a recipe; the same as train.py",
     "resume": "go on with a run from its newest checkpoint",
     "status": "list runs and how they ended",
+    "logs": "show what the processes of a run say, by rank; --follow it live",
+    "cancel": "end a run, whatever launched it; it saves first",
     "reproduce": "re-create a run from its manifest, and say how exactly",
     "compare": "show where two runs differ, and by how much",
     "agent": "play one host's part of a run; launchers start it",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from rich.console import Console
 
 import worldsize.worker  # noqa: F401 - imported once here, before the fork, rather than in every worker
 from worldsize.app.attempts import run_attempts
@@ -20,8 +23,9 @@ from worldsize.config.shape import with_processes
 from worldsize.core import Job, Plan
 from worldsize.engine.data import is_iterable, steps_of
 from worldsize.errors import ConfigError
+from worldsize.observe.summary import summary_table
 from worldsize.reproducibility.lock import RunLock
-from worldsize.reproducibility.manifest import note_job
+from worldsize.reproducibility.manifest import look, note_job
 from worldsize.reproducibility.redact import scrubber
 from worldsize.run_directory import RunDirectory, created, planned
 
@@ -75,7 +79,21 @@ def _submit(job: Job, runs: Sequence[RunDirectory]) -> int:
     for name, run in zip(job.ids, runs, strict=True):
         note_job(run.manifest, name)
         print(f"job {name} submitted: {run.path}", flush=True)
-    return job.wait().exit_code
+    if job.wait().exit_reason == "submitted":
+        print(f"follow it with: worldsize logs --follow {runs[0].path}")
+        return 0
+    return max(_ended(run) for run in runs)
+
+
+def _ended(run: RunDirectory) -> int:
+    """Show how a run ended that others have played; its exit code."""
+    attempts = look(run.path)["attempts"]
+    if attempts and attempts[-1]["exit_reason"] == "completed":
+        Console().print(summary_table(json.loads(run.result.read_text()), run.path))
+        return 0
+    reason = attempts[-1]["exit_reason"] if attempts else "it never began"
+    print(f"{reason}; look at: worldsize logs {run.path}", file=sys.stderr)
+    return int(attempts[-1]["exit_code"] or 1) if attempts else 1
 
 
 def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:

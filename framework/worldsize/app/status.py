@@ -11,6 +11,7 @@ from rich.table import Table
 
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.manifest import NAME, look
+from worldsize.run_directory import RunDirectory
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
 
 
 def _table(manifests: list[Path]) -> Table:
-    table = Table("run", "started", "processes", "attempts", "state")
+    table = Table("run", "started", "processes", "attempts", "job", "state")
     for path in manifests:
         table.add_row(*_row(path.parent))
     return table
@@ -32,8 +33,20 @@ def _row(run: Path) -> tuple[str, ...]:
     try:
         manifest = look(run)
     except WorldsizeError as error:
-        return (str(run), "", "", "", str(error))
+        return (str(run), "", "", "", "", str(error))
     attempts: list[dict[str, Any]] = manifest["attempts"]
     last = attempts[-1] if attempts else {"start": "", "exit_reason": "not started"}
     size = str(last.get("world_size", ""))
-    return (str(run), last["start"], size, str(len(attempts)), last["exit_reason"])
+    job = manifest["jobs"][-1]["id"] if manifest.get("jobs") else None
+    told = _told(RunDirectory(run), job) if job and last["exit_reason"] in ("running", "not started") else None
+    return (str(run), last["start"], size, str(len(attempts)), job or "", told or last["exit_reason"])
+
+
+def _told(run: RunDirectory, job: str) -> str | None:
+    """What the scheduler says of a job."""
+    from worldsize.worker import read_settings  # imports torch, which takes seconds
+
+    try:
+        return read_settings(run).launcher.state(job)
+    except WorldsizeError:
+        return None

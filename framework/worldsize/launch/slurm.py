@@ -83,12 +83,13 @@ class Slurm(NodeLauncher):
         return self._script(plan.cluster, [plan])
 
     def state(self, job: str) -> str | None:
-        """Slurm's word for it, e.g. PENDING; None if it is not known any more."""
+        """Slurm's word for it, e.g. PENDING; None if it has ended."""
         try:
             shown = _told(["scontrol", "show", "job", "--oneliner", job])
         except WorldsizeError:
             return None
-        return dict(word.split("=", 1) for word in shown.split() if "=" in word).get("JobState")
+        state = dict(word.split("=", 1) for word in shown.split() if "=" in word).get("JobState")
+        return None if state in _OVER else state
 
     def cancel(self, job: str) -> None:
         _told(["scancel", job])
@@ -145,7 +146,7 @@ class _Submitted(Job):
         """Until the job has ended, if that is wanted; what became of the run stands in its folder."""
         while self.waits and any(_is_alive(job) for job in self.ids):
             time.sleep(_POLL)
-        return Outcome("submitted", 0)
+        return Outcome("ended" if self.waits else "submitted", 0)
 
     def cancel(self) -> None:
         for job in self.ids:

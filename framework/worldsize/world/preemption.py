@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import final
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SAME = (
+    1.0  # seconds in which a signal that comes again is the same: a scheduler's, and the launcher's that passes it on
+)
 
 
 @final
@@ -16,14 +21,15 @@ class Preemption:
     """Handlers for ``names`` in this process; the other signals of SIGNALS keep what they do."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._wanted = False
+        self._since: dict[int, float] = {}
         for name in names:
             signal.signal(signal.Signals[name], self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher blocks them until here
 
     def is_wanted(self) -> bool:
-        return self._wanted
+        return bool(self._since)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self._wanted = True
-        signal.signal(number, signal.SIG_DFL)  # the second of a kind ends the process
+        if time.monotonic() - self._since.setdefault(number, time.monotonic()) > _SAME:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -1,0 +1,75 @@
+"""``worldsize logs RUN``: what the processes of a run say, with their "[worker 3]" prefixes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.manifest import look
+from worldsize.run_directory import RunDirectory
+
+_POLL = 0.2  # seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize logs", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--rank", type=int, action="append", help="of these ranks alone; may be given more than once")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
+    options = parser.parse_args()
+    try:
+        for line in lines(RunDirectory(options.run.resolve()), options.rank, follow=options.follow):
+            print(line, flush=options.follow)
+    except WorldsizeError as error:
+        sys.exit(str(error))
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(130)
+
+
+def lines(run: RunDirectory, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
+    """Lines of all logs, each after its prefix; with ``follow`` until the run has ended.
+
+    Raises:
+        WorldsizeError: this is no run.
+    """
+    read: dict[Path, int] = {}
+    while True:
+        ended = not _is_alive(run)
+        for path in sorted((run.path / "logs").glob("*.log")):
+            prefix, rank = _prefix(path)
+            if ranks is None or rank in ranks:
+                yield from (f"{prefix}{line}" for line in _new(path, read, whole=ended))
+        if ended or not follow:
+            return
+        time.sleep(_POLL)
+
+
+def _prefix(path: Path) -> tuple[str, int | None]:
+    named = re.fullmatch(r"([a-z_]+)_(\d{5})", path.stem)
+    return (f"[{named[1]} {int(named[2])}] ", int(named[2])) if named else (f"[{path.stem}] ", None)
+
+
+def _new(path: Path, read: dict[Path, int], *, whole: bool) -> list[str]:
+    """Lines since the last look; a last one without an end only if there will be no more."""
+    with path.open("rb") as file:
+        file.seek(read.get(path, 0))
+        data = file.read()
+    if not whole:
+        data = data[: data.rfind(b"\n") + 1]
+    read[path] = read.get(path, 0) + len(data)
+    return data.decode(errors="replace").splitlines()
+
+
+def _is_alive(run: RunDirectory) -> bool:
+    manifest = look(run.path)
+    last = manifest["attempts"][-1]["exit_reason"] if manifest["attempts"] else None
+    if manifest.get("jobs") and last in (None, "preempted"):
+        from worldsize.worker import read_settings  # imports torch, which takes seconds
+
+        return read_settings(run).launcher.state(manifest["jobs"][-1]["id"]) is not None
+    return last == "running"

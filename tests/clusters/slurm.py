@@ -1,0 +1,148 @@
+"""A real Slurm of several nodes on this machine: munged, slurmctld and a slurmd a node, on loopback."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from getpass import getuser
+from pathlib import Path
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
+_CONF = """\
+ClusterName=worldsize{port}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+ReturnToService=2
+SlurmdParameters=config_overrides
+KillWait=5
+MinJobAge=600
+SlurmctldTimeout=30
+SlurmdTimeout=10
+AccountingStorageType=accounting_storage/none
+NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 PreemptMode=OFF
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here."""
+    absent = [name for name in NEEDED if _found(name) is None]
+    return f"{', '.join(absent)} not installed (apt-get install slurm-wlm munge)" if absent else None
+
+
+def _found(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+@dataclass(frozen=True)
+class Slurm:
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def ask(self, *words: str) -> str:
+        done = subprocess.run(
+            words, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout
+
+    def nodes(self) -> list[str]:
+        """The state of each, or nothing while the controller is not up."""
+        with suppress(subprocess.CalledProcessError):
+            return self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%t").split()
+        return []
+
+    def state(self, job: str) -> str:
+        words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)["JobState"]
+
+    def wait_for(self, job: str, *states: str, seconds: float = 60) -> str:
+        deadline = time.monotonic() + seconds
+        while (state := self.state(job)) not in states:
+            assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}"
+            time.sleep(0.1)
+        return state
+
+
+@contextmanager
+def running(folder: Path, *, port: int, nodes: int = 2) -> Iterator[Slurm]:
+    """``port`` and as many as there are nodes after it are taken."""
+    slurm = Slurm(folder)
+    for name in ("munge", "state", "run", "log"):
+        (folder / name).mkdir(mode=0o700 if name == "state" else 0o755, parents=True)
+    folder.chmod(0o755)
+    (folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
+    shape = {"port": port, "first": port + 1, "last": port + nodes, "nodes": nodes}
+    names = {"folder": folder, "host": socket.gethostname().split(".")[0], "user": getuser()}
+    (folder / "slurm.conf").write_text(_CONF.format(**shape, **names))
+    try:
+        _start(slurm, nodes)
+        yield slurm
+    finally:
+        _stop(folder)
+
+
+def _start(slurm: Slurm, nodes: int) -> None:
+    munge, log = slurm.folder / "munge", slurm.folder / "log"
+    (munge / "key").write_bytes(secrets.token_bytes(128))
+    (munge / "key").chmod(0o600)
+    own = [f"--key-file={munge}/key", f"--socket={munge}/socket", f"--seed-file={munge}/seed"]
+    own += [f"--pid-file={slurm.folder}/run/munged.pid", f"--log-file={log}/munged.log"]
+    _run(slurm, "munged", "--force", *own)
+    _run(slurm, "slurmctld", "-c", "-f", f"{slurm.folder}/slurm.conf")
+    for node in range(1, nodes + 1):
+        (slurm.folder / f"spool.127.0.0.{node}").mkdir()
+        _run(slurm, "slurmd", "-N", f"127.0.0.{node}", "-f", f"{slurm.folder}/slurm.conf")
+    deadline = time.monotonic() + 20
+    while slurm.nodes() != ["idle"] * nodes:
+        assert time.monotonic() < deadline, (log / "slurmctld.log").read_text()[-2000:]
+        time.sleep(0.1)
+
+
+def _run(slurm: Slurm, name: str, *words: str) -> None:
+    path = _found(name)
+    assert path is not None
+    subprocess.run([path, *words], env={**os.environ, **slurm.environment}, check=True, timeout=20)
+
+
+def _stop(folder: Path) -> None:
+    for file in (folder / "run").glob("*.pid"):
+        with suppress(OSError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+    for environ in Path("/proc").glob("[0-9]*/environ"):  # what the jobs have left
+        with suppress(OSError):
+            if f"SLURM_CONF={folder}/slurm.conf".encode() in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)

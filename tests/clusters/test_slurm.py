@@ -1,0 +1,205 @@
+"""The same program under a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clusters.slurm import Slurm
+
+DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "checkpoint.every=10")
+ON_SLURM = ("+cluster=slurm", "cluster.nodes=2", "cluster.processes_per_node=2")
+SLOW = "faults=[{action: sleep, seconds: 0.05, attempt: null}]"  # every step of rank 0
+
+
+@pytest.fixture
+def laptop(train: Any) -> Callable[..., str]:
+    """The digest of the same training on this machine without Slurm."""
+
+    def digest(*options: str) -> str:
+        run = train(*DIGITS, *options, "cluster.processes=4")
+        assert run.code == 0, run.error
+        return str(run.json("result.json")["state_digest"])
+
+    return cache(digest)
+
+
+def manifest(folder: Path) -> Any:
+    return json.loads((folder / "run_manifest.json").read_text())
+
+
+def reasons(folder: Path) -> list[str]:
+    return [attempt["exit_reason"] for attempt in manifest(folder)["attempts"]]
+
+
+def job_of(folder: Path) -> str:
+    return str(manifest(folder)["jobs"][-1]["id"])
+
+
+def said(folder: Path) -> str:
+    return "".join(path.read_text() for path in (folder / "logs").glob("slurm_*.log"))
+
+
+def state_digest(folder: Path) -> str:
+    return str(json.loads((folder / "result.json").read_text())["state_digest"])
+
+
+def test_two_nodes_train_to_the_bits_of_the_laptop(slurm: Slurm, train: Any, laptop: Any) -> None:
+    run = train(*DIGITS, *ON_SLURM, "steps=30", "launcher.wait=true", **slurm.environment)
+    assert run.code == 0, run.error + said(run.folder)
+    assert run.json("result.json")["state_digest"] == laptop("steps=30")
+    attempt = manifest(run.folder)["attempts"][0]
+    assert (attempt["job"]["scheduler"], attempt["job"]["id"]) == ("slurm", job_of(run.folder))
+    assert len(attempt["hosts"]) == 2
+    assert (run.folder / "agents.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(slurm: Slurm, train: Any, laptop: Any) -> None:
+    limit = ("cluster.time=00:01:00", "launcher.signal_before=56")
+    run = train(*DIGITS, *ON_SLURM, *limit, "steps=150", SLOW, **slurm.environment)
+    assert "submitted" in run.output
+    slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=120)
+    found = reasons(run.folder)
+    assert found[0] == "preempted"
+    assert found[-1] == "completed"
+    assert manifest(run.folder)["attempts"][-1]["job"]["requeues"] == len(found) - 1
+    assert state_digest(run.folder) == laptop("steps=150")
+
+
+def test_a_requeued_job_goes_on_with_the_same_run(slurm: Slurm, train: Any, laptop: Any, begun: Any) -> None:
+    run = train(*DIGITS, *ON_SLURM, "steps=120", SLOW, **slurm.environment)
+    begun(run.folder, after=20)
+    slurm.ask("scontrol", "requeue", job_of(run.folder))
+    slurm.wait_for(job_of(run.folder), "COMPLETED")
+    assert reasons(run.folder)[-1] == "completed"
+    assert len(reasons(run.folder)) == 2
+    assert state_digest(run.folder) == laptop("steps=120")
+
+
+def test_a_node_that_is_set_down_costs_a_requeue(slurm: Slurm, train: Any, laptop: Any, begun: Any) -> None:
+    run = train(*DIGITS, *ON_SLURM, "steps=120", SLOW, **slurm.environment)
+    begun(run.folder, after=20)
+    slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=down", "reason=test")
+    slurm.wait_for(job_of(run.folder), "PENDING")
+    with suppress(subprocess.CalledProcessError):  # it has come back by itself
+        slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=resume")
+    slurm.wait_for(job_of(run.folder), "COMPLETED")
+    assert state_digest(run.folder) == laptop("steps=120")
+
+
+def test_a_cancelled_run_saves_and_can_be_resumed(
+    slurm: Slurm, train: Any, laptop: Any, begun: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    run = train(*DIGITS, *ON_SLURM, "steps=120", SLOW, **slurm.environment)
+    environment = {**environment_without_wandb, **slurm.environment}
+    begun(run.folder, after=20)
+    job = job_of(run.folder)
+    shown = command("status", str(run.folder), cwd=run.folder, environment=environment)
+    assert "RUNNING" in shown.stdout or "running" in shown.stdout
+    cancelled = command("cancel", str(run.folder), cwd=run.folder, environment=environment)
+    assert cancelled.stdout == f"job {job} was cancelled\n", cancelled.stderr
+    slurm.wait_for(job, "CANCELLED")
+    time.sleep(1)
+    assert slurm.state(job) == "CANCELLED"  # it is not queued again
+    assert reasons(run.folder) == ["preempted"]
+    done = command("resume", str(run.folder), "launcher.wait=true", cwd=run.folder, environment=environment)
+    assert done.returncode == 0, done.stderr + said(run.folder)
+    assert state_digest(run.folder) == laptop("steps=120")
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_cause(slurm: Slurm, train: Any) -> None:
+    fault = "faults=[{action: kill, rank: 3, step: 9}]"
+    run = train(*DIGITS, *ON_SLURM, "steps=30", "launcher.wait=true", fault, **slurm.environment)
+    assert run.code == 1
+    assert "worker 3 failed at step 9:\nkilled by SIGKILL" in said(run.folder)
+    assert slurm.state(job_of(run.folder)) == "FAILED"
+    assert reasons(run.folder) == ["failed"]
+
+
+def test_a_gang_is_started_again_within_its_job(slurm: Slurm, train: Any, laptop: Any) -> None:
+    faults = "faults=[{action: kill, rank: 3, step: 15}, {action: raise, rank: 0, step: 25, attempt: 2}]"
+    words = ("steps=40", "launcher.wait=true", "launcher.max_restarts=2", faults)
+    run = train(*DIGITS, *ON_SLURM, *words, **slurm.environment)
+    assert run.code == 0, run.error + said(run.folder)
+    assert reasons(run.folder) == ["failed", "failed", "completed"]
+    assert run.json("result.json")["state_digest"] == laptop("steps=40")
+
+
+def test_a_sweep_is_an_array(slurm: Slurm, train: Any, tmp_path: Path, laptop: Any) -> None:
+    run = train("--multirun", *DIGITS, *ON_SLURM, "steps=20", "seed=1,2", "launcher.wait=true", **slurm.environment)
+    assert run.code == 0, run.error
+    folders = sorted(path.parent for path in (tmp_path / "runs").rglob("run_manifest.json"))
+    jobs = sorted(job_of(folder) for folder in folders)
+    assert [job.partition("_")[2] for job in jobs] == ["0", "1"]
+    found = {manifest(folder)["config"]["seed"]: state_digest(folder) for folder in folders}
+    assert found == {seed: laptop("steps=20", f"seed={seed}") for seed in (1, 2)}
+
+
+def test_servers_and_workers_share_an_allocation(slurm: Slurm, train: Any, laptop: Any) -> None:
+    roles = ("strategy=parameter_server", "strategy.servers=2")
+    run = train(*DIGITS, *ON_SLURM, *roles, "steps=30", "launcher.wait=true", **slurm.environment)
+    assert run.code == 0, run.error + said(run.folder)
+    assert run.json("result.json")["state_digest"] == laptop("steps=30")
+
+
+WRONG = {
+    "partition": (("cluster.partition=gpu",), "Slurm refuses: ", "invalid partition"),
+    "nodes": (("cluster.nodes=8", "cluster.processes_per_node=1"), "Slurm refuses: ", "node"),
+    "time": (("cluster.time=soon",), "Slurm refuses: ", "time"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_slurm_would_not_take_is_refused_in_its_own_words_and_leaves_nothing(
+    slurm: Slurm, train: Any, case: str
+) -> None:
+    options, *words = WRONG[case]
+    run = train(*DIGITS, *ON_SLURM, *options, "steps=30", **slurm.environment)
+    assert run.code == 2
+    assert all(word.lower() in run.error.lower() for word in words), run.error
+    assert run.folder is None
+
+
+def test_without_slurm_nothing_is_begun(train: Any) -> None:
+    run = train(*DIGITS, *ON_SLURM, "steps=30", PATH="/nowhere")
+    assert run.code == 2
+    assert "sbatch is not found" in run.error
+    assert run.folder is None
+
+
+def by_hand(slurm: Slurm, folder: Path, *words: str) -> str:
+    """Run ``words`` on two nodes, and give the digest of what they trained."""
+    done = slurm.ask("srun", "--nodes=2", *words)
+    assert (folder / "result.json").exists(), done
+    return state_digest(folder)
+
+
+@pytest.mark.parametrize("way", ["srun", "torchrun"])
+def test_workers_that_are_started_by_hand_find_each_other(slurm: Slurm, train: Any, laptop: Any, way: str) -> None:
+    run = train(*DIGITS, *ON_SLURM, "steps=20", "launch=write", **slurm.environment)
+    assert "nothing was started" in run.output, run.error
+    worker = ("-m", "worldsize.worker", str(run.folder))
+    torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d")
+    if way == "srun":
+        found = by_hand(slurm, run.folder, "--ntasks-per-node=2", sys.executable, *worker)
+    else:
+        meeting = ("--rdzv-endpoint=127.0.0.1:29477", f"--rdzv-id={run.folder.name}")
+        found = by_hand(slurm, run.folder, "--ntasks-per-node=1", sys.executable, *torchrun, *meeting, *worker)
+    assert found == laptop("steps=20")
+
+
+def test_torchrun_that_srun_starts_more_than_once_is_refused(slurm: Slurm, train: Any) -> None:
+    run = train(*DIGITS, *ON_SLURM, "steps=20", "launch=write", **slurm.environment)
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "worldsize.worker")
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        slurm.ask("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, *words, str(run.folder))
+    assert "the run would be started more than once" in error.value.stderr + error.value.stdout
