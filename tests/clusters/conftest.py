@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clusters import slurm as real
+from worldsize.testing import hosts as namespaces
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     with real.running(tmp_path_factory.mktemp("slurm"), port=17_000 + 100 * number) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
+    """Two hosts with a network between them."""
+    if why := namespaces.missing():
+        pytest.skip(why)
+    name = f"ws{os.getpid()}"
+    with namespaces.running(tmp_path_factory.mktemp("hosts"), name=name, count=2) as found:
+        yield found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import platform
 import signal
@@ -20,7 +21,7 @@ import torch
 import worldsize.worker
 from worldsize.app.attempts import run_attempts
 from worldsize.app.leave import leave
-from worldsize.config.places import bundle
+from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Plan
 from worldsize.errors import ConfigError, WorldsizeError
@@ -36,7 +37,11 @@ from worldsize.world.environments import Node, node, port_of
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize agent", description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--tether", action="store_true", help="end when standard input ends")
+    parser.add_argument(
+        "--tether",
+        action="store_true",
+        help="take variables and signals from standard input, a JSON value a line, and end when it ends",
+    )
     options = parser.parse_args()
     if options.tether:
         _tether()
@@ -50,9 +55,12 @@ def main() -> None:
 
 def _tether() -> None:
     """Whoever started this process is gone when its standard input ends: so that nothing is left on this host."""
+    lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin: a forked child waits for the lock of its reader
+    os.environ.update(json.loads(lines.readline() or b"{}"))
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        for line in lines:
+            os.kill(os.getpid(), signal.Signals[json.loads(line)])
         os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it
 
     threading.Thread(target=watch, daemon=True, name="tether").start()
@@ -66,6 +74,7 @@ def agent(run: RunDirectory) -> int:
     """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     secrets = os.environ.get("WORLDSIZE_SECRETS")
+    make_importable(roots())  # the copies on this host come before the paths of the one that launched the run
     settings, place = read_settings(run), node(os.environ)
     if place.count != settings.cluster.nodes:
         raise ConfigError(
@@ -78,7 +87,7 @@ def agent(run: RunDirectory) -> int:
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     waits = _waits(settings, launcher)
-    line = reach(place, _port(settings, run), read_key(run.path), facts=_facts(settings, place), **waits)
+    line = reach(place, _port(settings, run), read_key(run.path), facts=_facts(place), **waits)
     return Follower(launcher, plan, place, line).follow()
 
 
@@ -89,7 +98,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             waits = _waits(settings, launcher)
             found = gather(place, _port(settings, run), read_key(run.path), **waits)
             others = [other for other, _ in found]
-            _check_alike(settings, _facts(settings, place), [facts for _, facts in found])
+            _check_alike(settings, _facts(place), [facts for _, facts in found])
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         lead = Lead(**own, node=place, others=others)
         code = 1
@@ -109,7 +118,7 @@ def _port(settings: Settings, run: RunDirectory) -> int:
     return int(settings.config["cluster"]["port"] or port_of(run.id + os.environ.get("SLURM_RESTART_COUNT", "")))
 
 
-def _facts(settings: Settings, place: Node) -> dict[str, Any]:
+def _facts(place: Node) -> dict[str, Any]:
     """What must be alike on all hosts, by name, and which host this is."""
     environment = capture_environment()
     return {
@@ -120,7 +129,7 @@ def _facts(settings: Settings, place: Node) -> dict[str, Any]:
             "torch": environment["torch"]["version"],
             "NCCL": environment["torch"]["nccl"],
             "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
-            "code": code_digest([bundle() / "framework", *map(Path, settings.config["run"]["import_path"])]),
+            "code": code_digest(roots()),
         },
     }
 

@@ -76,13 +76,14 @@ def _start(settings: Settings, plan: Plan, run: RunDirectory) -> int:
 
 
 def _submit(job: Job, runs: Sequence[RunDirectory]) -> int:
-    for name, run in zip(job.ids, runs, strict=True):
+    for name, run in zip(job.ids, runs, strict=False):
         note_job(run.manifest, name)
         print(f"job {name} submitted: {run.path}", flush=True)
-    if job.wait().exit_reason == "submitted":
+    outcome = job.wait()
+    if outcome.exit_reason == "submitted":
         print(f"follow it with: worldsize logs --follow {runs[0].path}")
         return 0
-    return max(_ended(run) for run in runs)
+    return max(_ended(run) for run in runs) if job.ids else outcome.exit_code
 
 
 def _ended(run: RunDirectory) -> int:

@@ -62,6 +62,17 @@ class SlurmSchema(ClusterSchema):
 
 
 @dataclass
+class SshSchema(ClusterSchema):
+    """See :class:`worldsize.launch.ssh.Ssh`."""
+
+    hosts: list[str] = MISSING
+    gpus_per_node: int | None = None
+    folder: str | None = None
+    python: str | None = None
+    ssh: list[str] = field(default_factory=list)
+
+
+@dataclass
 class RunSchema:
     """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
 
@@ -138,3 +149,4 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store("schema", node=Schema)
     store.store("slurm_schema", node=SlurmSchema, group="cluster")
+    store.store("ssh_schema", node=SshSchema, group="cluster")

@@ -1,0 +1,206 @@
+"""A list of hosts: code goes there by rsync, an agent is started on each by ssh, and none is left behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, final
+
+from worldsize.config.places import bundle
+from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.launch.agents import write_key
+from worldsize.launch.node import NodeLauncher
+from worldsize.world.preemption import SIGNALS
+
+_POLL = 0.1  # seconds
+_UNREACHED = 255  # what ssh itself exits with
+_LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_modules")
+
+
+@final
+@dataclass(frozen=True)
+class Ssh(NodeLauncher):
+    """``hosts`` as ssh knows them, the first of which the others must reach.
+
+    The working directory, and worldsize's own clone, are copied to ``folder`` on each host ("%h" in it is
+    replaced); None: they are there already, under the same path. ``python``: interpreter on the hosts; None: the one
+    that uv makes there from the project's lock. The run folder must be on a file system that all hosts share.
+    ``ssh``: the command with its options.
+    """
+
+    hosts_named: Sequence[str] = ()
+    folder: str | None = None
+    python: str | None = None
+    ssh: Sequence[str] = ("ssh",)
+    submits = True
+
+    def check(self, cluster: Cluster) -> None:
+        """Every host answers, and lets us in."""
+        for tool in (self.ssh[0], *(["rsync"] if self.folder else [])):
+            if shutil.which(tool) is None:
+                raise ConfigError(f"{tool} is not found on this machine. Install it, or choose another cluster.")
+        if cluster.nodes != len(self.hosts_named):
+            raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts_named)}.")
+        refusals = [said for said in self._everywhere(lambda host: self._refusal(host)) if said]
+        if refusals:
+            raise ConfigError(f"{'; '.join(refusals)}. Try `ssh HOST true` by hand; nothing was started.")
+
+    def _refusal(self, host: str) -> str | None:
+        done = subprocess.run([*self._ssh(host), "true"], capture_output=True, text=True, check=False)
+        return f"{host}: {done.stderr.strip() or 'no answer'}" if done.returncode else None
+
+    def launch(self, plan: Plan) -> Job:
+        write_key(plan.run_dir)
+        self._everywhere(self._copy)
+        return _Agents([self._start(plan, node) for node in range(len(self.hosts_named))], self.save_grace)
+
+    def describe(self, plan: Plan) -> str:
+        copies = [shlex.join(words) for host in self.hosts_named for words in self._copies(host)]
+        starts = [shlex.join(self._command(plan, node)) for node in range(len(self.hosts_named))]
+        return "\n".join([*copies, *starts])
+
+    def _everywhere(self, action: Any) -> list[Any]:
+        with ThreadPoolExecutor(16) as pool:
+            return list(pool.map(action, self.hosts_named))
+
+    def _ssh(self, host: str) -> list[str]:
+        alive = max(1, int(self.node_timeout / 3))
+        patience = ["-oBatchMode=yes", "-oConnectTimeout=10", f"-oServerAliveInterval={alive}"]
+        return [*self.ssh, *patience, "-oServerAliveCountMax=3", host]
+
+    def _place(self, host: str) -> Path:
+        return Path(self.folder.replace("%h", host)) if self.folder else Path.cwd().parent
+
+    def _copies(self, host: str) -> list[list[str]]:
+        """The commands that bring the code there."""
+        if not self.folder:
+            return []
+        own = [] if bundle().is_relative_to(Path.cwd()) else [(bundle(), "worldsize")]
+        options = ["-a", "--delete", "--mkpath", f"--rsh={shlex.join(self.ssh)}", "--filter=:- .gitignore"]
+        left_out = [f"--exclude={name}" for name in (*_LEFT_OUT, "runs")]
+        return [
+            ["rsync", *options, *left_out, f"{source}/", f"{host}:{self._place(host)}/{name}/"]
+            for source, name in [(Path.cwd(), "project"), *own]
+        ]
+
+    def _copy(self, host: str) -> None:
+        for words in self._copies(host):
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise ConfigError(f"the code cannot be copied to {host}: {done.stderr.strip()}")
+
+    def _command(self, plan: Plan, node: int) -> list[str]:
+        host = self.hosts_named[node]
+        place = {
+            "WORLDSIZE_NODE_RANK": str(node),
+            "WORLDSIZE_NODES": str(len(self.hosts_named)),
+            "WORLDSIZE_FIRST": self.hosts_named[0].rpartition("@")[2],
+            **plan.environment,
+        }
+        project = self._place(host) / ("project" if self.folder else Path.cwd().name)
+        if self.folder:  # relative to the project
+            place["PYTHONPATH"] = "framework" if bundle().is_relative_to(Path.cwd()) else "../worldsize/framework"
+        python = [self.python] if self.python else ["uv", "run", "--locked", "python"]
+        words = ["env", *(f"{name}={value}" for name, value in place.items()), *python, "-m", "worldsize", "agent"]
+        there = f"cd {shlex.quote(str(project))} && exec {shlex.join([*words, '--tether', str(plan.run_dir)])}"
+        return [*self._ssh(host), there]
+
+    def _start(self, plan: Plan, node: int) -> _Agent:
+        process = subprocess.Popen(
+            self._command(plan, node),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is ours to pass on
+        )
+        agent = _Agent(self.hosts_named[node], process)
+        agent.tell(dict(plan.secrets))
+        threading.Thread(target=agent.show, args=(node == 0,), daemon=True, name=agent.host).start()
+        return agent
+
+
+@final
+@dataclass
+class _Agent:
+    """An agent on a host, at the other end of ssh. It lives as long as its standard input is open."""
+
+    host: str
+    process: subprocess.Popen[str]
+
+    def tell(self, message: Mapping[str, str] | str) -> None:
+        with suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def let_go(self) -> None:
+        with suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
+    def show(self, leads: bool) -> None:
+        """Its output as it comes: of the first host as it is, of the others after their names."""
+        output: IO[str] | None = self.process.stdout
+        assert output is not None
+        for line in output:
+            sys.stdout.write(line if leads else f"[{self.host}] {line}")
+            sys.stdout.flush()
+
+
+@final
+@dataclass
+class _Agents(Job):
+    agents: Sequence[_Agent]
+    grace: float
+    ids: Sequence[str] = ()
+    _seen: list[int] = field(default_factory=list)
+
+    def wait(self) -> Outcome:
+        """Until all have ended. A first signal asks them to save and to end, a second ends them; so does a failure."""
+        before = {number: signal.signal(number, lambda number, _: self._seen.append(number)) for number in SIGNALS}
+        try:
+            self._join()
+        finally:
+            for agent in self.agents:
+                agent.let_go()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        codes = [self._code(agent) for agent in self.agents]
+        return Outcome("ended", codes[0] or max(codes))
+
+    def cancel(self) -> None:
+        self.agents[0].tell("SIGTERM")
+
+    def _join(self) -> None:
+        asked, deadline = False, float("inf")
+        while any(agent.process.poll() is None for agent in self.agents):
+            if self._seen and not asked:
+                self.cancel()
+                asked, deadline = True, time.monotonic() + self.grace
+            if len(self._seen) > 1 or time.monotonic() > deadline:
+                return
+            if deadline == float("inf") and any(agent.process.poll() for agent in self.agents):
+                deadline = time.monotonic() + self.grace  # the others end by themselves, in good order
+            time.sleep(_POLL)
+
+    def _code(self, agent: _Agent) -> int:
+        try:
+            code = agent.process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            agent.process.kill()
+            code = agent.process.wait()
+        if code == _UNREACHED:
+            print(f"{agent.host}: the connection is lost", file=sys.stderr, flush=True)
+        return code if code >= 0 else 128 - code

@@ -1,0 +1,157 @@
+"""Hosts as network namespaces of this machine: own address, own name, own sshd, links that can be shaped and cut."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SSH = """\
+Host h*
+  User root
+  IdentityFile {folder}/key
+  IdentitiesOnly yes
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no such hosts here."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _found(name) is None]
+    return f"{', '.join(absent)} not installed (apt-get install iproute2 openssh-server rsync)" if absent else None
+
+
+def _found(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+def _do(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=20)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts h1, h2, ... at 10.77.0.1, 10.77.0.2, ... ``folder`` holds their keys and ``ssh_config``."""
+
+    folder: Path
+    name: str
+    count: int
+
+    @property
+    def ssh(self) -> list[str]:
+        return ["ssh", "-F", str(self.folder / "ssh_config")]
+
+    def on(self, host: int, words: Sequence[str]) -> list[str]:
+        """The command that runs ``words`` on a host."""
+        named = ("unshare", "--uts", "sh", "-c", f'hostname h{host}; exec "$@"', "sh")
+        return ["ip", "netns", "exec", f"{self.name}h{host}", *named, *words]
+
+    def link(self, host: int, state: str) -> None:
+        """Pull the cable ("down") or plug it in ("up")."""
+        _do("ip", "-n", f"{self.name}sw", "link", "set", f"p{host}", state)
+
+    def shape(self, rate: str) -> None:
+        """Bound every link, both ways, e.g. to "200mbit"."""
+        limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+        for host in range(1, self.count + 1):
+            _do("tc", "-n", f"{self.name}h{host}", "qdisc", "replace", "dev", "eth0", *limit)
+            _do("tc", "-n", f"{self.name}sw", "qdisc", "replace", "dev", f"p{host}", *limit)
+
+    def processes(self, text: str) -> list[int]:
+        """Processes on any host whose command line has ``text``."""
+        found = []
+        for host in range(1, self.count + 1):
+            listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)
+            for pid in map(int, listed.stdout.split()):
+                with suppress(OSError):
+                    if text in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                        found.append(pid)
+        return found
+
+    def sent(self, host: int) -> int:
+        """Bytes that a host has sent since it began."""
+        done = subprocess.run(
+            self.on(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return int(done.stdout)
+
+    def kill(self, host: int) -> None:
+        """End every process of a host at once."""
+        listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)
+        for pid in map(int, listed.stdout.split()):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def running(folder: Path, *, name: str, count: int) -> Iterator[Hosts]:
+    hosts = Hosts(folder, name, count)
+    try:
+        _connect(hosts)
+        _serve_ssh(hosts)
+        yield hosts
+    finally:
+        for host in range(1, count + 1):
+            hosts.kill(host)
+            _forget(f"{name}h{host}")
+        _forget(f"{name}sw")
+
+
+def _connect(hosts: Hosts) -> None:
+    switch = f"{hosts.name}sw"
+    _do("ip", "netns", "add", switch)
+    _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+    _do("ip", "-n", switch, "link", "set", "bridge", "up")
+    known = "".join(f"10.77.0.{host} h{host}\n" for host in range(1, hosts.count + 1))
+    for host in range(1, hosts.count + 1):
+        space = f"{hosts.name}h{host}"
+        _do("ip", "netns", "add", space)
+        _do("ip", "-n", space, "link", "set", "lo", "up")
+        _do("ip", "-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{host}", "netns", switch)
+        _do("ip", "-n", switch, "link", "set", f"p{host}", "master", "bridge", "up")
+        _do("ip", "-n", space, "addr", "add", f"10.77.0.{host}/24", "dev", "eth0")
+        _do("ip", "-n", space, "link", "set", "eth0", "up")
+        own = Path("/etc/netns", space)  # which `ip netns exec` lays over /etc
+        own.mkdir(parents=True)
+        (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+
+
+def _serve_ssh(hosts: Hosts) -> None:
+    folder = hosts.folder
+    for name in ("key", "host_key"):
+        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
+    (folder / "ssh_config").write_text(_SSH.format(folder=folder))
+    Path("/run/sshd").mkdir(exist_ok=True)
+    options: dict[str, Any] = {
+        "HostKey": folder / "host_key",
+        "AuthorizedKeysFile": folder / "key.pub",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PasswordAuthentication": "no",
+        "PidFile": "none",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    sshd = str(_found("sshd"))
+    for host in range(1, hosts.count + 1):
+        _do(*hosts.on(host, [sshd, "-f", "/dev/null", "-o", f"ListenAddress=10.77.0.{host}", *words]))
+
+
+def _forget(space: str) -> None:
+    deadline = time.monotonic() + 5
+    while subprocess.run(["ip", "netns", "del", space], capture_output=True).returncode and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)

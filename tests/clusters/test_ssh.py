@@ -1,0 +1,172 @@
+"""Training across hosts that ssh reaches."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.testing.hosts import Hosts
+
+REPOSITORY = Path(__file__).parents[2]
+DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "logger=none", "log_every=1")
+SLOW = "faults=[{action: sleep, seconds: 0.1, attempt: null}]"  # every step of rank 0
+
+
+class Launched:
+    """train.py, started on host 1."""
+
+    def __init__(self, hosts: Hosts, folder: Path, environment: dict[str, str], *options: str) -> None:
+        ssh = ",".join(hosts.ssh)
+        words = (*DIGITS, "+cluster=ssh", "cluster.hosts=[h1,h2]", "cluster.processes_per_node=2")
+        own = (f"cluster.ssh=[{ssh}]", f"cluster.python={sys.executable}", f"cluster.folder={folder}/%h")
+        command = [sys.executable, str(REPOSITORY / "train.py"), *words, *own, *options]
+        self.process = subprocess.Popen(
+            hosts.on(1, command),
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self, seconds: float = 90) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def launch(hosts: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str]) -> Iterator[Any]:
+    (tmp_path / "project").mkdir()
+    yield lambda *options: Launched(hosts, tmp_path / "project", environment_without_wandb, *options)
+    deadline = time.monotonic() + 10
+    while hosts.processes("worldsize agent"):  # nothing is left on any host
+        assert time.monotonic() < deadline, hosts.processes("worldsize agent")
+        time.sleep(0.1)
+
+
+def folder_of(root: Path) -> Path:
+    (manifest,) = (root / "project").rglob("run_manifest.json")
+    return manifest.parent
+
+
+def test_two_hosts_train_to_the_bits_of_one(launch: Any, train: Any, tmp_path: Path) -> None:
+    code, output = launch("steps=30").end()
+    assert code == 0, output
+    run = folder_of(tmp_path)
+    result = json.loads((run / "result.json").read_text())
+    alone = train(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
+    assert result["state_digest"] == alone["state_digest"]
+    manifest = json.loads((run / "run_manifest.json").read_text())
+    assert manifest["attempts"][0]["hosts"] == ["h1", "h2"]
+    assert "step 30/30" in output
+    assert (tmp_path / "project" / "h2" / "worldsize" / "framework" / "worldsize" / "core.py").exists()
+
+
+def test_a_host_whose_link_is_cut_is_named_within_the_bound(
+    hosts: Hosts, launch: Any, begun: Any, tmp_path: Path
+) -> None:
+    launched = launch("steps=2000", SLOW, "launcher.node_timeout=3", "cluster.timeout=60")
+    begun(tmp_path / "project")
+    hosts.link(2, "down")
+    since = time.monotonic()
+    try:
+        code, output = launched.end()
+    finally:
+        hosts.link(2, "up")
+    assert code == 1
+    assert time.monotonic() - since < 15
+    assert "the host h2 (node 1) has not answered for 3 s, or is gone" in output
+
+
+def test_a_host_that_is_killed_is_named(hosts: Hosts, launch: Any, begun: Any, tmp_path: Path) -> None:
+    launched = launch("steps=2000", SLOW)
+    begun(tmp_path / "project")
+    for pid in hosts.processes("worldsize agent"):
+        if _host_of(pid) == "h2":
+            with suppress(ProcessLookupError):  # it has died with its agent
+                os.kill(pid, signal.SIGKILL)
+    code, output = launched.end(30)
+    assert code == 1
+    assert "the host h2 (node 1) has not answered" in output
+
+
+def _host_of(pid: int) -> str:
+    done = subprocess.run(["nsenter", f"--uts=/proc/{pid}/ns/uts", "hostname"], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_a_rank_that_fails_is_the_cause_whatever_its_host(launch: Any) -> None:
+    code, output = launch("steps=30", "faults=[{action: kill, rank: 3, step: 9}]").end()
+    assert code == 1
+    assert "worker 3 failed at step 9:\nkilled by SIGKILL" in output
+
+
+def test_an_interrupt_saves_and_the_run_can_be_resumed(
+    launch: Any, begun: Any, tmp_path: Path, train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    launched = launch("steps=100", SLOW)
+    begun(tmp_path / "project", after=10)
+    launched.process.send_signal(signal.SIGTERM)
+    code, output = launched.end()
+    assert code == 75, output
+    run = folder_of(tmp_path)
+    changes = ("cluster=laptop", "cluster.processes=2", "launcher=local", "faults=[]")
+    done = command("resume", str(run), *changes, cwd=run, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    alone = train(*DIGITS, "steps=100", "cluster.processes=4").json("result.json")
+    assert json.loads((run / "result.json").read_text())["state_digest"] == alone["state_digest"]
+
+
+def test_a_launching_process_that_is_killed_leaves_nothing_behind(launch: Any, begun: Any, tmp_path: Path) -> None:
+    launched = launch("steps=2000", SLOW)
+    begun(tmp_path / "project")
+    launched.process.kill()
+    launched.end()  # the fixture looks for what is left
+
+
+def test_servers_and_workers_on_several_hosts_speak_tls(launch: Any, train: Any, tmp_path: Path) -> None:
+    code, output = launch("steps=30", "strategy=parameter_server", "strategy.servers=2").end()
+    assert code == 0, output
+    alone = train(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    assert result["state_digest"] == alone["state_digest"]
+
+
+def test_a_host_that_does_not_answer_or_refuses_is_named_before_anything_starts(
+    launch: Any, hosts: Hosts, tmp_path: Path
+) -> None:
+    code, output = launch("steps=30", "cluster.hosts=[h1,h9]").end()
+    assert code == 2
+    assert "h9: ssh: Could not resolve hostname h9" in output
+    (tmp_path / "other").write_text("no key\n")
+    (tmp_path / "other").chmod(0o600)
+    config = (hosts.folder / "ssh_config").read_text().replace(str(hosts.folder / "key"), str(tmp_path / "other"))
+    (tmp_path / "ssh_config").write_text(config)
+    code, output = launch("steps=30", f"cluster.ssh=[ssh,-F,{tmp_path}/ssh_config]").end()
+    assert code == 2
+    assert "h1: " in output
+    assert "root@h1: Permission denied" in output
+    assert not list((tmp_path / "project").rglob("run_manifest.json"))
+
+
+def test_other_code_on_a_host_is_an_error_that_names_it(launch: Any, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    change = "[ $(hostname) = h2 ] && echo '# changed' >> ../worldsize/recipes/digits/recipe.py"
+    python.write_text(f'#!/bin/sh\n{change}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    code, output = launch("steps=3", f"cluster.python={python}").end()
+    assert code == 2
+    assert "the hosts differ: h2 (node 1) has code " in output
+    code, output = launch("steps=3", f"cluster.python={python}", "cluster.nodes_differ=warn").end()
+    assert code == 0, output
+    assert "warning: h2 (node 1) has code " in output
