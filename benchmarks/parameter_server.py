@@ -3,6 +3,7 @@
 uv run python benchmarks/parameter_server.py dense 5        # push + pull of 64 MiB
 uv run python benchmarks/parameter_server.py sparse 5       # pull + push of rows of a table of a million
 uv run python benchmarks/parameter_server.py straggler 3    # one of four workers is five times slower
+uv run python benchmarks/parameter_server.py network 1000   # hosts with links of 1,000 Mbit/s (root; namespaces)
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.rows import RowRule, Rows, Table
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.testing.hosts import running
 
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4
 ROWS, DIM = 1_000_000, 64
 TOUCHED = (100, 500, 2_000)  # rows of a batch
 REPOSITORY = Path(__file__).parents[1]
+sys.path.append(str(REPOSITORY))
 Round = Callable[[], object]
 
 
@@ -415,5 +418,53 @@ def _trained(consistency: str, staleness: int, slow: str) -> tuple[float, float]
     return len(rates) / sum(1 / rate for rate in rates), accuracy
 
 
+# ---------------------------------------------------------------- over shaped links
+
+MODEL = ("recipe=stdlib_lm", "recipe.width=512", "recipe.depth=3", "recipe.context=8", "clip_norm=null")
+
+
+def network(megabits: int = 1000) -> None:
+    """A step of 4 workers, each on a host of its own, by DDP and with 1, 2 and 4 servers on hosts of their own."""
+    size = 4 * sum(p.numel() for p in _gpt().parameters())  # bytes
+    rate = megabits * 1e6 / 8
+    title = f"{size / 1e6:.0f} MB of parameters, {WORKERS} workers, {megabits:,} Mbit/s a host"
+    drawn = Drawn("", "step, s", "formula", "formula, s", "to it", title=title)
+    ring = 2 * (WORKERS - 1) / WORKERS * size / rate
+    ways = {"DDP": (0, "2(n-1)M/nB", ring)}
+    for servers in (1, 2, 4):
+        one_way = max(size / rate, WORKERS * size / (servers * rate))
+        ways[f"{servers} servers"] = (servers, "2 max(M/B, nM/kB)", 2 * one_way)
+    for name, (servers, formula, seconds) in ways.items():
+        measured = _over_links(servers, megabits)
+        drawn.add_row(name, f"{measured:.2f}", formula, f"{seconds:.2f}", f"{measured / seconds:.2f} ×")
+    Console().print(drawn)
+
+
+def _gpt() -> nn.Module:
+    from recipes.stdlib_lm.recipe import StdlibLM
+
+    return StdlibLM(512, 3, 4, 8, 0.0, 1000, partial(torch.optim.SGD, lr=0.1)).model()
+
+
+def _over_links(servers: int, megabits: int) -> float:
+    """Median seconds of a step."""
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=WORKERS + servers) as hosts:
+        hosts.shape(f"{megabits}mbit")
+        names = ",".join(f"h{host + 1}" for host in range(hosts.count))
+        strategy = ("strategy=parameter_server", f"strategy.servers={servers}") if servers else ("strategy=ddp",)
+        words = [
+            *(*MODEL, *strategy, "+cluster=ssh", f"cluster.hosts=[{names}]", "cluster.processes_per_node=1"),
+            *(f"cluster.ssh=[{','.join(hosts.ssh)}]", f"cluster.python={sys.executable}", "cluster.folder=null"),
+            *("batch_size=4", "steps=12", "log_every=1", "logger=none", "cluster.threads=1", f"run.root={folder}/runs"),
+            *("evaluate_every=0", "recipe.test_bytes=1000", "optimizer=sgd", "checkpoint=none"),
+        ]
+        command = hosts.on(1, [sys.executable, "train.py", *words])
+        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        (file,) = Path(folder).rglob("metrics.jsonl")
+        steps = [each for each in map(json.loads, file.read_text().splitlines()) if each["event"] == "step"]
+        return statistics.median(4 / float(each["samples_per_second"]) for each in steps[3:])
+
+
 if __name__ == "__main__":
-    {"dense": dense, "sparse": sparse, "straggler": straggler}[sys.argv[1]](*map(int, sys.argv[2:]))
+    commands = {"dense": dense, "sparse": sparse, "straggler": straggler, "network": network}
+    commands[sys.argv[1]](*map(int, sys.argv[2:]))

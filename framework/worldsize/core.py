@@ -264,6 +264,7 @@ class Duty:
     ``restore``: fills a state like the one it can ask for from the newest checkpoint, and names the step; None if
     there is none.
     ``micro_batch(step, logical_rank)``, ``evaluation(part, parts)``: data, of any part of the run.
+    ``address``: of this host, as the others reach it.
     ``begins(step)``, ``passes(point)``: where faults may have been planned.
     """
 
@@ -278,6 +279,7 @@ class Duty:
     wants_stop: Callable[[], bool]
     begins: Callable[[int], None]
     passes: Callable[[str], None]
+    address: str = "127.0.0.1"
 
 
 class Strategy(ABC):

@@ -34,6 +34,7 @@ def duty_of(
         wants_stop=wants_stop,
         begins=settings.faults.enter,
         passes=settings.faults.at,
+        address=placement.address,
     )
 
 

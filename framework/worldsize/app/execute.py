@@ -117,6 +117,8 @@ def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
 def _settings(cfg: DictConfig) -> Settings:
     """Typed settings, with what only the launching process knows filled in."""
     make_importable(roots())
+    if "hosts" in cfg.cluster:
+        cfg.cluster.nodes = len(cfg.cluster.hosts)
     config = _completed(resolved(cfg))
     settings = load_settings(config)
     if cfg.epochs is None:

@@ -14,8 +14,6 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     Raises:
         ConfigError: no processes, processes that do not divide over nodes, or more than there are GPUs.
     """
-    if hosts := cluster.get("hosts"):
-        cluster = {**cluster, "nodes": len(hosts)}
     nodes = cluster["nodes"]
     if "gpus_per_node" in cluster:  # of nodes that are elsewhere
         gpus = cluster["gpus_per_node"] or 0

@@ -29,7 +29,8 @@ from worldsize.errors import WorldsizeError
 from worldsize.launch.gang import Gang
 from worldsize.launch.node import Meeting, NodeLauncher, private_folder
 from worldsize.world.environments import Node
-from worldsize.world.interfaces import address_towards, interface_of, variables
+from worldsize.world.interfaces import address_towards, interface_of
+from worldsize.world.interfaces import variables as network_variables
 from worldsize.world.preemption import PREEMPTED
 
 _RETRY = 0.1  # seconds
@@ -151,7 +152,7 @@ class Lead(NodeLauncher):
             other.outcome = None
             with suppress(OSError):  # noticed when it is listened to
                 other.line.send(attempt=plan.attempt, port=port)
-        gang = self.start_node(plan, self.node, _meeting(plan, address, port, _network(plan, address)))
+        gang = self.start_node(plan, self.node, _meeting(plan, address, port, address))
         # after the fork: it has a thread
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return _Joint(gang, self.others, self.node_timeout, store)
@@ -221,10 +222,10 @@ def _outcome(facts: dict[str, Any]) -> Outcome:
 
 
 def _network(plan: Plan, address: str) -> dict[str, str]:
-    return variables(plan.cluster.backend, plan.cluster.interface or interface_of(address))
+    return network_variables(plan.cluster.backend, plan.cluster.interface or interface_of(address))
 
 
-def _meeting(plan: Plan, first: str, port: int, network: Mapping[str, str]) -> Meeting:
+def _meeting(plan: Plan, first: str, port: int, address: str) -> Meeting:
     """The ranks of all hosts meet in a store that the first host's agent serves, in torch's own words."""
     store = {
         "MASTER_ADDR": first,
@@ -232,7 +233,8 @@ def _meeting(plan: Plan, first: str, port: int, network: Mapping[str, str]) -> M
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(plan.attempt),
     }
-    return Meeting(private_folder(), plan.cluster.processes_per_node, "env://", {**network, **store})
+    variables = {**_network(plan, address), **store}
+    return Meeting(private_folder(), plan.cluster.processes_per_node, "env://", variables, address)
 
 
 # ---------------------------------------------------------------- coming together
@@ -352,8 +354,8 @@ class Follower:
 
     def _take_part(self, attempt: int, port: int) -> None:
         plan, first = replace(self._plan, attempt=attempt), self._node.first or ""
-        network = _network(plan, address_towards(first))
-        self._gang = self._launcher.start_node(plan, self._node, _meeting(plan, first, port, network))
+        meeting = _meeting(plan, first, port, address_towards(first))
+        self._gang = self._launcher.start_node(plan, self._node, meeting)
         outcome = self._gang.wait()
         self._gang = None
         with suppress(OSError):  # the listening thread notices, too

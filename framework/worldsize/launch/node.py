@@ -67,6 +67,7 @@ class Meeting:
     local_size: int
     store: str  # a torch.distributed init method
     variables: Mapping[str, str]
+    address: str = "127.0.0.1"  # of this node, as the others reach it
 
     @staticmethod
     def alone(plan: Plan, variables: Mapping[str, str]) -> Meeting:
@@ -77,7 +78,7 @@ class Meeting:
     def placement(self, plan: Plan, rank: int) -> Placement:
         local = rank % self.local_size if rank < plan.world_size else rank
         beat = self.folder / f"beat_{rank}"
-        return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat)
+        return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
 
 
 def private_folder() -> Path:

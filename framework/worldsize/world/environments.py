@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.errors import ConfigError, neighbours
+from worldsize.world.interfaces import address_towards
 
 Environ = Mapping[str, str]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -25,7 +26,7 @@ class Placement:
     """One process among all of a run, as its launcher tells it; ``store`` is where the ranks meet.
 
     ``attempt`` counts the starts of the run, ``starts`` those of this process alone before. ``heartbeat`` is a file
-    in which to say how far this process is.
+    in which to say how far this process is. ``address``: of this host, as the others reach it.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Placement:
     attempt: int = 1
     heartbeat: Path | None = None
     starts: int = 0
+    address: str = "127.0.0.1"
 
     @property
     def node_rank(self) -> int:
@@ -47,7 +49,7 @@ class Placement:
         names = dict(zip(_TORCHRUN, map(str, numbers), strict=True))
         beat = {"WORLDSIZE_HEARTBEAT": str(self.heartbeat)} if self.heartbeat else {}
         own = {"WORLDSIZE_STORE": self.store, "WORLDSIZE_ATTEMPT": str(self.attempt), **beat}
-        own["WORLDSIZE_STARTS"] = str(self.starts)
+        own |= {"WORLDSIZE_STARTS": str(self.starts), "WORLDSIZE_ADDRESS": self.address}
         return {**names, "GROUP_RANK": str(self.node_rank), **own}
 
 
@@ -101,7 +103,8 @@ def _torchrun(environ: Environ) -> Placement:
     attempt = _number(environ, "WORLDSIZE_ATTEMPT") if "WORLDSIZE_ATTEMPT" in environ else 1
     beat = Path(environ["WORLDSIZE_HEARTBEAT"]) if "WORLDSIZE_HEARTBEAT" in environ else None
     starts = _number(environ, "WORLDSIZE_STARTS") if "WORLDSIZE_STARTS" in environ else 0
-    return _placed(numbers, environ.get("WORLDSIZE_STORE", "env://"), attempt, beat, starts)
+    address = environ.get("WORLDSIZE_ADDRESS") or address_towards(environ.get("MASTER_ADDR", "127.0.0.1"))
+    return _placed(numbers, environ.get("WORLDSIZE_STORE", "env://"), attempt, beat, starts, address)
 
 
 def _openmpi(environ: Environ) -> Placement:

@@ -169,16 +169,6 @@ def listen(address: str, keys: Keys | None) -> socket.socket:
     return listener
 
 
-def own_address() -> str:
-    """The address of the interface that leads out of this host; loopback if there is none. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737)
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
 def address_of(listener: socket.socket) -> str:
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"

@@ -12,7 +12,7 @@ from typing import Literal, final
 from worldsize.core import Cluster, ConfigError, Duty, Recipe, World
 from worldsize.run_directory import private
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import address_of, listen, own_address
+from worldsize.strategies.parameter_server.channel import address_of, listen
 from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.directory import Directory
 from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
@@ -96,15 +96,15 @@ class House:
             for each in tables:
                 each.load(state["tables"][each.table.name])
         shard = Shard(learning, shards[index], rule, step=step, tables=tables)
-        listener = self._listener(dialer.keys)
+        listener = self._listener(dialer.keys, duty.address)
         server = Server(shard, listener, dialer.keys, duty.timeout, lease=self.lease, replicated=self.replicas > 0)
         founds = world.rank < self.servers
         return server, Succession(dialer, index, address_of(listener), lease=self.lease, founds=founds), whole
 
-    def _listener(self, keys: Keys | None) -> socket.socket:
+    def _listener(self, keys: Keys | None, address: str) -> socket.socket:
         if self.wire == "unix":
             return listen(f"unix:{Path(tempfile.mkdtemp(prefix='worldsize_'), 'server')}", None)
-        host = self.host or ("127.0.0.1" if self.wire == "tcp" else own_address())
+        host = self.host or ("127.0.0.1" if self.wire == "tcp" else address)
         return listen(f"tcp:{host}:0", keys)
 
     def open(self, server: Server, succession: Succession) -> None:

@@ -45,7 +45,7 @@ class ParameterServer(Strategy):
 
     ``transport``: "unix" inside a host, "tls" between hosts (mutual TLS 1.3, with keys made for this run), "tcp"
     without either, on loopback alone; "auto" chooses by ``nodes``.
-    ``host``: address that servers bind to (default: that of the interface that leads out).
+    ``host``: address that servers bind to (default: the one at which the other hosts reach this one).
 
     Embeddings with ``sparse=True`` are tables: a row exists on its server once it is touched, and its initial value
     follows from ``seed``, table and row. ``sharding``: rows go to servers by "hash" (id modulo servers) or "range".

@@ -46,6 +46,8 @@ class Worker:
         self._model = made_remote(recipe.model()).to(world.device)
         self._tables = TableLinks(self._model, rows)
         self._codec, self._feedback = codec, Feedback(codec) if codec else None
+        # each worker begins with another server, so that they do not all wait for the same link
+        self._order = [(world.rank + turn) % len(shards) for turn in range(len(shards))]
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._memory = [[(b.dtype, self._pieces(b, self._parameters)) for b in shard] for shard in shards]
 
@@ -127,11 +129,11 @@ class Worker:
         self, links: Sequence[ShardLink], gradients: Mapping[str, Tensor], step: int, width: int, node: int
     ) -> None:
         gradients = {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}
-        for link, shard in zip(links, self._shards, strict=True):
-            self._duty.passes("push:begin" if link is links[0] else "push:next-server")
-            for table, bucket in enumerate(shard):
+        for turn, server in enumerate(self._order):
+            self._duty.passes("push:next-server" if turn else "push:begin")
+            for table, bucket in enumerate(self._shards[server]):
                 dtype, payload = self._encoded(bucket, gradients)
-                link.push(table, dtype, payload, step=step, width=width, node=node)
+                links[server].push(table, dtype, payload, step=step, width=width, node=node)
 
     def _encoded(self, bucket: Bucket, gradients: Mapping[str, Tensor]) -> tuple[torch.dtype, list[memoryview]]:
         if self._codec is None or self._feedback is None:
@@ -143,8 +145,8 @@ class Worker:
         self._tables.step = step
         for link in links:
             link.ask(step)
-        for link, memory in zip(links, self._memory, strict=True):
-            link.receive(memory)
+        for server in self._order:
+            links[server].receive(self._memory[server])
 
     def _evaluate(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:
         self._pull(links, 0)
