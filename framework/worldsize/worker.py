@@ -17,9 +17,10 @@ from omegaconf import OmegaConf
 
 from worldsize.config.places import make_importable
 from worldsize.config.settings import Settings, load_settings
-from worldsize.core import Listener, Replica, RunFailed, World
+from worldsize.core import Listener, Outcome, Replica, RunFailed, World
 from worldsize.duty import duty_of
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.reproducibility.lock import RunLock
 from worldsize.reproducibility.redact import missing, restore
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.run_directory import RunDirectory
@@ -36,7 +37,22 @@ def main() -> None:
         place = placement(os.environ, str(OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")))
     except (WorldsizeError, OSError) as error:
         sys.exit(f"{error}")
-    sys.exit(play(run, place))
+    sys.exit(play(run, place) if place.rank else _recorded(run, place))
+
+
+def _recorded(run: RunDirectory, place: Placement) -> int:
+    """Play the first rank of a run that no launcher watches, and keep the record of this attempt."""
+    from worldsize.app.attempts import begin, end
+
+    with RunLock(run.path):
+        begin(run, [], place.world_size)
+        outcome = Outcome("failed", 1)
+        try:
+            code = play(run, place)
+            outcome = Outcome("preempted" if code else "completed", code)
+        finally:
+            end(run, outcome)
+    return outcome.exit_code
 
 
 def play(run: RunDirectory, placement: Placement) -> int:

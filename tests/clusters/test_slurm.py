@@ -195,6 +195,7 @@ def test_workers_that_are_started_by_hand_find_each_other(slurm: Slurm, train: A
         meeting = ("--rdzv-endpoint=127.0.0.1:29477", f"--rdzv-id={run.folder.name}")
         found = by_hand(slurm, run.folder, "--ntasks-per-node=1", sys.executable, *torchrun, *meeting, *worker)
     assert found == laptop("steps=20")
+    assert reasons(run.folder) == ["completed"]
 
 
 def test_torchrun_that_srun_starts_more_than_once_is_refused(slurm: Slurm, train: Any) -> None:

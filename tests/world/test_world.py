@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.environments import Placement, plugin_folders
+from worldsize.world.environments import Node, Placement, node, plugin_folders, port_of
 from worldsize.world.environments import placement as placed
 from worldsize.world.world import open_world, role_of, threads_per_process
 
@@ -77,3 +77,80 @@ def test_two_nodes_have_a_group_each_and_a_group_of_leaders() -> None:
     assert (first["node"], second["node"]) == ([0, 1], [0, 1])
     assert (third["node"], fourth["node"]) == ([2, 3], [2, 3])
     assert first["leaders"] == third["leaders"] == [0, 2]
+
+
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[007-009,12],login",
+    "SLURM_JOB_ID": "17",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
+MPI = {
+    f"OMPI_COMM_WORLD_{name}": str(n)
+    for name, n in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), (5, 8, 1, 4), strict=True)
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n"}
+
+
+def test_a_task_of_srun_and_of_mpirun_know_their_places() -> None:
+    found = placed(SLURM)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
+    assert found.store == f"tcp://gpu007:{port_of('17')}"
+    found = placed(MPI)
+    assert (found.rank, found.world_size, found.node_rank) == (5, 8, 1)
+
+
+def test_the_innermost_launcher_places_a_process_unless_another_is_named() -> None:
+    both = {**SLURM, **TORCHRUN}
+    assert placed(both).world_size == 2
+    assert placed(both, "slurm").world_size == 4
+    assert placed({**SLURM, **MPI}).world_size == 8
+    script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}  # of sbatch: no task of srun
+    assert placed(script).world_size == 1
+    assert placed(SLURM, "alone").world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind", "said"),
+    [
+        ({**SLURM, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "auto", "srun has started 4 torchrun"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "auto", "unevenly over the nodes: [3, 1]"),
+        ({**TORCHRUN, "RANK": "2"}, "auto", "rank 2 of 2"),
+        ({}, "slurm", "SLURM_PROCID"),
+        (SLURM, "slurmm", "did you mean"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_both_sides(variables: dict[str, str], kind: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        placed(variables, kind)
+
+
+def test_a_host_knows_its_place_under_every_scheduler() -> None:
+    assert node({}) == Node()
+    assert node(SLURM) == Node(1, 2, "gpu007")
+    assert node(SKY) == Node(1, 2, "10.0.0.4")
+    job = {"JOB_COMPLETION_INDEX": "2", "WORLDSIZE_NODES": "4", "WORLDSIZE_FIRST": "run-0.run"}
+    assert node(job) == Node(2, 4, "run-0.run")
+    assert node({**job, "WORLDSIZE_NODE_OFFSET": "1"}) == Node(3, 4, "run-0.run")
+    assert node({**SLURM, **job, "WORLDSIZE_NODE_RANK": "0"}) == Node(0, 4, "run-0.run")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({**SKY, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES=3, but SKYPILOT_NODE_IPS names 2"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 2 nodes"),
+        ({"WORLDSIZE_NODES": "2", "WORLDSIZE_NODE_RANK": "2", "WORLDSIZE_FIRST": "a"}, "node 2 of 2"),
+        ({"WORLDSIZE_NODES": "2", "WORLDSIZE_NODE_RANK": "1"}, "nothing names the first"),
+    ],
+)
+def test_a_host_that_is_told_what_cannot_be_says_so(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        node(variables)

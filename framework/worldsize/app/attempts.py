@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,20 +51,31 @@ def _say_restart(failure: Failure, count: str) -> None:
 
 
 def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console) -> Outcome:
-    hosts = [socket.gethostname(), *settings.launcher.hosts]
-    number = begin_attempt(run.manifest, hosts=hosts, world_size=plan.world_size, job=slurm_job(os.environ))
-    saved = complete(run.checkpoints)
-    rewind(run.metrics, step_of(saved[-1]) if saved else 0)  # before anybody follows the file
-    run.result.unlink(missing_ok=True)
+    number = begin(run, settings.launcher.hosts, plan.world_size)
     settings.strategy.prepare(run.servers(number))
     job = settings.launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.pace.steps, console):
         outcome = job.wait()
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses of an attempt end with it
+    end(run, outcome)
+    return outcome
+
+
+def begin(run: RunDirectory, others: Sequence[str], world_size: int) -> int:
+    """Note that an attempt begins, on this host and ``others``; its number."""
+    hosts = [socket.gethostname(), *others]
+    number = begin_attempt(run.manifest, hosts=hosts, world_size=world_size, job=slurm_job(os.environ))
+    saved = complete(run.checkpoints)
+    rewind(run.metrics, step_of(saved[-1]) if saved else 0)  # before anybody follows the file
+    run.result.unlink(missing_ok=True)
+    return number
+
+
+def end(run: RunDirectory, outcome: Outcome) -> None:
+    """Note how the attempt ended."""
     facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
     results = end_attempt(run.manifest, _result(run, outcome), **facts)
     run.result.write_text(json.dumps(results, indent=2) + "\n")
-    return outcome
 
 
 def _result(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class LinkSchema:
 class ClusterSchema:
     """Shape and links. ``processes`` counts all nodes; ``processes_per_node`` may be given instead.
 
-    ``environment``: whose variables place a worker that is started by hand (torchrun, openmpi, slurm, single; auto).
+    ``environment``: whose variables place a worker that is started by hand (torchrun, openmpi, slurm, alone; auto).
     ``interface``: network interface of the collectives (default: the one that leads to the first node).
     ``port``: at which the hosts find the first (default: one that follows from the run's id). ``nodes_differ``: what
     is done when hosts have other code or packages than the first: refuse or warn.
@@ -59,6 +59,14 @@ class SlurmSchema(ClusterSchema):
     setup: list[str] = field(default_factory=list)
     container: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TorchrunSchema(ClusterSchema):
+    """See :class:`worldsize.launch.torchrun.Torchrun`."""
+
+    gpus_per_node: int | None = None
+    first: str = MISSING
 
 
 @dataclass
@@ -148,5 +156,5 @@ def register() -> None:
     """Make the schema known to Hydra."""
     store = ConfigStore.instance()
     store.store("schema", node=Schema)
-    store.store("slurm_schema", node=SlurmSchema, group="cluster")
-    store.store("ssh_schema", node=SshSchema, group="cluster")
+    for node in (SlurmSchema, SshSchema, TorchrunSchema):
+        store.store(f"{node.__name__.removesuffix('Schema').lower()}_schema", node=node, group="cluster")

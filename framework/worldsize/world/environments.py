@@ -73,7 +73,7 @@ def port_of(name: str, attempt: int = 1) -> int:
 def placement(environ: Environ, kind: str = "auto") -> Placement:
     """This process's place, as its launcher says it; a process started alone is rank 0 of 1.
 
-    ``kind``: "torchrun", "openmpi", "slurm" (tasks of srun) or "single"; "auto" takes the innermost of them: torchrun
+    ``kind``: "torchrun", "openmpi", "slurm" (tasks of srun) or "alone"; "auto" takes the innermost of them: torchrun
     inside Slurm is torchrun. ``WORLDSIZE_STORE`` (a torch.distributed init method) wins over MASTER_ADDR and
     MASTER_PORT.
 
@@ -81,13 +81,13 @@ def placement(environ: Environ, kind: str = "auto") -> Placement:
         ConfigError: variables are missing, are no numbers, or contradict each other.
     """
     if kind == "auto":
-        kind = next((name for name, (present, _) in _KINDS.items() if present(environ)), "single")
+        kind = next((name for name, (present, _) in _KINDS.items() if present(environ)), "alone")
     if kind not in _KINDS:
         raise ConfigError(f"cluster.environment={kind!r} is unknown{neighbours(kind, ('auto', *_KINDS))}")
     return _KINDS[kind][1](environ)
 
 
-def _single(environ: Environ) -> Placement:
+def _alone(environ: Environ) -> Placement:
     return Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, store="env://")
 
 
@@ -124,7 +124,7 @@ _KINDS: Mapping[str, tuple[Callable[[Environ], bool], Callable[[Environ], Placem
     "openmpi": (lambda environ: _OPENMPI[0] in environ, _openmpi),
     # a step of srun; the script of a job has SLURM_PROCID, too
     "slurm": (lambda environ: "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ, _slurm),
-    "single": (lambda environ: True, _single),
+    "alone": (lambda environ: True, _alone),
 }
 
 
@@ -160,6 +160,7 @@ def node(environ: Environ) -> Node:
     if "WORLDSIZE_NODES" in environ:
         own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
         rank, count = _numbers(environ, (own, "WORLDSIZE_NODES"))
+        rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # of hosts whose job counts them from 0
         return _noded(rank, count, environ.get("WORLDSIZE_FIRST"))
     if "SKYPILOT_NODE_RANK" in environ:
         rank, count = _numbers(environ, ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"))
