@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch.distributed as dist
@@ -91,10 +92,8 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "2",
 }
-MPI = {
-    f"OMPI_COMM_WORLD_{name}": str(n)
-    for name, n in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), (5, 8, 1, 4), strict=True)
-}
+MPI_NUMBERS = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in MPI_NUMBERS.items()}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n"}
 
