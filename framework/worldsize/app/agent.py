@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -42,10 +44,13 @@ def main() -> None:
         action="store_true",
         help="take variables and signals from standard input, a JSON value a line, and end when it ends",
     )
+    parser.add_argument("--from", dest="source", type=Path, help="folder of files to begin the run folder with")
     options = parser.parse_args()
     if options.tether:
         _tether()
     try:
+        if options.source:
+            _begin_with(options.source, options.run)
         code = agent(RunDirectory(options.run.resolve()))
     except WorldsizeError as error:
         print(error, file=sys.stderr)
@@ -64,6 +69,24 @@ def _tether() -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it
 
     threading.Thread(target=watch, daemon=True, name="tether").start()
+
+
+def _begin_with(source: Path, run: Path) -> None:
+    """Make the run folder, unless it is there: of several hosts one is the first."""
+    if (run / "config.yaml").exists():
+        return
+    run.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=run.parent, prefix=".begin_"))
+    for file in source.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, draft / file.name)
+            (draft / file.name).chmod(0o600)
+    try:
+        draft.rename(run)
+    except OSError:
+        shutil.rmtree(draft)
+        if not (run / "config.yaml").exists():
+            raise ConfigError(f"the run folder {run} exists and is no run.") from None
 
 
 def agent(run: RunDirectory) -> int:

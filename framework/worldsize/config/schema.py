@@ -70,6 +70,23 @@ class TorchrunSchema(ClusterSchema):
 
 
 @dataclass
+class KubernetesSchema(ClusterSchema):
+    """See :class:`worldsize.launch.kubernetes.Kubernetes`."""
+
+    gpus_per_node: int | None = None
+    image: str | None = None
+    workdir: str | None = None
+    volumes: list[dict[str, str]] = field(default_factory=list)
+    run_root: str = "/runs"
+    namespace: str = "default"
+    kind: str = "auto"
+    service_account: str | None = None
+    node_selector: dict[str, str] = field(default_factory=dict)
+    cpus: str | None = None
+    memory: str | None = None
+
+
+@dataclass
 class SshSchema(ClusterSchema):
     """See :class:`worldsize.launch.ssh.Ssh`."""
 
@@ -156,5 +173,5 @@ def register() -> None:
     """Make the schema known to Hydra."""
     store = ConfigStore.instance()
     store.store("schema", node=Schema)
-    for node in (SlurmSchema, SshSchema, TorchrunSchema):
+    for node in (KubernetesSchema, SlurmSchema, SshSchema, TorchrunSchema):
         store.store(f"{node.__name__.removesuffix('Schema').lower()}_schema", node=node, group="cluster")

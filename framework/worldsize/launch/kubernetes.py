@@ -1,0 +1,165 @@
+"""Kubernetes: a JobSet, or an indexed Job where that is not installed, applied with kubectl."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.launch.agents import write_key
+from worldsize.launch.node import NodeLauncher
+from worldsize.launch.templates import filled
+
+_RUN_FILES = "/etc/worldsize/run"
+_FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")
+_PATIENCE = 60.0  # seconds for kubectl
+
+
+@final
+@dataclass(frozen=True)
+class Kubernetes(NodeLauncher):
+    """One pod a node, with an agent in it.
+
+    ``image`` has the code and its environment; ``workdir``: the project in it. ``run_root``: where pods keep run
+    folders, on a volume that all of them share. ``volumes``: [{claim: name of a PersistentVolumeClaim, path: ...}].
+    ``kind``: "jobset", "job", or "auto": what the cluster has. ``pod_restarts``: times that pods that failed are
+    started again. ``kubectl``: the command with its options.
+    """
+
+    image: str | None = None
+    run_root: str = "/runs"
+    workdir: str | None = None
+    namespace: str = "default"
+    kind: str = "auto"
+    volumes: Sequence[Mapping[str, str]] = ()
+    service_account: str | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    gpus_per_node: int | None = None
+    cpus: str | None = None
+    memory: str | None = None
+    pod_restarts: int = 3
+    python: str = "python"
+    kubectl: Sequence[str] = ("kubectl",)
+    submits = True
+
+    def check(self, cluster: Cluster) -> None:
+        if not self.image:
+            raise ConfigError("cluster.image is missing: the pods take code and environment from it.")
+        if "@sha256:" not in self.image:
+            print(
+                f"warning: the image {self.image} is named by a tag, which may be another one tomorrow. "
+                "Name it by its digest (IMAGE@sha256:...) for a run that can be re-created.",
+                file=sys.stderr,
+            )
+        if self.kind not in ("auto", "jobset", "job"):
+            raise ConfigError(f"cluster.kind={self.kind!r} is unknown. Known: auto, jobset, job.")
+        if not any(self.run_root.startswith(each["path"]) for each in self.volumes):
+            raise ConfigError(
+                f"cluster.run_root={self.run_root} is on none of cluster.volumes, so a run would end with its pod. "
+                "Set cluster.volumes='[{claim: NAME, path: /runs}]'."
+            )
+
+    def launch(self, plan: Plan) -> Job:
+        if shutil.which(self.kubectl[0]) is None:
+            raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
+        write_key(plan.run_dir)
+        files = {name: (plan.run_dir / name).read_text() for name in _FILES}
+        keys = {"agents.key": (plan.run_dir / "agents.key").read_text()}
+        secrets = {**keys, **({"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {})}
+        jobset = self._has_jobsets()
+        self._ask("apply", "-f", "-", text=self._manifests(plan, files, secrets, jobset=jobset))
+        return _Applied(self, [f"{'jobset' if jobset else 'job'}/{_name(plan)}"])
+
+    def describe(self, plan: Plan) -> str:
+        hidden = {"agents.key": "(made when it is launched)"}
+        return self._manifests(plan, {}, hidden, jobset=self.kind != "job")
+
+    def state(self, job: str) -> str | None:
+        """The kind of its last condition, or Running."""
+        status = json.loads(self._ask("get", job, "-o", "json")).get("status", {})
+        conditions = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
+        return None if {"Complete", "Completed", "Failed"} & set(conditions) else (conditions or ["Running"])[-1]
+
+    def cancel(self, job: str) -> None:
+        self._ask("delete", job)
+
+    def _has_jobsets(self) -> bool:
+        if self.kind != "auto":
+            return self.kind == "jobset"
+        return "jobsets" in self._ask("api-resources", "--api-group=jobset.x-k8s.io", "--output=name")
+
+    def _ask(self, *words: str, text: str | None = None) -> str:
+        """What kubectl says. Raises ConfigError with its own words."""
+        command = [*self.kubectl, f"--namespace={self.namespace}", *words]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        if done.returncode:
+            raise ConfigError(f"kubectl refuses: {done.stderr.strip()}")
+        return done.stdout
+
+    def _manifests(self, plan: Plan, files: Mapping[str, str], secrets: Mapping[str, str], *, jobset: bool) -> str:
+        name, parts = _name(plan), _parts(plan)
+        run = Path(self.run_root, *plan.run_dir.parts[-2:])
+        first = f"{name}-{parts[0][0]}-0-0.{name}" if jobset else f"{name}-0.{name}"
+        place = {"WORLDSIZE_NODES": str(plan.cluster.nodes), "WORLDSIZE_FIRST": first}
+        limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus, "memory": self.memory}
+        return filled(
+            "kubernetes.yaml.j2",
+            run_id=plan.run_dir.name,
+            name=name,
+            namespace=self.namespace,
+            jobset=jobset,
+            parts=parts,
+            nodes=plan.cluster.nodes,
+            max_restarts=self.pod_restarts,
+            grace=int(self.save_grace) + 10,
+            service_account=self.service_account,
+            node_selector=dict(self.node_selector),
+            image=self.image,
+            command=[self.python, "-m", "worldsize", "agent", "--from", _RUN_FILES, str(run)],
+            workdir=self.workdir,
+            variables={**plan.environment, **place},
+            limits={key: str(value) for key, value in limits.items() if value is not None},
+            run_files=_RUN_FILES,
+            volumes=self.volumes,
+            files=dict(files),
+            secrets=dict(secrets),
+        )
+
+
+def _name(plan: Plan) -> str:
+    """Of everything that belongs to the run; at most 40 characters that a host's name may have."""
+    words = re.sub("[^a-z0-9]+", "-", f"{plan.run_dir.parts[-2]}-{plan.run_dir.name}".lower())
+    return "ws-" + words[-37:].strip("-")
+
+
+def _parts(plan: Plan) -> list[tuple[str, int, int]]:
+    """Jobs of the set: role, nodes, and nodes before it; one job for all where a node has several roles."""
+    size = plan.cluster.processes_per_node
+    if any(role.processes % size for role in plan.roles.values()):
+        return [("node", plan.cluster.nodes, 0)]
+    parts, before = [], 0
+    for name, role in plan.roles.items():
+        parts.append((name, role.processes // size, before))
+        before += role.processes // size
+    return parts
+
+
+@final
+@dataclass
+class _Applied(Job):
+    launcher: Kubernetes
+    ids: Sequence[str] = ()
+
+    def wait(self) -> Outcome:
+        return Outcome("submitted", 0)
+
+    def cancel(self) -> None:
+        for job in self.ids:
+            self.launcher.cancel(job)

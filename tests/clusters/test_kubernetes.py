@@ -1,0 +1,139 @@
+"""What is applied to Kubernetes, against its published schemas; and what its pods do, run here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet  # type: ignore[import-untyped]
+
+VERSIONS = ("1.28", "1.31", "1.34")
+BASE = ("recipe=digits", "steps=20", "reproducibility=elastic", "cluster.threads=1", "+cluster=kubernetes")
+VOLUME = ("cluster.image=images.example/digits@sha256:0123", "cluster.volumes=[{claim: shared, path: /runs}]")
+ROLES = ("strategy=parameter_server", "strategy.servers=2", "cluster.nodes=3", "cluster.processes_per_node=2")
+SHAPES: dict[str, tuple[str, ...]] = {
+    "ddp": ("cluster.nodes=2", "cluster.processes_per_node=2"),
+    "gpus": (
+        *("cluster.nodes=4", "cluster.gpus_per_node=8", "logical_ranks=32"),
+        *("cluster.memory=64Gi", "cluster.service_account=trainer"),
+    ),
+    "roles": ROLES,
+    "mixed": (*ROLES, "strategy.servers=1", "logical_ranks=20", "batch_size=80"),
+}
+
+
+def shown(train: Any, *options: str) -> list[dict[str, Any]]:
+    run = train(*BASE, *VOLUME, *options, "launch=show")
+    assert run.code == 0, run.error
+    return list(yaml.safe_load_all(run.output))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["jobset", "job"])
+def test_manifests_are_what_three_versions_of_kubernetes_and_jobset_take(train: Any, shape: str, kind: str) -> None:
+    documents = shown(train, *SHAPES[shape], f"cluster.kind={kind}")
+    names = {each["metadata"]["name"] for each in documents}
+    assert len(names) == 1
+    assert len(names.pop()) <= 40
+    for document in documents:
+        if document["kind"] != "JobSet":
+            for version in VERSIONS:
+                kubernetes_validate.validate(document, version, strict=True)
+            continue
+        parsed = JobsetV1alpha2JobSet.from_dict(document)
+        assert parsed is not None
+        assert parsed.to_dict()["spec"] == document["spec"]  # no key that JobSet does not know
+        for part in document["spec"]["replicatedJobs"]:
+            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **part["template"]}
+            for version in VERSIONS:
+                kubernetes_validate.validate(job, version, strict=True)
+
+
+def test_roles_are_replicated_jobs_whose_pods_count_on(train: Any) -> None:
+    (jobset,) = [each for each in shown(train, *ROLES) if each["kind"] == "JobSet"]
+    parts = {each["name"]: each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]}
+    assert {name: spec["completions"] for name, spec in parts.items()} == {"server": 1, "worker": 2}
+    assert variables(parts["worker"])["WORLDSIZE_NODE_OFFSET"] == "1"
+    name = jobset["metadata"]["name"]
+    assert variables(parts["worker"])["WORLDSIZE_FIRST"] == f"{name}-server-0-0.{name}"
+
+
+def variables(spec: Any) -> dict[str, str]:
+    (container,) = spec["template"]["spec"]["containers"]
+    return {each["name"]: each["value"] for each in container["env"] if "value" in each}
+
+
+def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
+    train: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
+) -> None:
+    applied = tmp_path / "applied.yaml"
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\n[ $2 = apply ] && cat > {applied}\nexit 0\n")  # records what it is given
+    kubectl.chmod(0o755)
+    own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={sys.executable}", f"cluster.run_root={tmp_path}/pods")
+    volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
+    run = train(*BASE, *VOLUME, *SHAPES["ddp"], *own, volume, "cluster.kind=job")
+    assert run.code == 0, run.error
+    assert "submitted" in run.output
+    documents = {each["kind"]: each for each in yaml.safe_load_all(applied.read_text())}
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    for name, text in {**documents["ConfigMap"]["data"], **documents["Secret"]["stringData"]}.items():
+        (mounted / name).write_text(text)
+    spec = documents["Job"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    command = [str(mounted) if word == "/etc/worldsize/run" else word for word in container["command"]]
+    pods = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={
+                **environment_without_wandb,
+                **variables(spec),
+                "WORLDSIZE_FIRST": "127.0.0.1",
+                "JOB_COMPLETION_INDEX": str(index),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(spec["completions"])
+    ]
+    outputs = [pod.communicate(timeout=90)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    (result,) = (tmp_path / "pods").rglob("result.json")
+    alone = train(*BASE[:4], "cluster.processes=4").json("result.json")
+    assert json.loads(result.read_text())["state_digest"] == alone["state_digest"]
+
+
+def test_no_key_is_shown(train: Any) -> None:
+    run = train(*BASE, *VOLUME, *SHAPES["ddp"], "launch=show")
+    (secret,) = [each for each in yaml.safe_load_all(run.output) if each["kind"] == "Secret"]
+    assert secret["stringData"] == {"agents.key": "(made when it is launched)"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (VOLUME[1:], "cluster.image is missing"),
+        (VOLUME[:1], "is on none of cluster.volumes"),
+        ((*VOLUME, "cluster.kind=pod"), "Known: auto, jobset, job"),
+        ((*VOLUME, "launcher.kubectl=[nowhere]"), "nowhere is not found"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused(train: Any, options: tuple[str, ...], said: str) -> None:
+    run = train(*BASE, *SHAPES["ddp"], *options)
+    assert run.code == 2
+    assert said in run.error
+
+
+def test_an_image_without_a_digest_is_warned_of(train: Any) -> None:
+    run = train(*BASE, VOLUME[1], "cluster.image=images.example/digits:latest", *SHAPES["ddp"], "launch=show")
+    assert run.code == 0
+    assert "named by a tag" in run.error
