@@ -21,7 +21,7 @@ from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.reproducibility.manifest import begin_attempt, end_attempt
 from worldsize.run_directory import RunDirectory
-from worldsize.world.environments import slurm_job
+from worldsize.world.environments import job_of
 
 
 def run_attempts(settings: Settings, plan: Plan, run: RunDirectory) -> int:
@@ -64,7 +64,7 @@ def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console
 def begin(run: RunDirectory, others: Sequence[str], world_size: int) -> int:
     """Note that an attempt begins, on this host and ``others``; its number."""
     hosts = [socket.gethostname(), *others]
-    number = begin_attempt(run.manifest, hosts=hosts, world_size=world_size, job=slurm_job(os.environ))
+    number = begin_attempt(run.manifest, hosts=hosts, world_size=world_size, job=job_of(os.environ))
     saved = complete(run.checkpoints)
     rewind(run.metrics, step_of(saved[-1]) if saved else 0)  # before anybody follows the file
     run.result.unlink(missing_ok=True)

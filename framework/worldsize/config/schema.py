@@ -87,6 +87,26 @@ class KubernetesSchema(ClusterSchema):
 
 
 @dataclass
+class SkyPilotSchema(ClusterSchema):
+    """See :class:`worldsize.launch.skypilot.SkyPilot`."""
+
+    accelerators: str | None = None
+    infra: str | None = None
+    spot: bool = False
+    checkpoint_bucket: str | None = None
+    bucket_mode: str = "MOUNT"
+    mount: str = "/checkpoints"
+    job_recovery: Any = None
+    spot_recovery: Any = None
+    cpus: str | None = None
+    memory: str | None = None
+    image: str | None = None
+    resources: dict[str, Any] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)
+    python: str | None = None
+
+
+@dataclass
 class SshSchema(ClusterSchema):
     """See :class:`worldsize.launch.ssh.Ssh`."""
 
@@ -173,5 +193,5 @@ def register() -> None:
     """Make the schema known to Hydra."""
     store = ConfigStore.instance()
     store.store("schema", node=Schema)
-    for node in (KubernetesSchema, SlurmSchema, SshSchema, TorchrunSchema):
+    for node in (KubernetesSchema, SkyPilotSchema, SlurmSchema, SshSchema, TorchrunSchema):
         store.store(f"{node.__name__.removesuffix('Schema').lower()}_schema", node=node, group="cluster")

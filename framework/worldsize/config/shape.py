@@ -15,8 +15,8 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
         ConfigError: no processes, processes that do not divide over nodes, or more than there are GPUs.
     """
     nodes = cluster["nodes"]
-    if "gpus_per_node" in cluster:  # of nodes that are elsewhere
-        gpus = cluster["gpus_per_node"] or 0
+    if "gpus_per_node" in cluster or "accelerators" in cluster:  # of nodes that are elsewhere
+        gpus = cluster.get("gpus_per_node") or _accelerators(cluster.get("accelerators"))
         cluster = {**cluster, "device": cluster["device"] or ("cuda" if gpus else "cpu")}
     if nodes < 1:
         raise ConfigError(f"cluster.nodes={nodes} must be 1 or more.")
@@ -28,6 +28,14 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     if processes % nodes:
         raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes_per_node.")
     return {**cluster, "processes": processes, "processes_per_node": processes // nodes}
+
+
+def _accelerators(text: str | None) -> int:
+    """How many there are in SkyPilot's "A100:4"."""
+    name, _, count = (text or "").partition(":")
+    if count and not count.isdigit():
+        raise ConfigError(f"cluster.accelerators={text} is not of the form NAME:COUNT, e.g. A100:4.")
+    return int(count or 1) if name else 0
 
 
 def check_gpus(processes_per_node: int, gpus: int) -> None:

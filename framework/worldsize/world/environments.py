@@ -204,8 +204,10 @@ def _expanded_counts(text: str) -> list[int]:
     return [int(count) for count, times in pairs for _ in range(int(times or 1))]
 
 
-def slurm_job(environ: Environ) -> dict[str, Any] | None:
-    """What the manifest says of the job that this process belongs to."""
+def job_of(environ: Environ) -> dict[str, Any] | None:
+    """What the manifest says of the scheduler's job that this process belongs to."""
+    if "SKYPILOT_TASK_ID" in environ:  # the same after a recovery
+        return {"scheduler": "skypilot", "id": environ["SKYPILOT_TASK_ID"]}
     if "SLURM_JOB_ID" not in environ:
         return None
     names = {"id": "SLURM_JOB_ID", "array_task": "SLURM_ARRAY_TASK_ID", "partition": "SLURM_JOB_PARTITION"}

@@ -1,0 +1,170 @@
+"""SkyPilot: a task for `sky jobs launch`, on spot instances, with the run in a bucket."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.launch.agents import write_key
+from worldsize.launch.node import NodeLauncher
+from worldsize.launch.templates import filled
+from worldsize.world.preemption import PREEMPTED
+
+TASK = "skypilot.yaml"
+_RUN_FILES = "~/worldsize_run"
+_BUCKET = re.compile(r"(s3|gs|r2|cos|oci|nebius|https)://.+|/.+")
+_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
+
+
+@final
+@dataclass(frozen=True)
+class SkyPilot(NodeLauncher):
+    """One agent a node of a managed job; its run folder is in ``checkpoint_bucket``, mounted at ``mount``.
+
+    ``accelerators``, ``infra``, ``spot`` and others as in SkyPilot's resources. ``job_recovery``: its strategy, or
+    what SkyPilot takes there; ``spot_recovery`` is its old name. ``setup``: shell lines that rebuild the environment
+    (default: uv and the project's lock). ``python``: interpreter on the nodes. ``managed``: a managed job, which is
+    recovered; else a cluster of its own. ``sky``: the command, which may live in an environment of its own.
+    """
+
+    accelerators: str | None = None
+    infra: str | None = None
+    spot: bool = False
+    cpus: str | None = None
+    memory: str | None = None
+    image: str | None = None
+    checkpoint_bucket: str | None = None
+    bucket_mode: str = "MOUNT"
+    mount: str = "/checkpoints"
+    job_recovery: Any = None
+    spot_recovery: Any = None
+    restarts_on_errors: int = 3
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    setup: Sequence[str] = ()
+    python: str | None = None
+    managed: bool = True
+    sky: Sequence[str] = ("sky",)
+    submits = True
+
+    def check(self, cluster: Cluster) -> None:
+        if self.spot_recovery is not None:
+            print(
+                "warning: SkyPilot has called spot_recovery job_recovery since its version 0.8, and refuses the old "
+                f"name; it is translated. Set cluster.job_recovery={self.spot_recovery} instead.",
+                file=sys.stderr,
+            )
+        if self.spot_recovery is not None and self.job_recovery is not None:
+            raise ConfigError("cluster.spot_recovery is the old name of cluster.job_recovery. Set only the latter.")
+        if self.checkpoint_bucket is None and (self.spot or cluster.nodes > 1):
+            raise ConfigError(
+                "cluster.checkpoint_bucket is missing: without one, a run that is reclaimed begins anew, and nodes do "
+                "not see each other's checkpoints. Set it to s3://..., gs://... or another bucket."
+            )
+        if self.checkpoint_bucket is not None and not _BUCKET.fullmatch(self.checkpoint_bucket):
+            raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no bucket; one is s3://NAME.")
+        if self.bucket_mode not in ("MOUNT", "MOUNT_CACHED"):
+            raise ConfigError(f"cluster.bucket_mode={self.bucket_mode!r} is unknown. Known: MOUNT, MOUNT_CACHED.")
+        if self.bucket_mode == "MOUNT_CACHED":
+            print(
+                "warning: MOUNT_CACHED uploads later, so the newest checkpoint may be partial after a reclaim. It is "
+                "verified and refused then; set checkpoint.allow_older=true to go on from the one before.",
+                file=sys.stderr,
+            )
+
+    def launch(self, plan: Plan) -> Job:
+        if shutil.which(self.sky[0]) is None:
+            raise ConfigError(
+                f"{self.sky[0]} is not found. Install SkyPilot in an environment of its own: "
+                "uv tool install 'skypilot[CLOUD]'."
+            )
+        write_key(plan.run_dir)
+        task = plan.run_dir / TASK
+        task.write_text(self.describe(plan))
+        name = _name(plan)
+        how = ["jobs", "launch", "--name", name] if self.managed else ["launch", "--cluster", name]
+        secrets = [word for key in plan.secrets for word in ("--secret", key)]
+        command = [*self.sky, *how, "--yes", "--detach-run", *secrets, str(task)]
+        if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # it shows the cost
+            raise ConfigError(f"SkyPilot refuses the task, as it says above. The task is in {task}.")
+        return _Launched(self, [name])
+
+    def describe(self, plan: Plan) -> str:
+        run = Path(self.mount if self.checkpoint_bucket else "~/runs", *plan.run_dir.parts[-2:])
+        return filled(
+            "skypilot.yaml.j2",
+            run_id=plan.run_dir.name,
+            name=_name(plan),
+            nodes=plan.cluster.nodes,
+            workdir=os.getcwd(),
+            resources=self._resources(),
+            run_files=_RUN_FILES,
+            run_dir=str(plan.run_dir),
+            bucket=self.checkpoint_bucket,
+            bucket_mode=self.bucket_mode,
+            mount=self.mount,
+            variables=dict(plan.environment),
+            secrets=list(plan.secrets),
+            setup=self.setup or ["command -v uv || pip install uv", "uv sync --locked"],
+            python=self.python or "uv run --locked python",
+            run=run,
+        )
+
+    def _resources(self) -> dict[str, Any]:
+        named = {
+            "infra": self.infra,
+            "accelerators": self.accelerators,
+            "cpus": self.cpus,
+            "memory": self.memory,
+            "image_id": self.image,
+            "use_spot": self.spot or None,
+            "job_recovery": self._recovery() if self.managed else None,
+        }
+        return {**{key: value for key, value in named.items() if value is not None}, **self.resources}
+
+    def _recovery(self) -> dict[str, Any]:
+        """Its own words, and that a run which has saved in time is to be started again."""
+        given = self.job_recovery if self.job_recovery is not None else self.spot_recovery
+        own = {"strategy": given} if isinstance(given, str) else dict(given or {})
+        codes = {"recover_on_exit_codes": [PREEMPTED], "max_restarts_on_errors": self.restarts_on_errors}
+        return {**codes, **own}
+
+    def state(self, job: str) -> str | None:
+        command = [*self.sky, "jobs", "queue", "--output", "json"]
+        try:
+            listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+        except ValueError:
+            return None
+        states = [str(each.get("status")) for each in listed if each.get("job_name") == job]
+        return None if not states or states[0].startswith(_OVER) else states[0]
+
+    def cancel(self, job: str) -> None:
+        how = ["jobs", "cancel", "--name", job] if self.managed else ["cancel", "--all", job]
+        if subprocess.run([*self.sky, *how, "--yes"], check=False).returncode:
+            raise ConfigError(f"SkyPilot does not cancel {job}, as it says above.")
+
+
+def _name(plan: Plan) -> str:
+    return "ws-" + re.sub("[^a-z0-9]+", "-", f"{plan.run_dir.parts[-2]}-{plan.run_dir.name}".lower())[-37:].strip("-")
+
+
+@final
+@dataclass
+class _Launched(Job):
+    launcher: SkyPilot
+    ids: Sequence[str] = ()
+
+    def wait(self) -> Outcome:
+        return Outcome("submitted", 0)
+
+    def cancel(self) -> None:
+        for job in self.ids:
+            self.launcher.cancel(job)
