@@ -49,6 +49,7 @@ class Cluster:
     threads: int | None = None
     timeout: float = 600.0
     interface: str | None = None
+    hca: str | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
 
     @property

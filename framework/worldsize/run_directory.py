@@ -49,6 +49,11 @@ class RunDirectory:
         return self.path / "result.json"
 
     @property
+    def transport(self) -> Path:
+        """Which way the bytes of an attempt went, until the manifest has it."""
+        return self.path / "transport.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

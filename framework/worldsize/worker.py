@@ -20,6 +20,7 @@ from worldsize.config.settings import Settings, load_settings
 from worldsize.core import Listener, Outcome, Replica, RunFailed, World
 from worldsize.duty import duty_of
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.observe.transport import audit, disappointment, listen_to_nccl, write
 from worldsize.reproducibility.lock import RunLock
 from worldsize.reproducibility.redact import missing, restore
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -37,7 +38,8 @@ def main() -> None:
         place = placement(os.environ, str(OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")))
     except (WorldsizeError, OSError) as error:
         sys.exit(f"{error}")
-    sys.exit(play(run, place) if place.rank else _recorded(run, place))
+    watched = "WORLDSIZE_ATTEMPT" in os.environ  # by a launching process, which keeps the record
+    sys.exit(play(run, place) if place.rank or watched else _recorded(run, place))
 
 
 def _recorded(run: RunDirectory, place: Placement) -> int:
@@ -103,14 +105,28 @@ def _play(
     settings: Settings, run: RunDirectory, placement: Placement, listeners: Sequence[Listener], preemption: Preemption
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
+    if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+        os.environ.update(listen_to_nccl(run.path / "logs"))
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
+        _audit(settings, run, world)
         replica = _replica(settings, run, world, placement, preemption)
         if replica is None:
             return 0
         listeners = listeners or listeners_of(settings, run, 0)  # it leads in the place of one that died
         return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)
+
+
+def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
+    """Find out which way the gang's bytes go; its first rank writes it down."""
+    if world.size < 2 or settings.roles[world.role].serves:
+        return
+    found = audit(world, settings.cluster, os.environ, run.path / "logs")
+    if world.rank == 0:
+        write(run.transport, found)
+        if said := disappointment(found, settings.cluster):
+            print(f"warning: {said}", file=sys.stderr, flush=True)
 
 
 def _replica(

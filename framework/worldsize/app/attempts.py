@@ -74,6 +74,9 @@ def begin(run: RunDirectory, others: Sequence[str], world_size: int) -> int:
 def end(run: RunDirectory, outcome: Outcome) -> None:
     """Note how the attempt ended."""
     facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
+    if run.transport.exists():
+        facts["transport"] = json.loads(run.transport.read_text())
+        run.transport.unlink()
     results = end_attempt(run.manifest, _result(run, outcome), **facts)
     run.result.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -22,9 +22,10 @@ class ClusterSchema:
     """Shape and links. ``processes`` counts all nodes; ``processes_per_node`` may be given instead.
 
     ``environment``: whose variables place a worker that is started by hand (torchrun, openmpi, slurm, alone; auto).
-    ``interface``: network interface of the collectives (default: the one that leads to the first node).
-    ``port``: at which the hosts find the first (default: one that follows from the run's id). ``nodes_differ``: what
-    is done when hosts have other code or packages than the first: refuse or warn.
+    ``interface``: network interface of the collectives (default: the one that leads to the first node). ``hca``:
+    InfiniBand adapters that NCCL may use (NCCL_IB_HCA). ``port``: at which the hosts find the first (default: one that
+    follows from the run's id). ``nodes_differ``: what is done when hosts have other code or packages than the first:
+    refuse or warn.
     """
 
     name: str = MISSING
@@ -37,6 +38,7 @@ class ClusterSchema:
     timeout: float = 600.0
     environment: str = "auto"
     interface: str | None = None
+    hca: str | None = None
     port: int | None = None
     nodes_differ: str = "refuse"
     links: dict[str, LinkSchema] = field(default_factory=dict)

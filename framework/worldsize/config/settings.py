@@ -120,6 +120,7 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         threads=node.get("threads") or threads,
         timeout=node.get("timeout", 600.0),
         interface=node.get("interface"),
+        hca=node.get("hca"),
         links=links,
     )
 

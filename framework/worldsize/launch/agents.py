@@ -222,7 +222,7 @@ def _outcome(facts: dict[str, Any]) -> Outcome:
 
 
 def _network(plan: Plan, address: str) -> dict[str, str]:
-    return network_variables(plan.cluster.backend, plan.cluster.interface or interface_of(address))
+    return network_variables(plan.cluster.backend, plan.cluster.interface or interface_of(address), plan.cluster.hca)
 
 
 def _meeting(plan: Plan, first: str, port: int, address: str) -> Meeting:

@@ -34,7 +34,8 @@ def _address(interface: str) -> str | None:
             return None  # it has none
 
 
-def variables(backend: str, interface: str | None) -> dict[str, str]:
-    """What makes the collectives of ``backend`` use ``interface``."""
+def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:
+    """What makes the collectives of ``backend`` use ``interface``, and NCCL these InfiniBand adapters."""
     names = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
-    return {names[backend]: interface} if interface and backend in names else {}
+    found = {names[backend]: interface} if interface and backend in names else {}
+    return {**found, **({"NCCL_IB_HCA": hca} if hca and backend == "nccl" else {})}

@@ -1,0 +1,66 @@
+"""Which way the bytes of collectives go: NCCL says it when its ranks connect, and nobody reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from worldsize.core import Cluster, World
+
+_SOCKETS_AT_MOST = 5e9  # bytes a second; a link that is declared faster is no plain socket
+
+
+def listen_to_nccl(folder: Path) -> dict[str, str]:
+    """Variables that make NCCL write how it connects to a file of each process in ``folder``."""
+    return {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_DEBUG_FILE": str(folder / "nccl_%h_%p.log"),
+    }
+
+
+def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Run a first collective, and tell which transports and which interface this process uses for it.
+
+    Transports are "nvlink" (NCCL's P2P), "shm", "ib" and "socket".
+    """
+    if dist.is_initialized():
+        dist.all_reduce(torch.ones(1, device=world.device), group=world.group)
+    if cluster.backend != "nccl":
+        interface = environ.get("GLOO_SOCKET_IFNAME")
+        return {"backend": cluster.backend, "transports": ["socket"], "interface": interface}
+    log = folder / f"nccl_{socket.gethostname()}_{os.getpid()}.log"
+    return {"backend": "nccl", **heard(log.read_text() if log.exists() else "")}
+
+
+def heard(text: str) -> dict[str, Any]:
+    """Transports and interface from NCCL's own words."""
+    names = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}
+    found = {names[each] for each in re.findall(r" via (P2P|SHM|NET/IB|NET/Socket)", text)}
+    used = re.search(r"NET/(?:IB|Socket) : Using \[0\]([\w.]+)", text)
+    return {"transports": sorted(found), "interface": used[1] if used else None}
+
+
+def disappointment(found: Mapping[str, Any], cluster: Cluster) -> str | None:
+    """What is to be said loudly, if the transport is slower than what the cluster declares."""
+    link = cluster.links.get("network")
+    if found["backend"] != "nccl" or "socket" not in found["transports"]:
+        return None
+    if link is None or link.bandwidth <= _SOCKETS_AT_MOST:
+        return None
+    return (
+        f"NCCL uses plain sockets on {found['interface']}, but the cluster declares {link.bandwidth / 1e9:g} GB/s "
+        "between nodes. Look at cluster.interface and cluster.hca, and whether the container sees the fabric."
+    )
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(found))

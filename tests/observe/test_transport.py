@@ -1,0 +1,47 @@
+"""NCCL's own words, of machines with and without a fast fabric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worldsize.core import Cluster, Link
+from worldsize.observe.transport import disappointment, heard
+
+ETHERNET = """\
+gpu1:4021:4021 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
+gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/Socket/0
+gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct
+"""
+FABRIC = """\
+gpu1:4021:4021 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [receive] via NET/IB/0/GDRDMA
+gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "transports", "interface"),
+    [(ETHERNET, ["shm", "socket"], "eth0"), (FABRIC, ["ib", "nvlink"], "mlx5_0"), ("", [], None)],
+)
+def test_transports_and_interface_are_read(text: str, transports: list[str], interface: str | None) -> None:
+    assert heard(text) == {"transports": transports, "interface": interface}
+
+
+def test_sockets_where_the_cluster_declares_a_fabric_are_told() -> None:
+    fast = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=12.5e9, latency=5e-6)})
+    slow = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=1.25e9, latency=5e-5)})
+    ethernet: dict[str, Any] = {"backend": "nccl", **heard(ETHERNET)}
+    said = disappointment(ethernet, fast)
+    assert said is not None
+    assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in said
+    assert disappointment(ethernet, slow) is None
+    assert disappointment({"backend": "nccl", **heard(FABRIC)}, fast) is None
+
+
+def test_the_record_says_what_was_used(train: Any) -> None:
+    run = train("recipe=digits", "steps=3", "cluster.processes=2")
+    assert run.code == 0, run.error
+    (attempt,) = run.json("run_manifest.json")["attempts"]
+    assert attempt["transport"] == {"backend": "gloo", "transports": ["socket"], "interface": "lo"}
