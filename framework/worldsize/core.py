@@ -356,7 +356,8 @@ class Launcher(ABC):
     """
 
     max_restarts: int = 0
-    submits: ClassVar[bool] = False  # hands the run over: its processes outlive this one, and record their attempts
+    submits: ClassVar[bool] = False  # hands the run over to others, who record its attempts
+    sweeps: ClassVar[bool] = False  # takes the runs of a sweep together, see launch_all
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -370,8 +371,8 @@ class Launcher(ABC):
     def launch(self, plan: Plan) -> Job: ...
 
     def launch_all(self, plans: Sequence[Plan]) -> Job:
-        """The runs of a sweep, of a launcher that submits."""
-        raise ConfigError(f"{type(self).__name__} starts one run at a time; leave --multirun out.")
+        """The runs of a sweep, all of one shape, as one job."""
+        raise NotImplementedError
 
     def state(self, job: str) -> str | None:
         """The scheduler's word for a job that was submitted; None: it is over."""

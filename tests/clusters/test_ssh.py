@@ -167,6 +167,3 @@ def test_other_code_on_a_host_is_an_error_that_names_it(launch: Any, tmp_path: P
     code, output = launch("steps=3", f"cluster.python={python}").end()
     assert code == 2
     assert "the hosts differ: h2 (node 1) has code " in output
-    code, output = launch("steps=3", f"cluster.python={python}", "cluster.nodes_differ=warn").end()
-    assert code == 0, output
-    assert "warning: h2 (node 1) has code " in output

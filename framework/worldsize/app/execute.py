@@ -40,10 +40,9 @@ def execute(cfg: DictConfig) -> int:
     settings = _settings(cfg)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = _plan(settings, run)
-    settings.launcher.check(settings.cluster)
     if cfg.launch == "show":
-        print(settings.launcher.describe(plan))
-        return 0
+        return _show(settings, plan)
+    settings.launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     plan = with_secrets(settings, plan, clean)
     with created(run):
@@ -51,10 +50,19 @@ def execute(cfg: DictConfig) -> int:
     if cfg.launch == "write":
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0
-    if settings.launcher.submits and is_sweep():
+    if settings.launcher.sweeps and is_sweep():
         _waiting.append((settings, plan, run))
         return 0
     return _start(settings, plan, run)
+
+
+def _show(settings: Settings, plan: Plan) -> int:
+    try:
+        settings.launcher.check(settings.cluster)
+    except ConfigError as error:
+        print(f"warning: this would be refused here: {error}", file=sys.stderr)
+    print(settings.launcher.describe(plan))
+    return 0
 
 
 _waiting: list[tuple[Settings, Plan, RunDirectory]] = []  # runs of a sweep that are submitted together

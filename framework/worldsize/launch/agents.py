@@ -155,7 +155,7 @@ class Lead(NodeLauncher):
         gang = self.start_node(plan, self.node, _meeting(plan, address, port, address))
         # after the fork: it has a thread
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        return _Joint(gang, self.others, self.node_timeout, store)
+        return _Joint(plan.attempt, gang, self.others, self.node_timeout, store)
 
     def describe(self, plan: Plan) -> str:
         return f"{plan.world_size} processes on {self.node.count} hosts"
@@ -166,6 +166,7 @@ class Lead(NodeLauncher):
 class _Joint(Job):
     """The processes of all hosts."""
 
+    attempt: int
     gang: Gang
     others: Sequence[Other]
     patience: float
@@ -200,7 +201,7 @@ class _Joint(Job):
     def _abort(self) -> None:
         for other in self.others:
             with suppress(OSError):
-                other.line.send(abort=True)
+                other.line.send(abort=self.attempt)
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
@@ -323,6 +324,8 @@ class Follower:
         self._launcher, self._plan, self._node, self._line = launcher, plan, node, line
         self._messages: Queue[Message | None] = Queue()
         self._gang: Gang | None = None
+        self._attempt = 0
+        self._aborted = -1  # the last attempt that was called off, perhaps before it had begun here
 
     def follow(self) -> int:
         """Take part in every attempt until the first host says how the run ended; the exit code.
@@ -346,16 +349,23 @@ class Follower:
                 message = self._line.receive()
                 if "abort" not in message:
                     self._messages.put(message)
-                elif self._gang is not None:
-                    self._gang.abort()
+                else:
+                    self._call_off(int(message["abort"]))
         self._messages.put(None)
-        if self._gang is not None:
+        self._call_off(self._attempt)
+
+    def _call_off(self, attempt: int) -> None:
+        self._aborted = attempt
+        if self._gang is not None and self._attempt == attempt:
             self._gang.abort()
 
     def _take_part(self, attempt: int, port: int) -> None:
+        self._attempt = attempt
         plan, first = replace(self._plan, attempt=attempt), self._node.first or ""
         meeting = _meeting(plan, first, port, address_towards(first))
         self._gang = self._launcher.start_node(plan, self._node, meeting)
+        if self._aborted == attempt:
+            self._gang.abort()
         outcome = self._gang.wait()
         self._gang = None
         with suppress(OSError):  # the listening thread notices, too

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -62,9 +63,11 @@ class _Signals:
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         signal.set_wakeup_fd(self._write)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -106,6 +109,8 @@ class Gang(Job):
     _tails: list[TailLog] = field(default_factory=list)
     _abortion: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
     _aborted: bool = False
+    _over: bool = False
+    _ending: threading.Lock = field(default_factory=threading.Lock)  # guards the pipe, which another thread writes to
 
     def add(self, role: str, rank: int) -> None:
         member = self.start(role, rank, self._starts(role, rank))
@@ -131,15 +136,18 @@ class Gang(Job):
             self._copy_errors_to_logs()
             outcome = self._outcome(signals.seen[-1] if signals.seen else 0)
             shutil.rmtree(self.meeting, ignore_errors=True)
-            for end in self._abortion:
-                os.close(end)
+            with self._ending:
+                self._over = True
+                for end in self._abortion:
+                    os.close(end)
         return outcome
 
     def abort(self) -> None:
         """End all at once; may be called by another thread while :meth:`wait` waits."""
-        self._aborted = True
-        with suppress(OSError):  # it has ended
-            os.write(self._abortion[1], b"!")
+        with self._ending:
+            self._aborted = True
+            if not self._over:
+                os.write(self._abortion[1], b"!")
 
     def grow(self, count: int) -> list[str]:
         """Start ``count`` more processes of the last role, if that may change; their names."""

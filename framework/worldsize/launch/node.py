@@ -104,9 +104,9 @@ def _start(plan: Plan, run: RunDirectory, meeting: Meeting, role: str, rank: int
 def _ready_to_fork() -> Iterator[None]:
     """A child need not look through what was imported here, nor copy its pages; it unblocks signals by itself."""
     gc.freeze()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     yield
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     gc.unfreeze()
 
 

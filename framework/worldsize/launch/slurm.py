@@ -55,6 +55,7 @@ class Slurm(NodeLauncher):
     python: str | None = None
     wait: bool = False
     submits = True
+    sweeps = True
 
     def check(self, cluster: Cluster) -> None:
         """Ask Slurm whether it would take the job."""
@@ -127,7 +128,7 @@ class Slurm(NodeLauncher):
             "constraint": self.constraint,
             "exclude": self.exclude,
             "array": f"0-{len(plans) - 1}" if len(plans) > 1 else None,
-            "signal": f"USR1@{self.signal_before}" if self.time else None,
+            "signal": f"USR1@{self.signal_before}",
             "output": folder / ("slurm_%A_%a.log" if len(plans) > 1 else "slurm_%j.log"),
             "open-mode": "append",
         }

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from worldsize.strategies.parameter_server.clock import Clock, Unit
+from worldsize.strategies.parameter_server.desk import Desk
 
 
 class Crew:
@@ -92,6 +93,14 @@ def test_a_worker_that_has_shown_no_sign_of_life_is_expired_and_its_unit_is_deal
     assert not clock.renew("a", 6.0)
     assert clock.finish("b", first)
     assert clock.complete == 1
+
+
+def test_who_leads_later_admits_workers_in_later_epochs_whoever_was_started_first() -> None:
+    standby, leader = Desk(timeout=5.0), Desk(timeout=5.0)
+    leader.begin(Clock(0, logical_ranks=1, lease=5.0))
+    before = leader._admit("worker-0")
+    standby.begin(Clock(0, logical_ranks=1, lease=5.0))
+    assert standby._admit("worker-0") > before
 
 
 def test_nobody_goes_beyond_what_is_open() -> None:

@@ -45,6 +45,15 @@ def test_synchronous_training_ends_with_the_bits_of_one_process(
         assert digests(train(*DIGITS, *ELASTIC, *OPTIMIZERS[optimizer], SERVER, *size)) == expected, workers
 
 
+@pytest.mark.parametrize("workers", [2, 8])  # four logical ranks a worker, and one, whose pushes overlap its backward
+def test_gradients_that_are_pushed_during_the_backward_pass_change_no_bit(train: Any, workers: int) -> None:
+    gpt = ("recipe=stdlib_lm", "recipe.context=32", "recipe.test_bytes=2000", "steps=4", "cluster.threads=1")
+    wide = (*gpt, "reproducibility=elastic", "batch_size=8", "strategy.bucket_mb=0.25")
+    expected = digests(train(*gpt, *wide[-3:-1], "strategy=single", "cluster.processes=1"))
+    servers = ("strategy.servers=2", f"cluster.processes={workers + 2}")
+    assert digests(train(*wide, SERVER, *servers)) == expected
+
+
 def test_clipping_and_three_workers_for_four_logical_ranks_change_no_bit(train: Any, single: Any) -> None:
     clipped = ("clip_norm=0.5", "nonfinite=skip")
     size = ("strategy.servers=2", "cluster.processes=4")

@@ -39,7 +39,6 @@ class Desk:
         self._timeout = timeout
         self._begun = threading.Event()
         self._changed = threading.Condition()
-        self._epochs = count(time.time_ns())  # later in each start of a server
         self._names: dict[str, int] = {}
         self._losses: dict[tuple[int, int], float] = {}
         self._recent: deque[float] = deque()
@@ -49,6 +48,7 @@ class Desk:
     def begin(self, clock: Clock) -> None:
         """Deal from this clock; who joined before has been waiting for it."""
         self._clock, self._recent = clock, deque(maxlen=clock.logical_ranks)
+        self._epochs = count(time.time_ns())  # later than those of whoever led before
         self._begun.set()
 
     # ------------------------------------------------------------ for connections

@@ -20,8 +20,11 @@ from worldsize.strategies.parameter_server.directory import EndedError
 from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
 from worldsize.strategies.parameter_server.frames import Operation, view
 from worldsize.strategies.parameter_server.layout import Bucket, Shard
+from worldsize.strategies.parameter_server.overlap import Overlap, Place
 from worldsize.strategies.parameter_server.rows import RowRule
 from worldsize.strategies.synchronous import autocast, metric_sums
+
+_OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent before a thread has begun
 
 
 @final
@@ -49,6 +52,8 @@ class Worker:
         # each worker begins with another server, so that they do not all wait for the same link
         self._order = [(world.rank + turn) % len(shards) for turn in range(len(shards))]
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
+        self._overlap = Overlap(self._parameters, shards) if nbytes >= _OVERLAPPED else None
         self._memory = [[(b.dtype, self._pieces(b, self._parameters)) for b in shard] for shard in shards]
 
     def _pieces(self, bucket: Bucket, tensors: Mapping[str, Tensor]) -> list[memoryview]:
@@ -97,6 +102,18 @@ class Worker:
         step, ranks = task["step"], task["ranks"]
         batches = [self._duty.micro_batch(step, rank) for rank in ranks]
         self._pull(links, step - 1 if self._gathers else 0)
+        if self._overlap and len(ranks) == 1 and (self._gathers or self._numerics.clip_norm is None):
+            losses = [self._overlapped(self._overlap, batches[0], links, step, ranks[0])]
+        else:
+            losses = self._summed(batches, links, step, ranks)
+        for link in links:
+            link.settle()
+        return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
+
+    def _summed(
+        self, batches: Sequence[Any], links: Sequence[ShardLink], step: int, ranks: Sequence[int]
+    ) -> list[Tensor]:
+        """Backward passes, whose gradients are pushed when they have been added up."""
         total, arrivals, losses, touched = self._duty.logical_ranks, Arrivals(self._duty.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
@@ -108,9 +125,17 @@ class Worker:
             self._push(links, dict(zip(self._parameters, gradients, strict=True)), step, width, node)
         for rank, rows in zip(ranks, touched, strict=True):
             self._tables.push(rows, step=step, width=total, node=rank)
-        for link in links:
-            link.settle()
-        return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
+        return losses
+
+    def _overlapped(self, overlap: Overlap, batch: Any, links: Sequence[ShardLink], step: int, rank: int) -> Tensor:
+        """One backward pass, during which gradients are pushed."""
+        part = {"step": step, "width": self._duty.logical_ranks, "node": rank}
+        overlap.begin(lambda place, gradients: self._send(links, place, gradients, part))
+        loss = self._backward(batch)
+        overlap.finish()
+        taken(self._parameters.values())
+        self._tables.push(self._tables.take(), **part)
+        return loss
 
     def _backward(self, batch: Any) -> Tensor:
         seed_generators(batch.seed, self._world.device)
@@ -128,17 +153,24 @@ class Worker:
     def _push(
         self, links: Sequence[ShardLink], gradients: Mapping[str, Tensor], step: int, width: int, node: int
     ) -> None:
-        gradients = {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}
         for turn, server in enumerate(self._order):
             self._duty.passes("push:next-server" if turn else "push:begin")
-            for table, bucket in enumerate(self._shards[server]):
-                dtype, payload = self._encoded(bucket, gradients)
-                links[server].push(table, dtype, payload, step=step, width=width, node=node)
+            for table in range(len(self._shards[server])):
+                self._send(links, (server, table), gradients, {"step": step, "width": width, "node": node})
 
-    def _encoded(self, bucket: Bucket, gradients: Mapping[str, Tensor]) -> tuple[torch.dtype, list[memoryview]]:
+    def _send(
+        self, links: Sequence[ShardLink], place: Place, gradients: Mapping[str, Tensor], part: Mapping[str, int]
+    ) -> None:
+        server, table = place
+        bucket = self._shards[server][table]
+        pieces = [piece.of(gradients[piece.name]).cpu().contiguous() for piece in bucket.pieces]
+        dtype, payload = self._encoded(bucket, pieces)
+        links[server].push(table, dtype, payload, **part)
+
+    def _encoded(self, bucket: Bucket, pieces: Sequence[Tensor]) -> tuple[torch.dtype, list[memoryview]]:
         if self._codec is None or self._feedback is None:
-            return bucket.dtype, self._pieces(bucket, gradients)
-        flat_n = torch.cat([piece.of(gradients[piece.name]).flatten() for piece in bucket.pieces])
+            return bucket.dtype, [view(piece) for piece in pieces]
+        flat_n = torch.cat([piece.flatten() for piece in pieces])
         return self._codec.dtype, [view(self._feedback.encode(bucket, flat_n))]
 
     def _pull(self, links: Sequence[ShardLink], step: int) -> None:
