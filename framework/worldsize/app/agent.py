@@ -27,7 +27,8 @@ from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Plan
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.launch.agents import Follower, Lead, Other, gather, reach, read_key
+from worldsize.launch.agents import Follower, Lead
+from worldsize.launch.meeting import Other, gather, reach, read_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.reproducibility.environment import capture_environment
 from worldsize.reproducibility.lock import RunLock
@@ -105,8 +106,7 @@ def agent(run: RunDirectory) -> int:
         )
     plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
     plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan
-    launcher = settings.launcher
-    assert isinstance(launcher, NodeLauncher), "others start no agents"
+    launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     waits = _waits(settings, launcher)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
-from worldsize.launch.agents import write_key
+from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
 

@@ -10,7 +10,7 @@ import torch
 
 from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Plan
-from worldsize.launch.node import Meeting, NodeLauncher
+from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import variables
 from worldsize.world.world import role_of
@@ -33,7 +33,7 @@ class Local(NodeLauncher):
             check_gpus(cluster.processes_per_node, torch.cuda.device_count())
 
     def launch(self, plan: Plan) -> Job:
-        return self.start_node(plan, Node(), Meeting.alone(plan, loopback(plan.cluster)))
+        return self.start_node(plan, Node(), Rendezvous.alone(plan, loopback(plan.cluster)))
 
     def describe(self, plan: Plan) -> str:
         lines = [

@@ -38,14 +38,14 @@ class NodeLauncher(Launcher):
     node_timeout: float = 10.0
     terminal_logs: bool = True
 
-    def start_node(self, plan: Plan, node: Node, meeting: Meeting) -> Gang:
+    def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous) -> Gang:
         """Start the processes of ``node``."""
         run = RunDirectory(plan.run_dir)
         gang = Gang(
             run,
             plan.roles,
-            partial(_start, plan, run, meeting),
-            meeting.folder,
+            partial(_start, plan, run, rendezvous),
+            rendezvous.folder,
             grace=self.grace,
             interrupt_grace=self.interrupt_grace,
             save_grace=self.save_grace,
@@ -53,14 +53,14 @@ class NodeLauncher(Launcher):
             max_restarts=self.max_restarts,
             leads=node.rank == 0,
         )
-        first = node.rank * meeting.local_size
-        for rank in range(first, first + meeting.local_size):
+        first = node.rank * rendezvous.local_size
+        for rank in range(first, first + rendezvous.local_size):
             gang.add(*role_of(rank, plan.roles))
         return gang
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How the processes of a node meet the others. ``folder`` is private, and has the heartbeats of this node's."""
 
     folder: Path
@@ -70,10 +70,10 @@ class Meeting:
     address: str = "127.0.0.1"  # of this node, as the others reach it
 
     @staticmethod
-    def alone(plan: Plan, variables: Mapping[str, str]) -> Meeting:
+    def alone(plan: Plan, variables: Mapping[str, str]) -> Rendezvous:
         """Of a run on one host: no port is opened."""
         folder = private_folder()
-        return Meeting(folder, plan.world_size, f"file://{folder}/store", variables)
+        return Rendezvous(folder, plan.world_size, f"file://{folder}/store", variables)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
         local = rank % self.local_size if rank < plan.world_size else rank
@@ -85,13 +85,13 @@ def private_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="worldsize_"))  # mode 0700: only this user can join the run
 
 
-def _start(plan: Plan, run: RunDirectory, meeting: Meeting, role: str, rank: int, starts: int) -> Member:
-    placement = replace(meeting.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
+def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
+    placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     log = run.log(role, rank)
     log.parent.mkdir(exist_ok=True)
     run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt
     assert placement.heartbeat is not None
-    environment = {**meeting.variables, **plan.environment, **plan.secrets, **placement.variables()}
+    environment = {**rendezvous.variables, **plan.environment, **plan.secrets, **placement.variables()}
     process: BaseProcess = get_context("fork").Process(
         target=_body, args=(run, placement, log, environment, os.getpid())
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
-from worldsize.launch.agents import write_key
+from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
 from worldsize.world.preemption import PREEMPTED
@@ -29,6 +29,8 @@ _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
 @dataclass(frozen=True)
 class SkyPilot(NodeLauncher):
     """One agent a node of a managed job; its run folder is in ``checkpoint_bucket``, mounted at ``mount``.
+
+    A path instead of a bucket is a folder that all nodes share.
 
     ``accelerators``, ``infra``, ``spot`` and others as in SkyPilot's resources. ``job_recovery``: its strategy, or
     what SkyPilot takes there; ``spot_recovery`` is its old name. ``setup``: shell lines that rebuild the environment
@@ -98,7 +100,8 @@ class SkyPilot(NodeLauncher):
         return _Launched(self, [name])
 
     def describe(self, plan: Plan) -> str:
-        run = Path(self.mount if self.checkpoint_bucket else "~/runs", *plan.run_dir.parts[-2:])
+        shared = self.checkpoint_bucket is not None and self.checkpoint_bucket.startswith("/")
+        root = self.checkpoint_bucket if shared else self.mount if self.checkpoint_bucket else "~/runs"
         return filled(
             "skypilot.yaml.j2",
             run_id=plan.run_dir.name,
@@ -108,14 +111,14 @@ class SkyPilot(NodeLauncher):
             resources=self._resources(),
             run_files=_RUN_FILES,
             run_dir=str(plan.run_dir),
-            bucket=self.checkpoint_bucket,
+            bucket=None if shared else self.checkpoint_bucket,
             bucket_mode=self.bucket_mode,
             mount=self.mount,
             variables=dict(plan.environment),
             secrets=list(plan.secrets),
             setup=self.setup or ["command -v uv || pip install uv", "uv sync --locked"],
             python=self.python or "uv run --locked python",
-            run=run,
+            run=Path(str(root), *plan.run_dir.parts[-2:]),
         )
 
     def _resources(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
 from worldsize.errors import WorldsizeError
-from worldsize.launch.agents import write_key
+from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
 

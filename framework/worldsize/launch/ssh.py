@@ -19,7 +19,7 @@ from typing import IO, Any, final
 
 from worldsize.config.places import bundle
 from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
-from worldsize.launch.agents import write_key
+from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.world.preemption import SIGNALS
 

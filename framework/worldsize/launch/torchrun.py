@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.core import Cluster, ConfigError, Job, Launcher, Outcome, Plan
+from worldsize.launch.meeting import write_key
 from worldsize.world.environments import port_of
 
 
 @final
 @dataclass(frozen=True)
 class Torchrun(Launcher):
-    """Prints the command for each node. ``first``: address of the first; ``port``: at which they meet."""
+    """Prints the command for each node: torchrun, or an agent where roles differ.
+
+    ``first``: address of the first; ``port``: at which they meet.
+    """
 
     first: str = "FIRST_HOST"
     port: int | None = None
@@ -26,24 +30,29 @@ class Torchrun(Launcher):
             raise ConfigError(f"cluster.nodes={cluster.nodes} must be 1 or more.")
 
     def launch(self, plan: Plan) -> Job:
-        if any(role.serves for role in plan.roles.values()):
-            raise ConfigError(
-                "torchrun starts all processes alike, and this strategy has servers. Start `worldsize agent RUN` on "
-                "each host instead, or use cluster=ssh or slurm."
-            )
+        write_key(plan.run_dir)
         print(self.describe(plan))
         return _ByHand()
 
     def describe(self, plan: Plan) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
-        worker = ["-m", "worldsize.worker", str(plan.run_dir)]
-        lines = []
-        for node in range(plan.cluster.nodes):
-            words = ["torchrun", *self._meeting(plan, node), f"--max-restarts={self.max_restarts}", *worker]
-            lines.append(f"# on node {node}\n{' '.join(variables)}{' ' if variables else ''}{shlex.join(words)}")
-        return "\n".join(lines)
+        commands = [" ".join([*variables, *self._command(plan, node)]) for node in range(plan.cluster.nodes)]
+        return "\n".join(f"# on node {node}\n{command}" for node, command in enumerate(commands))
 
-    def _meeting(self, plan: Plan, node: int) -> list[str]:
+    def _command(self, plan: Plan, node: int) -> list[str]:
+        """torchrun; or, since that starts all processes alike, an agent where the strategy has servers."""
+        if any(role.serves for role in plan.roles.values()):
+            place = [
+                f"WORLDSIZE_NODES={plan.cluster.nodes}",
+                f"WORLDSIZE_NODE_RANK={node}",
+                f"WORLDSIZE_FIRST={self.first}",
+            ]
+            return [*place, "worldsize", "agent", shlex.quote(str(plan.run_dir))]
+        worker = ["-m", "worldsize.worker", str(plan.run_dir)]
+        words = ["torchrun", *self._rendezvous(plan, node), f"--max-restarts={self.max_restarts}", *worker]
+        return [shlex.quote(word) for word in words]
+
+    def _rendezvous(self, plan: Plan, node: int) -> list[str]:
         size = f"--nproc-per-node={plan.cluster.processes_per_node}"
         if plan.cluster.nodes == 1:
             return ["--standalone", size]
