@@ -173,6 +173,7 @@ def test_a_reclaimed_run_goes_on_from_the_bucket_on_fresh_hosts(
     [
         (("cluster.checkpoint_bucket=null",), "a run that is reclaimed begins anew"),
         (("cluster.checkpoint_bucket=mine",), "is no bucket; one is s3://NAME"),
+        (("cluster.checkpoint_bucket=/proc/mine",), "is no folder that we may write"),
         (("cluster.bucket_mode=COPY",), "Known: MOUNT, MOUNT_CACHED"),
         (("cluster.accelerators=A100:four",), "not of the form NAME:COUNT"),
         (("cluster.job_recovery=FAILOVER", "cluster.spot_recovery=FAILOVER"), "the old name of cluster.job_recovery"),

@@ -76,8 +76,13 @@ def _begin_with(source: Path, run: Path) -> None:
     """Make the run folder, unless it is there: of several hosts one is the first."""
     if (run / "config.yaml").exists():
         return
-    run.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=run.parent, prefix=".begin_"))
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=run.parent, prefix=".begin_"))
+    except OSError as error:
+        raise ConfigError(
+            f"{run.parent} cannot be written: {error}. Is the bucket or volume mounted, and ours?"
+        ) from error
     for file in source.iterdir():
         if file.is_file():
             shutil.copyfile(file, draft / file.name)

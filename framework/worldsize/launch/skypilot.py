@@ -73,6 +73,8 @@ class SkyPilot(NodeLauncher):
             )
         if self.checkpoint_bucket is not None and not _BUCKET.fullmatch(self.checkpoint_bucket):
             raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no bucket; one is s3://NAME.")
+        if str(self.checkpoint_bucket).startswith("/") and not os.access(str(self.checkpoint_bucket), os.W_OK):
+            raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no folder that we may write.")
         if self.bucket_mode not in ("MOUNT", "MOUNT_CACHED"):
             raise ConfigError(f"cluster.bucket_mode={self.bucket_mode!r} is unknown. Known: MOUNT, MOUNT_CACHED.")
         if self.bucket_mode == "MOUNT_CACHED":
