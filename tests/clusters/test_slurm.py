@@ -64,10 +64,11 @@ def test_two_nodes_train_to_the_bits_of_the_laptop(slurm: Slurm, train: Any, lap
 
 
 def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(slurm: Slurm, train: Any, laptop: Any) -> None:
-    limit = ("cluster.time=00:01:00", "launcher.signal_before=48")
-    run = train(*DIGITS, *ON_SLURM, *limit, "steps=250", SLOW, **slurm.environment)
+    limit = ("cluster.time=00:01:00", "launcher.signal_before=45")
+    slow_at_first = "faults=[{action: sleep, seconds: 0.2}]"
+    run = train(*DIGITS, *ON_SLURM, *limit, "steps=250", slow_at_first, **slurm.environment)
     assert "submitted" in run.output
-    slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=120)
+    slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=240)
     found = reasons(run.folder)
     assert found[0] == "preempted"
     assert found[-1] == "completed"

@@ -37,8 +37,7 @@ class Lead(NodeLauncher):
 
     def launch(self, plan: Plan) -> Job:
         if not self.others:
-            address = "127.0.0.1"
-            return self.start_node(plan, self.node, Rendezvous.alone(plan, _network(plan, address)))
+            return self.start_node(plan, self.node, Rendezvous.alone(plan))
         address = address_towards(self.node.first or "")
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]

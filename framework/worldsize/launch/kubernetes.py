@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
-from worldsize.launch.meeting import write_key
+from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.launch.meeting import read_key, write_key
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.submitted import Submitted, job_name
 from worldsize.launch.templates import filled
 
 _RUN_FILES = "/etc/worldsize/run"
@@ -71,11 +71,11 @@ class Kubernetes(NodeLauncher):
             raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
         write_key(plan.run_dir)
         files = {name: (plan.run_dir / name).read_text() for name in _FILES}
-        keys = {"agents.key": (plan.run_dir / "agents.key").read_text()}
+        keys = {"agents.key": read_key(plan.run_dir).decode()}
         secrets = {**keys, **({"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {})}
         jobset = self._has_jobsets()
         self._ask("apply", "-f", "-", text=self._manifests(plan, files, secrets, jobset=jobset))
-        return _Applied(self, [f"{'jobset' if jobset else 'job'}/{_name(plan)}"])
+        return Submitted(self, [f"{'jobset' if jobset else 'job'}/{job_name(plan)}"])
 
     def describe(self, plan: Plan) -> str:
         hidden = {"agents.key": "(made when it is launched)"}
@@ -104,7 +104,7 @@ class Kubernetes(NodeLauncher):
         return done.stdout
 
     def _manifests(self, plan: Plan, files: Mapping[str, str], secrets: Mapping[str, str], *, jobset: bool) -> str:
-        name, parts = _name(plan), _parts(plan)
+        name, parts = job_name(plan), _parts(plan)
         run = Path(self.run_root, *plan.run_dir.parts[-2:])
         first = f"{name}-{parts[0][0]}-0-0.{name}" if jobset else f"{name}-0.{name}"
         place = {"WORLDSIZE_NODES": str(plan.cluster.nodes), "WORLDSIZE_FIRST": first}
@@ -133,12 +133,6 @@ class Kubernetes(NodeLauncher):
         )
 
 
-def _name(plan: Plan) -> str:
-    """Of everything that belongs to the run; at most 40 characters that a host's name may have."""
-    words = re.sub("[^a-z0-9]+", "-", f"{plan.run_dir.parts[-2]}-{plan.run_dir.name}".lower())
-    return "ws-" + words[-37:].strip("-")
-
-
 def _parts(plan: Plan) -> list[tuple[str, int, int]]:
     """Jobs of the set: role, nodes, and nodes before it; one job for all where a node has several roles."""
     size = plan.cluster.processes_per_node
@@ -149,17 +143,3 @@ def _parts(plan: Plan) -> list[tuple[str, int, int]]:
         parts.append((name, role.processes // size, before))
         before += role.processes // size
     return parts
-
-
-@final
-@dataclass
-class _Applied(Job):
-    launcher: Kubernetes
-    ids: Sequence[str] = ()
-
-    def wait(self) -> Outcome:
-        return Outcome("submitted", 0)
-
-    def cancel(self) -> None:
-        for job in self.ids:
-            self.launcher.cancel(job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import final
 
@@ -12,7 +11,6 @@ from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Plan
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
-from worldsize.world.interfaces import variables
 from worldsize.world.world import role_of
 
 
@@ -33,7 +31,7 @@ class Local(NodeLauncher):
             check_gpus(cluster.processes_per_node, torch.cuda.device_count())
 
     def launch(self, plan: Plan) -> Job:
-        return self.start_node(plan, Node(), Rendezvous.alone(plan, loopback(plan.cluster)))
+        return self.start_node(plan, Node(), Rendezvous.alone(plan))
 
     def describe(self, plan: Plan) -> str:
         lines = [
@@ -43,8 +41,3 @@ class Local(NodeLauncher):
             role, role_rank = role_of(rank, plan.roles)
             lines.append(f"  [{role} {role_rank}] RANK={rank} python -m worldsize.worker {plan.run_dir}")
         return "\n".join(lines)
-
-
-def loopback(cluster: Cluster) -> dict[str, str]:
-    """All ranks are on this machine: no port of theirs needs to be seen from outside."""
-    return variables(cluster.backend, cluster.interface or "lo") if sys.platform == "linux" else {}

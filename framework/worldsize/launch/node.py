@@ -19,6 +19,7 @@ from worldsize.core import Launcher, Plan
 from worldsize.launch.gang import Gang, Member
 from worldsize.run_directory import RunDirectory
 from worldsize.world.environments import Node, Placement
+from worldsize.world.interfaces import variables
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 from worldsize.world.world import role_of, role_ranks
@@ -70,10 +71,12 @@ class Rendezvous:
     address: str = "127.0.0.1"  # of this node, as the others reach it
 
     @staticmethod
-    def alone(plan: Plan, variables: Mapping[str, str]) -> Rendezvous:
-        """Of a run on one host: no port is opened."""
-        folder = private_folder()
-        return Rendezvous(folder, plan.world_size, f"file://{folder}/store", variables)
+    def alone(plan: Plan) -> Rendezvous:
+        """Of a run on one host: none of its ports needs to be seen from outside."""
+        folder, cluster = private_folder(), plan.cluster
+        interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
+        network = variables(cluster.backend, interface, cluster.hca)
+        return Rendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
         local = rank % self.local_size if rank < plan.world_size else rank

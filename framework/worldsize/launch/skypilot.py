@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.core import Cluster, ConfigError, Job, Plan
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.submitted import Submitted, job_name
 from worldsize.launch.templates import filled
 from worldsize.world.preemption import PREEMPTED
 
@@ -93,13 +94,13 @@ class SkyPilot(NodeLauncher):
         write_key(plan.run_dir)
         task = plan.run_dir / TASK
         task.write_text(self.describe(plan))
-        name = _name(plan)
+        name = job_name(plan)
         how = ["jobs", "launch", "--name", name] if self.managed else ["launch", "--cluster", name]
         secrets = [word for key in plan.secrets for word in ("--secret", key)]
         command = [*self.sky, *how, "--yes", "--detach-run", *secrets, str(task)]
         if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # it shows the cost
             raise ConfigError(f"SkyPilot refuses the task, as it says above. The task is in {task}.")
-        return _Launched(self, [name])
+        return Submitted(self, [name])
 
     def describe(self, plan: Plan) -> str:
         shared = self.checkpoint_bucket is not None and self.checkpoint_bucket.startswith("/")
@@ -107,7 +108,7 @@ class SkyPilot(NodeLauncher):
         return filled(
             "skypilot.yaml.j2",
             run_id=plan.run_dir.name,
-            name=_name(plan),
+            name=job_name(plan),
             nodes=plan.cluster.nodes,
             workdir=os.getcwd(),
             resources=self._resources(),
@@ -155,21 +156,3 @@ class SkyPilot(NodeLauncher):
         how = ["jobs", "cancel", "--name", job] if self.managed else ["cancel", "--all", job]
         if subprocess.run([*self.sky, *how, "--yes"], check=False).returncode:
             raise ConfigError(f"SkyPilot does not cancel {job}, as it says above.")
-
-
-def _name(plan: Plan) -> str:
-    return "ws-" + re.sub("[^a-z0-9]+", "-", f"{plan.run_dir.parts[-2]}-{plan.run_dir.name}".lower())[-37:].strip("-")
-
-
-@final
-@dataclass
-class _Launched(Job):
-    launcher: SkyPilot
-    ids: Sequence[str] = ()
-
-    def wait(self) -> Outcome:
-        return Outcome("submitted", 0)
-
-    def cancel(self) -> None:
-        for job in self.ids:
-            self.launcher.cancel(job)

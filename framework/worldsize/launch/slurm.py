@@ -7,19 +7,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.core import Cluster, ConfigError, Job, Plan
 from worldsize.errors import WorldsizeError
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.submitted import Submitted
 from worldsize.launch.templates import filled
 
-_POLL = 0.5  # seconds
 _PATIENCE = 60.0  # seconds for one of Slurm's commands
 SCRIPT = "slurm.sh"
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -78,7 +77,7 @@ class Slurm(NodeLauncher):
             (plan.run_dir / SCRIPT).symlink_to(script)
         job = _told(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
         names = [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
-        return _Submitted(self.wait, names)
+        return Submitted(self, names, self.wait)
 
     def describe(self, plan: Plan) -> str:
         return self._script(plan.cluster, [plan])
@@ -102,7 +101,7 @@ class Slurm(NodeLauncher):
         return filled(
             "slurm.sh.j2",
             options=self._options(cluster, plans, folder),
-            run_id="s ".join(plan.run_dir.name for plan in plans[:1]) + (" and others" if array else ""),
+            run_id=plans[0].run_dir.name + (" and others" if array else ""),
             setup=self.setup,
             folder=shlex.quote(os.getcwd()),
             variables=[(name, shlex.quote(value)) for name, value in plans[0].environment.items()],
@@ -135,34 +134,6 @@ class Slurm(NodeLauncher):
         flags = [("exclusive", None)] if self.exclusive else []
         given = [(name, value) for name, value in named.items() if value is not None]
         return [*given, ("requeue", None), *flags, *self.options.items()]
-
-
-@final
-@dataclass
-class _Submitted(Job):
-    waits: bool
-    ids: Sequence[str] = ()
-
-    def wait(self) -> Outcome:
-        """Until the job has ended, if that is wanted; what became of the run stands in its folder."""
-        while self.waits and any(_is_alive(job) for job in self.ids):
-            time.sleep(_POLL)
-        return Outcome("ended" if self.waits else "submitted", 0)
-
-    def cancel(self) -> None:
-        for job in self.ids:
-            _told(["scancel", job])
-
-
-def _is_alive(job: str) -> bool:
-    shown = subprocess.run(
-        ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job],
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE,
-        check=False,
-    )
-    return shown.returncode == 0 and bool(shown.stdout.strip()) and not shown.stdout.startswith(_OVER)
 
 
 def _told(command: Sequence[str], script: str | None = None, environment: Mapping[str, str] | None = None) -> str:

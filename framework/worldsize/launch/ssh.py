@@ -52,7 +52,7 @@ class Ssh(NodeLauncher):
                 raise ConfigError(f"{tool} is not found on this machine. Install it, or choose another cluster.")
         if cluster.nodes != len(self.hosts_named):
             raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts_named)}.")
-        refusals = [said for said in self._everywhere(lambda host: self._refusal(host)) if said]
+        refusals = [said for said in self._everywhere(self._refusal) if said]
         if refusals:
             raise ConfigError(f"{'; '.join(refusals)}. Try `ssh HOST true` by hand; nothing was started.")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from worldsize.core import Cluster, ConfigError, Job, Launcher, Outcome, Plan
+from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
 from worldsize.launch.meeting import write_key
+from worldsize.launch.submitted import Submitted
 from worldsize.world.environments import port_of
 
 
@@ -32,7 +32,7 @@ class Torchrun(Launcher):
     def launch(self, plan: Plan) -> Job:
         write_key(plan.run_dir)
         print(self.describe(plan))
-        return _ByHand()
+        return Submitted(self)
 
     def describe(self, plan: Plan) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
@@ -59,14 +59,3 @@ class Torchrun(Launcher):
         end = f"{self.first}:{self.port or port_of(plan.run_dir.name)}"
         named = [f"--rdzv-endpoint={end}", f"--rdzv-id={plan.run_dir.name}", f"--node-rank={node}"]
         return [f"--nnodes={plan.cluster.nodes}", size, "--rdzv-backend=c10d", *named]
-
-
-@final
-class _ByHand(Job):
-    ids: Sequence[str] = ()
-
-    def wait(self) -> Outcome:
-        return Outcome("submitted", 0)
-
-    def cancel(self) -> None:
-        """Whoever started it ends it."""

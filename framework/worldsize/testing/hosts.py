@@ -79,16 +79,6 @@ class Hosts:
                         found.append(pid)
         return found
 
-    def sent(self, host: int) -> int:
-        """Bytes that a host has sent since it began."""
-        done = subprocess.run(
-            self.on(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(done.stdout)
-
     def kill(self, host: int) -> None:
         """End every process of a host at once."""
         listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)

@@ -17,7 +17,7 @@ from worldsize.world.interfaces import address_towards
 Environ = Mapping[str, str]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that the kernel hands out by itself
 
 
@@ -112,8 +112,9 @@ def _openmpi(environ: Environ) -> Placement:
 
 
 def _slurm(environ: Environ) -> Placement:
-    *numbers, _ = _numbers({**environ, _SLURM[3]: "1"}, _SLURM)
-    spread = _expanded_counts(environ.get(_SLURM[3]) or environ.get("SLURM_TASKS_PER_NODE") or str(numbers[1]))
+    numbers = _numbers(environ, _SLURM)
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(numbers[1])
+    spread = _expanded_counts(counts)
     if len(set(spread)) > 1:
         raise ConfigError(f"Slurm spreads the tasks unevenly over the nodes: {spread}. Set --ntasks-per-node.")
     return _placed([*numbers, spread[0]], _store(environ, environ.get("SLURM_JOB_ID", "slurm")))

@@ -132,12 +132,6 @@ def view(tensor: Tensor) -> memoryview:
     return data
 
 
-def room(dtype: torch.dtype, *shape: int) -> tuple[Tensor, memoryview]:
-    """An empty tensor, and its bytes to receive into."""
-    tensor = torch.empty(shape, dtype=dtype)
-    return tensor, view(tensor)
-
-
 def message(operation: Operation, facts: Any) -> tuple[Header, list[memoryview]]:
     """A frame that carries JSON."""
     data = json.dumps(facts).encode()

@@ -28,6 +28,7 @@ class Overlap:
             for server, shard in enumerate(shards)
             for table, bucket in enumerate(shard)
         }
+        self._places = {name: [place for place, names in self._names.items() if name in names] for name in parameters}
         self._missing: dict[Place, set[str]] = {}
         self._queue: SimpleQueue[Place | None] = SimpleQueue()
         self._error: Exception | None = None
@@ -56,11 +57,13 @@ class Overlap:
             raise error
 
     def _arrived(self, name: str, _: Tensor) -> None:
-        for place in [place for place, names in self._missing.items() if name in names]:
-            self._missing[place].remove(name)
-            if not self._missing[place]:
-                del self._missing[place]
-                self._queue.put(place)
+        for place in self._places[name]:
+            names = self._missing.get(place, set())
+            if name in names:
+                names.remove(name)
+                if not names:
+                    del self._missing[place]
+                    self._queue.put(place)
 
     def _work(self) -> None:
         try:
