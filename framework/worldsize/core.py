@@ -21,6 +21,7 @@ Batch = Any
 Precision = Literal["fp32", "bf16", "fp16"]
 Nonfinite = Literal["stop", "skip", "ignore"]
 Reduction = Literal["flat", "ordered"]  # torch's own sums, or the fixed tree of logical ranks
+TensorStyle = Literal["column", "row"]
 Emit = Callable[["Event"], None]
 
 __all__ = ["ConfigError", "NonfiniteLossError", "WorldsizeError"]  # raised by what these contracts promise
@@ -148,6 +149,24 @@ class Recipe(ABC):
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Each metric as (sum, count) over the batch, so that any grouping of batches adds up exactly."""
 
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated parts of ``model`` in order of use, such as transformer layers: units of sharding and of
+        activation checkpointing.
+        """
+        return ()
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """``model`` as a chain, for pipelines: the first takes what ``loss`` gives to the model, each further one
+        what the one before returns (one tensor), the last returns what the model does. Parameters may be shared.
+        """
+        return ()
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        """How tensor parallelism divides modules, by name: a linear layer by its output ("column") or input features
+        ("row", after "column").
+        """
+        return {}
+
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
         """Lines to show at the end of a run, from the trained model's state."""
         return []
@@ -242,7 +261,12 @@ class Replica(ABC):
 
     @abstractmethod
     def state(self) -> StateDict:
-        """``model``, ``optimizer`` ...; the model's keys are those of ``recipe.model()``, whatever wraps it."""
+        """``model``, ``optimizer`` ...; the model's keys are those of ``recipe.model()``, whatever wraps it.
+
+        The same names, shapes and plain values on every rank. A tensor may be a DTensor; one on the meta device is
+        held by other ranks. Part ``strategy``, if there is one, is what only this strategy at this world size can
+        use: it is loaded where it fits, and left as it was built elsewhere.
+        """
 
     @abstractmethod
     def load(self, state: StateDict) -> None: ...
@@ -297,6 +321,19 @@ class Strategy(ABC):
     @abstractmethod
     def replica(self, recipe: Recipe, world: World) -> Replica:
         """The live replica of the process that ``world`` describes."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Logical ranks that each part of the data has, unless the run says how many there are."""
+        return 1
+
+    def data_parallel(self, cluster: Cluster) -> int:
+        """Parts that the data of a step are divided into: one a worker, unless several share a model."""
+        return self.roles(cluster)["worker"].processes
+
+    def data_rank(self, world: World) -> int:
+        """Which of these parts this process trains."""
+        return world.rank
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
         """In the launching process, before each start: put what only members may have into ``Duty.folder``."""

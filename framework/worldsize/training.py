@@ -14,6 +14,7 @@ from typing import Any, final
 
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.save import Saver
+from worldsize.collectives.whole import whole
 from worldsize.config.settings import Settings
 from worldsize.core import (
     CheckpointSaved,
@@ -104,7 +105,7 @@ class Training:
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
-        model = replica.state()["model"]  # of every rank: sharded state is gathered
+        model = whole(replica.state()["model"], self._world)
         summary = self._result(model) if self._world.rank == 0 else {}
         if summary:
             self._run.result.write_text(json.dumps(summary, indent=2) + "\n")
@@ -134,7 +135,8 @@ class Training:
 
     def _fit(self, replica: Replica, first: Position, heartbeat: Heartbeat | None) -> Position:
         settings, world = self._settings, self._world
-        recipe, order = settings.recipe, settings.order(world.rank, world.size)
+        part = world if self._leads else settings.data_part(world)
+        recipe, order = settings.recipe, settings.order(part.rank, part.size)
         batches: Iterable[list[MicroBatch]] = repeat([])
         test: Any = ()
         if not self._leads:
@@ -143,7 +145,7 @@ class Training:
 
         def evaluation() -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")
-            return evaluate(replica, test, world, batch_size=settings.evaluate_batch_size)
+            return evaluate(replica, test, part, batch_size=settings.evaluate_batch_size)
 
         return fit(
             replica,

@@ -39,45 +39,59 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.depth))
         self.norm = nn.RMSNorm(sizes.width)
-        cosine, sine = rotations(sizes.context, sizes.width // sizes.heads)
-        self.register_buffer("cosine", cosine, persistent=False)
-        self.register_buffer("sine", sine, persistent=False)
         self.apply(_initialise)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         hidden_btw = self.embedding(tokens_bt)
-        time = tokens_bt.shape[1]
-        rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
         for block in self.blocks:
-            hidden_btw = block(hidden_btw, rotation)
+            hidden_btw = block(hidden_btw)
+        return F.linear(self.norm(hidden_btw), self.embedding.weight)
+
+
+class Logits(nn.Module):
+    """What a :class:`GPT` does after its last block, as a layer of its own."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.norm, self.embedding = gpt.norm, gpt.embedding
+
+    def forward(self, hidden_btw: Tensor) -> Tensor:
         return F.linear(self.norm(hidden_btw), self.embedding.weight)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and a four times wider GELU layer, each added to the residual stream."""
+    """Pre-norm attention and a four times wider GELU layer, each added to the residual stream.
+
+    The projection's outputs are ordered by head, so that a contiguous part of them is the whole of some heads.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.heads, self.dropout = sizes.heads, sizes.dropout
+        self.head_size, self.dropout = sizes.width // sizes.heads, sizes.dropout
         self.attention_norm = nn.RMSNorm(sizes.width)
         self.query_key_value = nn.Linear(sizes.width, 3 * sizes.width, bias=False)
         self.attention_out = nn.Linear(sizes.width, sizes.width, bias=False)
         self.mlp_norm = nn.RMSNorm(sizes.width)
         self.mlp_in = nn.Linear(sizes.width, 4 * sizes.width, bias=False)
         self.mlp_out = nn.Linear(4 * sizes.width, sizes.width, bias=False)
+        cosine, sine = rotations(sizes.context, self.head_size)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
 
-    def forward(self, hidden_btw: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        hidden_btw = hidden_btw + self._drop(self._attend(self.attention_norm(hidden_btw), rotation))
+    def forward(self, hidden_btw: Tensor) -> Tensor:
+        hidden_btw = hidden_btw + self._drop(self._attend(self.attention_norm(hidden_btw)))
         return hidden_btw + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
 
-    def _attend(self, hidden_btw: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        batch, time, width = hidden_btw.shape
-        projected = self.query_key_value(hidden_btw).view(batch, time, 3, self.heads, width // self.heads)
-        query_bhtd, key_bhtd, value_bhtd = projected.permute(2, 0, 3, 1, 4)
+    def _attend(self, hidden_btw: Tensor) -> Tensor:
+        """With as many heads as the projection gives: under tensor parallelism a part of them."""
+        batch, time, _ = hidden_btw.shape
+        rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
+        projected = self.query_key_value(hidden_btw).view(batch, time, -1, 3, self.head_size)
+        query_bhtd, key_bhtd, value_bhtd = projected.permute(3, 0, 2, 1, 4)
         mixed_bhtd = F.scaled_dot_product_attention(
             rotate(query_bhtd, rotation), rotate(key_bhtd, rotation), value_bhtd, is_causal=True
         )
-        attended_btw: Tensor = self.attention_out(mixed_bhtd.transpose(1, 2).reshape(batch, time, width))
+        attended_btw: Tensor = self.attention_out(mixed_bhtd.transpose(1, 2).flatten(2))
         return attended_btw
 
     def _drop(self, hidden: Tensor) -> Tensor:

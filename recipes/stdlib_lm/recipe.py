@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.stdlib_lm.corpus import IGNORED, Windows, read, sources
-from recipes.stdlib_lm.gpt import GPT, Sizes
-from worldsize.core import Recipe
+from recipes.stdlib_lm.gpt import GPT, Block, Logits, Sizes
+from worldsize.core import Recipe, TensorStyle
 
 
 @final
@@ -65,6 +65,21 @@ class StdlibLM(Recipe):
         logits = model(inputs_bt).float().flatten(0, 1)
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
         return {"bits_per_byte": (nats / math.log(2), (targets_bt != IGNORED).sum())}
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(model, GPT)
+        return list(model.blocks)
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(model, GPT)
+        return [model.embedding, *model.blocks, Logits(model)]
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        """Each rank holds some heads, and some features of the wide layer."""
+        styles: dict[str, TensorStyle] = {"query_key_value": "column", "attention_out": "row"}
+        styles |= {"mlp_in": "column", "mlp_out": "row"}
+        blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
+        return {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
 
     def files(self) -> Mapping[str, Path]:
         return sources()

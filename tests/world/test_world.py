@@ -66,18 +66,16 @@ def test_processes_of_a_node_share_its_cores() -> None:
     assert threads_per_process(cores * 3) == 1
 
 
-def test_two_nodes_have_a_group_each_and_a_group_of_leaders() -> None:
+def test_two_nodes_have_a_group_each_and_each_local_rank_a_group_across_them() -> None:
     def members(world: World) -> dict[str, list[int]]:
-        return {name: dist.get_process_group_ranks(group) for name, group in world.groups.items() if world_in(group)}
-
-    def world_in(group: dist.ProcessGroup) -> bool:
-        return dist.get_rank(group) >= 0
+        return {name: dist.get_process_group_ranks(group) for name, group in world.groups.items()}
 
     first, second, third, fourth = run_in_worlds(members, 4, local_size=2)
     assert first["all"] == first["worker"] == [0, 1, 2, 3]
     assert (first["node"], second["node"]) == ([0, 1], [0, 1])
     assert (third["node"], fourth["node"]) == ([2, 3], [2, 3])
-    assert first["leaders"] == third["leaders"] == [0, 2]
+    assert first["across"] == third["across"] == [0, 2]
+    assert second["across"] == fourth["across"] == [1, 3]
 
 
 SLURM = {

@@ -60,11 +60,14 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
 
     A tensor of the template that has no rows is given back with as many as were saved.
 
-    Top-level parts of the state named in ``ignore`` stay as the template has them.
+    Top-level parts of the state named in ``ignore`` stay as the template has them; so does what a strategy keeps for
+    itself (part ``strategy``) where it was saved by another one or at another world size. Tensors on the meta device
+    are other ranks' and stay there.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ; nothing has been written then.
     """
+    ignore = [*ignore, *_unfit(checkpoint, template)]
     tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
     saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
     tensors = {name: _sized(tensor, saved.get(name)) for name, tensor in tensors.items()}
@@ -74,11 +77,20 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
             f"{checkpoint.path} holds another model or optimizer: {'; '.join(differences[:_SHOWN])}{more}. "
             "Resume with the run's own configuration, or leave a part out with checkpoint.ignore=[optimizer]."
         )
-    state_dict_loader.load(tensors, storage_reader=Reader(checkpoint), no_dist=True)
+    held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    state_dict_loader.load(held, storage_reader=Reader(checkpoint), no_dist=True)
     kept = {part: child for part, child in template.items() if part in ignore}
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
     state: StateDict = join(values, tensors)
     return {**state, **kept}
+
+
+def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
+    """The part that only a strategy itself can use, if it was not this one, or its shapes are others."""
+    now, _ = split({part: child for part, child in template.items() if part == "strategy"})
+    then = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith("strategy/")}
+    fits = ("strategy" in template) == ("strategy" in checkpoint.values)
+    return [] if fits and not any(_differences(then, now)) else ["strategy"]
 
 
 def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
@@ -26,6 +26,7 @@ from worldsize.checkpoints.format import folder_name, read, sync_folder, verify
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
+from worldsize.collectives.whole import holders
 from worldsize.core import CheckpointSaved, StateDict, World
 from worldsize.errors import CheckpointError
 
@@ -56,6 +57,7 @@ class Saver:
         self._root, self._world, self._group = root, world, group
         self._keep, self._facts, self._finite, self._at = keep, facts, finite, at
         self._buffers: dict[str, Tensor] = {}
+        self._holders: dict[str, list[int]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._pending: Future[CheckpointSaved | None] | None = None
 
@@ -68,7 +70,9 @@ class Saver:
         ended = self.finish()
         self._at("checkpoint:begin")
         tensors, values = split(state)
-        mine = self._copied(dict(_shares(tensors, self._world)))
+        if self._holders.keys() != tensors.keys():
+            self._holders = holders(tensors, self._world)
+        mine = self._copied(dict(_shares(tensors, self._holders, self._world)))
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": {**self._facts, **facts}}
         self._pending = self._thread.submit(self._write, mine, head, step, _outline(tensors))
         return ended
@@ -177,15 +181,17 @@ def _reasons(error: BaseException) -> str:
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
 
 
-def _shares(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, Tensor]]:
-    """What this rank writes: its shards of sharded tensors, and its part, by bytes, of those that all ranks hold."""
+def _shares(
+    tensors: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]], world: World
+) -> Iterator[tuple[str, Tensor]]:
+    """What this rank writes: its shards of sharded tensors, and its part, by bytes, of those that several hold."""
     loads = [0] * world.size
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
         if isinstance(tensor, DTensor):
             yield name, tensor
             continue
-        least = loads.index(min(loads))
+        least = min(holders[name], key=lambda rank: (loads[rank], rank))
         loads[least] += tensor.nbytes
         if least == world.rank:
             yield name, tensor

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_targets
-from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Recipe, Role, Strategy
+from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Recipe, Role, Strategy, World
 from worldsize.engine.data import Order, logical_ranks_of
 from worldsize.engine.fit import Pace
 from worldsize.errors import neighbours
@@ -71,6 +71,10 @@ class Settings:
             save_at_end=saves["at_end"],
         )
 
+    def data_part(self, world: World) -> World:
+        """``world`` as the data see it: the part that this process trains, and of how many."""
+        return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
+
     def order(self, rank: int, size: int) -> Order:
         """The data order as seen by worker ``rank`` of ``size``."""
         mine = logical_ranks_of(rank, size, self.logical_ranks)
@@ -101,7 +105,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         logger=build(config["logger"], partial, allowed=allowed, key="logger") if config["logger"] else None,
         retention=build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep"),
         faults=Faults.parsed(config["faults"]),
-        logical_ranks=_logical_ranks(config, roles["worker"].processes),
+        logical_ranks=_logical_ranks(config, strategy.data_parallel(cluster), strategy.micro_batches),
     )
 
 
@@ -150,13 +154,13 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"launch={config['launch']!r} is unknown. Known: run, show, write.")
 
 
-def _logical_ranks(config: Mapping[str, Any], workers: int) -> int:
-    """Logical ranks of the run: as many as workers unless set; workers and batch must divide."""
-    total = config.get("logical_ranks") or workers
+def _logical_ranks(config: Mapping[str, Any], workers: int, each: int) -> int:
+    """Logical ranks of the run: ``each`` a data-parallel worker unless set; workers and batch must divide."""
+    total = config.get("logical_ranks") or workers * each
     batch: int = config["batch_size"]
     if total < 1 or total % workers:
         raise ConfigError(
-            f"{total} logical ranks do not divide over {workers} workers. "
+            f"{total} logical ranks do not divide over {workers} data-parallel workers. "
             f"Set logical_ranks to a multiple of {workers}, or cluster.processes to a divisor of {total}."
         )
     if batch % total:

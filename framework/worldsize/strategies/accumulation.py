@@ -30,6 +30,10 @@ class Accumulation(ABC):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         """Losses in the order of ``batches``; ``backward(batch, scale)`` adds a scaled gradient to ``.grad``."""
 
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """Scale the gradients so that their norm is at most ``limit``; the norm before, over all parameters."""
+        return nn.utils.clip_grad_norm_(parameters, limit)
+
     def resumed(self) -> None:  # noqa: B027 - most sums do not depend on what came before
         """The next step goes on where another process stopped, and has to sum as that one would have."""
 

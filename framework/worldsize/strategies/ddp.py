@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import Cluster, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
 from worldsize.strategies.accumulation import accumulation
+from worldsize.strategies.learning import Learning
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -38,7 +39,10 @@ class DDP(Strategy):
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options) if world.size > 1 else model
         sums = accumulation(self.reduce, module, world.group)
-        return SynchronousReplica(recipe, world, model=model, module=module, numerics=self.numerics, accumulation=sums)
+        learning = Learning.of(recipe, model)
+        return SynchronousReplica(
+            recipe, world, learning=learning, numerics=self.numerics, accumulation=sums, module=module
+        )
 
 
 def replicated(model: nn.Module, world: World, **options: Any) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -13,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from worldsize.core import Recipe, StateDict
 
 
-@final
 @dataclass(frozen=True)
 class Learning:
     """What a recipe trains, on one device."""
@@ -31,12 +29,18 @@ class Learning:
         """Optimizer state by the names of the model's parameters, so that any world size and strategy can load it."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "optimizer": self.optimizer_state(),
             "schedule": self.schedule.state_dict() if self.schedule is not None else {},
         }
 
     def load(self, state: StateDict) -> None:
         self.model.load_state_dict(state["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.load_optimizer(state["optimizer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+
+    def optimizer_state(self) -> StateDict:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_optimizer(self, state: StateDict) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state)

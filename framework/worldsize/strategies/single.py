@@ -8,6 +8,7 @@ from typing import final
 
 from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
 from worldsize.strategies.accumulation import accumulation
+from worldsize.strategies.learning import Learning
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -30,4 +31,5 @@ class Single(Strategy):
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)
         sums = accumulation(self.reduce, model, None)
-        return SynchronousReplica(recipe, world, model=model, module=model, numerics=self.numerics, accumulation=sums)
+        learning = Learning.of(recipe, model)
+        return SynchronousReplica(recipe, world, learning=learning, numerics=self.numerics, accumulation=sums)

@@ -52,26 +52,26 @@ def metric_sums(
 
 @final
 class SynchronousReplica(Replica):
-    """Accumulates micro-batches and steps once; ``module`` is the model or what wraps it."""
+    """Accumulates micro-batches and steps once; ``module`` is what wraps the model, if something does."""
 
     def __init__(
         self,
         recipe: Recipe,
         world: World,
         *,
-        model: nn.Module,
-        module: nn.Module,
+        learning: Learning,
         numerics: Numerics,
         accumulation: Accumulation,
+        module: nn.Module | None = None,
     ) -> None:
         self.recipe = recipe
         self.world = world
-        self.model = model
-        self.module = module
+        self.model = learning.model
+        self.module = module or learning.model
         self.numerics = numerics
         self.accumulation = accumulation
-        self.learning = Learning.of(recipe, model)
-        self.optimizer, self.schedule = self.learning.optimizer, self.learning.schedule
+        self.learning = learning
+        self.optimizer, self.schedule = learning.optimizer, learning.schedule
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=numerics.precision == "fp16")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -100,8 +100,7 @@ class SynchronousReplica(Replica):
         if self.numerics.clip_norm is None and self.numerics.nonfinite != "skip":
             return None
         self.scaler.unscale_(self.optimizer)
-        limit = self.numerics.clip_norm or float("inf")
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return self.accumulation.clip(list(self.model.parameters()), self.numerics.clip_norm or float("inf"))
 
     def _update(self, norm: Tensor | None) -> bool:
         """Step the optimizer; True if the step was left out. Gradients are equal on all ranks, so all agree."""

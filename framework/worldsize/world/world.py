@@ -1,4 +1,4 @@
-"""Placement → World: threads, device, process group and groups by role, node and leaders."""
+"""Placement → World: threads, device, process group and groups by role, node and local rank."""
 
 from __future__ import annotations
 
@@ -138,11 +138,10 @@ def _groups(placement: Placement, roles: Mapping[str, Role], timeout: timedelta)
 
 def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessGroup]:
     size = placement.local_world_size
-    starts = range(0, placement.world_size, size)
     everyone = range(placement.world_size)
-    nodes = [_group(range(start, start + size), everyone, timeout) for start in starts]
-    leaders = _group(starts, everyone, timeout)
-    return {"node": nodes[placement.node_rank], "leaders": leaders}
+    nodes = [_group(everyone[start : start + size], everyone, timeout) for start in everyone[::size]]
+    across = [_group(everyone[local::size], everyone, timeout) for local in range(size)]
+    return {"node": nodes[placement.node_rank], "across": across[placement.local_rank]}
 
 
 def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:

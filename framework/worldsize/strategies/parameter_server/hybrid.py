@@ -29,6 +29,7 @@ from worldsize.core import (
 )
 from worldsize.strategies.accumulation import Accumulation, Backward, accumulation
 from worldsize.strategies.ddp import replicated
+from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
 from worldsize.strategies.parameter_server.coordinator import Peer
 from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
@@ -139,7 +140,12 @@ class _HybridReplica(Replica):
         module = self._wrapped(model)
         self._sums = _Noting(accumulation(strategy.reduce, module, world.group), self._tables.take)
         self._inner = SynchronousReplica(
-            recipe, world, model=model, module=module, numerics=strategy.numerics, accumulation=self._sums
+            recipe,
+            world,
+            learning=Learning.of(recipe, model),
+            numerics=strategy.numerics,
+            accumulation=self._sums,
+            module=module,
         )
         self._step = self._tables.links[0].step
 

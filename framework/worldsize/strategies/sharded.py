@@ -1,0 +1,152 @@
+"""Mean gradients of a model that ``fully_shard`` has divided: each rank ends with its own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from worldsize.collectives.ordered import Counter, Tree, finish
+from worldsize.core import MicroBatch, Reduction, World
+from worldsize.strategies.accumulation import Accumulation, Backward, Statistics, accumulation
+
+
+def sharded_accumulation(
+    reduce: Reduction, model: nn.Module, world: World, copies: ProcessGroup | None = None
+) -> Accumulation:
+    """For ``model``, sharded if it is an FSDPModule; ``copies``: the ranks that hold the same shards."""
+    if not isinstance(model, FSDPModule):
+        return accumulation(reduce, model, None)
+    return OrderedShards(model, world, copies) if reduce == "ordered" else FlatShards(model, world)
+
+
+@final
+class FlatShards(Accumulation):
+    """Torch's reduce-scatter, once a step: the gradients of earlier micro-batches are kept whole until then."""
+
+    def __init__(self, model: FSDPModule, world: World) -> None:
+        assert isinstance(model, nn.Module)
+        self._model = model
+        self._size = world.size
+        self._statistics = Statistics(model, world.group)
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        self._statistics.begin(tree := Tree(len(batches) * self._size, self._size))
+        node_of = {leaf: node for node in range(tree.local_nodes) for leaf in tree.leaves(node)}
+        losses = []
+        for place, batch in enumerate(batches):
+            last = place == len(batches) - 1
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_is_last_backward(last)
+            losses.append(backward(batch, 1 / len(batches)))
+            self._statistics.add(node_of[place])
+        self._statistics.finish()
+        return losses
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        norm = nn.utils.get_total_norm([found.grad for found in parameters if found.grad is not None])
+        assert isinstance(norm, DTensor)
+        return _clipped(parameters, limit, norm.full_tensor())
+
+
+@final
+class OrderedShards(Accumulation):
+    """The fixed tree of :mod:`worldsize.collectives.ordered`, as FSDP's reduce-scatter: the bits of every other
+    strategy at every world size. Micro-batches but the last are summed here, whole.
+    """
+
+    def __init__(self, model: FSDPModule, world: World, copies: ProcessGroup | None) -> None:
+        assert isinstance(model, nn.Module)
+        assert world.group is not None
+        self._model, self._size = model, world.size
+        self._statistics = Statistics(model, world.group)
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._scatters = [_OrderedScatter(world.group, copies) for _ in modules]
+        for module, scatter in zip(modules, self._scatters, strict=True):
+            module.set_custom_reduce_scatter(scatter)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        tree, losses = Tree(len(batches) * self._size, self._size), dict[int, Tensor]()
+        self._statistics.begin(tree)
+        for scatter in self._scatters:
+            scatter.begin(tree)
+        order = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
+        for place, (node, leaf) in enumerate(order):
+            for scatter in self._scatters:
+                scatter.node, scatter.last = node, place == len(order) - 1
+            losses[leaf] = backward(batches[leaf], 1.0)
+            self._statistics.add(node)
+            if place < len(order) - 1:
+                self._model.zero_grad()  # shards of zeros
+        self._statistics.finish()
+        return [losses[leaf] for leaf in range(len(batches))]
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """The norm of whole gradients, one at a time: the bits that it has where nothing is sharded."""
+        whole = (found.grad.full_tensor() for found in parameters if isinstance(found.grad, DTensor))
+        norms = [torch._foreach_norm([gradient])[0] for gradient in whole]  # as clip_grad_norm_ does
+        return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
+    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
+@final
+class _OrderedScatter(ReduceScatter):
+    """For one unit: sums micro-batches until the last, then exchanges with the ranks of all copies at once.
+
+    ``group``: every rank, those that hold one copy of the model next to each other; ``copies``: those that hold the
+    same shard.
+    """
+
+    def __init__(self, group: ProcessGroup, copies: ProcessGroup | None) -> None:
+        self._group, self._copies = group, copies
+        self.node, self.last = 0, True
+
+    def begin(self, tree: Tree) -> None:
+        self._tree = tree
+        self._counters = [Counter() for _ in range(tree.local_nodes)]
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """``input_tensor`` [shards * s] holds the gradients of the unit, ``output_tensor`` [s] is this rank's mean."""
+        self._counters[self.node].add([input_tensor.clone()])
+        if not self.last:
+            output_tensor.zero_()
+            return
+        rows = [counter.waiting[0][0].view(dist.get_world_size(group), -1) for counter in self._counters]
+        self._counters = []
+        output_tensor.copy_(self._exchanged(rows))
+
+    def _exchanged(self, rows: Sequence[Tensor]) -> Tensor:
+        """This rank's shard of the mean, from ``rows`` [shards, s]: each copy sums a part of it, and all share them."""
+        copies = dist.get_world_size(self._copies) if self._copies else 1
+        shards, length = rows[0].shape
+        part = -(-length // copies)
+        mine = rows[0].new_zeros(copies, shards, len(rows), part)
+        for node, row in enumerate(rows):
+            for copy, piece in enumerate(torch.split(row, part, dim=1)):
+                mine[copy, :, node, : piece.shape[1]] = piece
+        theirs_pns = torch.empty_like(mine.flatten(0, 1))
+        dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group)
+        mean_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind()) / self._tree.logical_ranks
+        if self._copies is None:
+            return mean_s
+        whole = mean_s.new_empty(copies * part)
+        dist.all_gather_into_tensor(whole, mean_s, group=self._copies)
+        return whole[:length]

@@ -1,0 +1,42 @@
+"""Which parts of a model are sharded, gathered and freed as one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from worldsize.core import ConfigError, Recipe
+
+Wrap = Literal["auto", "blocks", "size"]
+_NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
+
+
+def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.Module]:
+    """The recipe's blocks, or modules of at least ``least`` parameters; children come before their parents.
+
+    Raises:
+        ConfigError: ``wrap="blocks"``, and the recipe has none.
+    """
+    blocks = list(recipe.blocks(model))
+    if wrap == "blocks" and not blocks:
+        raise ConfigError(f"{type(recipe).__name__} names no blocks. Define Recipe.blocks, or set strategy.wrap=size.")
+    return blocks if blocks and wrap != "size" else by_size(model, least)
+
+
+def by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules below ``model`` with at least ``least`` parameters that no unit below them has."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        _collect(child, least, found)
+    return found
+
+
+def _collect(module: nn.Module, least: int, found: list[nn.Module]) -> int:
+    """Parameters of ``module`` that are in no unit yet; units are appended to ``found``."""
+    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    left = own + sum(_collect(child, least, found) for child in module.children())
+    if left < least or isinstance(module, _NO_FORWARD) or module in found:
+        return left
+    found.append(module)
+    return 0
