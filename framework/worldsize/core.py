@@ -20,7 +20,7 @@ StateDict = dict[str, Any]
 Batch = Any
 Precision = Literal["fp32", "bf16", "fp16"]
 Nonfinite = Literal["stop", "skip", "ignore"]
-Reduction = Literal["flat", "ordered"]  # torch's own sums, or the fixed tree of logical ranks
+Reduction = Literal["flat", "ordered", "hierarchical"]  # torch's own sums, the fixed tree of logical ranks, by node
 TensorStyle = Literal["column", "row"]
 Emit = Callable[["Event"], None]
 

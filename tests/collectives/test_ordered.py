@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.collectives.staged import finished
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -64,7 +65,7 @@ def test_the_order_matters_for_these_values() -> None:
 def test_processes_together_compute_the_tree_by_definition(total: int, size: int) -> None:
     def reduced(world: World) -> Tensor:
         assert world.group is not None
-        return reduce_ordered(nodes_of(world.rank, size, total), world.group)()()
+        return finished(reduce_ordered(nodes_of(world.rank, size, total), world.group))
 
     for result in run_in_worlds(reduced, size):
         assert torch.equal(result, by_definition(values(total)))

@@ -9,14 +9,16 @@ power of two; otherwise the all-to-all carries several nodes a process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
+
+from worldsize.collectives.staged import Phases, started
 
 
 @final
@@ -122,38 +124,23 @@ def finish(nodes: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup) -> Callable[[], Callable[[], Tensor]]:
-    """Begin to sum this process's nodes (flat tensors of equal length) with those of the others.
-
-    The first call of the result ends the exchange of shards and begins the gathering of sums, the second
-    waits for these. Every rank must make its calls in the same order.
-    """
+def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup) -> Phases:
+    """The sum of this process's nodes (flat tensors of equal length) and those of the others."""
     size, length = dist.get_world_size(group), rows[0].numel()
     shard = -(-length // size)
     mine_pns = rows[0].new_zeros(size, len(rows), shard)
     for node, row in enumerate(rows):
         _spread(row, mine_pns[:, node])
     theirs_pns = torch.empty_like(mine_pns)
-    exchange = _started(dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True))
-
-    def gather() -> Callable[[], Tensor]:
-        exchange.wait()
-        total_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
-        whole = total_s.new_empty(size * shard)
-        work = _started(dist.all_gather_into_tensor(whole, total_s, group=group, async_op=True))
-
-        def result() -> Tensor:
-            work.wait()
-            return whole[:length]
-
-        return result
-
-    return gather
-
-
-def _started(work: Work | None) -> Work:
-    assert work is not None, "only members of the group take part"
-    return work
+    work = started(dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True))
+    yield
+    work.wait()
+    total_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
+    whole = total_s.new_empty(size * shard)
+    work = started(dist.all_gather_into_tensor(whole, total_s, group=group, async_op=True))
+    yield
+    work.wait()
+    return whole[:length]
 
 
 def _spread(row: Tensor, shards_ps: Tensor) -> None:

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.gathered import gathered_mean, is_small
 from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
-from worldsize.core import MicroBatch, Reduction
+from worldsize.collectives.staged import Phases, Staged, finished
+from worldsize.core import MicroBatch, Reduction, StateDict
 
 Backward = Callable[[MicroBatch, float], Tensor]
 
@@ -34,13 +35,24 @@ class Accumulation(ABC):
         """Scale the gradients so that their norm is at most ``limit``; the norm before, over all parameters."""
         return nn.utils.clip_grad_norm_(parameters, limit)
 
+    def state(self) -> StateDict:
+        """What these sums remember from step to step; per rank, so that only the same world size can use it."""
+        return {}
+
+    def load(self, state: StateDict) -> None:  # noqa: B027
+        """What :meth:`state` gave, after :meth:`resumed`."""
+
     def resumed(self) -> None:  # noqa: B027 - most sums do not depend on what came before
         """The next step goes on where another process stopped, and has to sum as that one would have."""
 
 
 def accumulation(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> Accumulation:
     """For ``module``: a model, or the DistributedDataParallel around it with its ``group``."""
-    return Ordered(module, group) if reduce == "ordered" else Flat(module, group)
+    if reduce == "ordered":
+        return Ordered(module, group)
+    if group and isinstance(module, DistributedDataParallel) and is_small(module, dist.get_world_size(group)):
+        module.register_comm_hook(None, lambda _, bucket: _gathered(bucket.buffer(), group))
+    return Flat(module)
 
 
 def taken(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -63,18 +75,15 @@ def _gathered(bucket_n: Tensor, group: ProcessGroup) -> Future[Tensor]:
     return future
 
 
-@final
 class Flat(Accumulation):
     """Torch's own sums: in the order of arrival here, in the collective's order across processes.
 
     The gradients of a small model on CPUs are gathered instead, see :mod:`worldsize.collectives.gathered`.
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._settled = True
-        if group and isinstance(module, DistributedDataParallel) and is_small(module, dist.get_world_size(group)):
-            module.register_comm_hook(None, lambda _, bucket: _gathered(bucket.buffer(), group))
 
     def resumed(self) -> None:
         self._settled = not isinstance(self._module, DistributedDataParallel)
@@ -115,7 +124,7 @@ class Ordered(Accumulation):
         self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._statistics = Statistics(module, group)
         self._counters: list[Counter] = []
-        self._buckets: list[_Bucket] = []
+        self._staged = Staged()
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
@@ -145,18 +154,13 @@ class Ordered(Accumulation):
             parameter.grad = finish(nodes) / self._logical_ranks
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's communication hook: begin with this bucket, go on with the one before, end all with the last."""
-        if self._buckets:
-            self._buckets[-1].gather()
+        """DDP's communication hook."""
+        return self._staged.add(bucket.buffer(), self._mean(bucket), last=bucket.is_last())
+
+    def _mean(self, bucket: GradBucket) -> Phases:
         assert self._group is not None
-        self._buckets.append(_Bucket(bucket, reduce_ordered(self._rows(bucket), self._group)))
-        future = self._buckets[-1].future
-        if bucket.is_last():
-            self._buckets[-1].gather()
-            for each in self._buckets:
-                each.end(self._logical_ranks)
-            self._buckets = []
-        return future
+        total = yield from reduce_ordered(self._rows(bucket), self._group)
+        return torch.div(total, self._logical_ranks, out=bucket.buffer())
 
     def _rows(self, bucket: GradBucket) -> list[Tensor]:
         """This process's nodes for the bucket's parameters, flat; the bucket itself holds the last leaf."""
@@ -167,23 +171,6 @@ class Ordered(Accumulation):
                 gradient.add_(waiting[place])
         sums = [counter.waiting[0] for counter in complete]
         return [*(torch.cat([total[place].flatten() for place in places]) for total in sums), bucket.buffer()]
-
-
-@final
-class _Bucket:
-    """A bucket on its way through the two collectives of an ordered reduction."""
-
-    def __init__(self, bucket: GradBucket, exchange: Callable[[], Callable[[], Tensor]]) -> None:
-        self._buffer = bucket.buffer()
-        self._exchange = exchange
-        self.future: Future[Tensor] = Future()
-
-    def gather(self) -> None:
-        self._result = self._exchange()
-
-    def end(self, logical_ranks: int) -> None:
-        torch.div(self._result(), logical_ranks, out=self._buffer)
-        self.future.set_result(self._buffer)
 
 
 @final
@@ -217,7 +204,7 @@ class Statistics:
         if not self._buffers:
             return
         rows = [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
-        whole = reduce_ordered(rows, self._group)()() if self._group else finish(rows)
+        whole = finished(reduce_ordered(rows, self._group)) if self._group else finish(rows)
         parts = torch.split(whole / self._logical_ranks, [buffer.numel() for buffer in self._buffers])
         _copy((*self._buffers, *self._integers), (*parts, *self._counted))
 

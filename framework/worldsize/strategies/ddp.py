@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, final, get_args
 
 import torch._dynamo  # noqa: F401 - DDP's constructor imports it, 1.7 s; here it is imported once, before the fork
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.core import Cluster, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
-from worldsize.strategies.accumulation import accumulation
+from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.strategies.accumulation import Accumulation, accumulation
 from worldsize.strategies.learning import Learning
+from worldsize.strategies.reductions import Compression, reduced
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -21,15 +22,33 @@ from worldsize.strategies.synchronous import SynchronousReplica
 class DDP(Strategy):
     """Torch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
 
-    ``reduce``: "flat" is torch's all-reduce, "ordered" gives the same bits at every world size;
+    ``reduce``: "flat" is torch's all-reduce, "ordered" gives the same bits at every world size, "hierarchical" sums
+    inside nodes first, so that 1/G of a rank's bytes cross the network with G ranks a node;
+    ``compress``: gradients are sent as "bf16", "fp16", "int8" with error feedback, or by "powersgd" of rank
+    ``powersgd_rank`` (Vogels et al. 2019, arXiv 1905.13727); with "hierarchical" only across nodes;
     ``bucket_mb``: size in MiB of the gradient buckets that are all-reduced as soon as they are full;
     ``find_unused_parameters``: allow models in which some parameters get no gradient in a step.
     """
 
     numerics: Numerics = field(default_factory=Numerics)
     reduce: Reduction = "flat"
+    compress: Compression = "none"
+    powersgd_rank: int = 4
     bucket_mb: float = 25.0
     find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduce not in get_args(Reduction):
+            raise ConfigError(f"strategy.reduce={self.reduce!r} is unknown. Known: {', '.join(get_args(Reduction))}.")
+        if self.compress not in get_args(Compression):
+            raise ConfigError(
+                f"strategy.compress={self.compress!r} is unknown. Known: {', '.join(get_args(Compression))}."
+            )
+        if self.reduce == "ordered" and self.compress != "none":
+            raise ConfigError(
+                f"strategy.compress={self.compress} rounds sums otherwise at each world size, which "
+                "strategy.reduce=ordered (reproducibility=elastic) forbids. Set one of them."
+            )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
@@ -38,14 +57,19 @@ class DDP(Strategy):
         model = recipe.model().to(world.device)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options) if world.size > 1 else model
-        sums = accumulation(self.reduce, module, world.group)
+        sums = self._accumulation(module, world)
         learning = Learning.of(recipe, model)
         return SynchronousReplica(
             recipe, world, learning=learning, numerics=self.numerics, accumulation=sums, module=module
         )
 
+    def _accumulation(self, module: nn.Module, world: World) -> Accumulation:
+        if isinstance(module, DistributedDataParallel):
+            return reduced(self.reduce, self.compress, module, world, rank=self.powersgd_rank)
+        return accumulation(self.reduce, module, None)
 
-def replicated(model: nn.Module, world: World, **options: Any) -> nn.Module:
+
+def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:
     """``model`` on ``world.device``, its gradients averaged over ``world.group`` during backward."""
     devices = [world.device] if world.device.type == "cuda" else None
     return DistributedDataParallel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,7 +40,19 @@ class Learning:
             self.schedule.load_state_dict(state["schedule"])
 
     def optimizer_state(self) -> StateDict:
-        return get_optimizer_state_dict(self.model, self.optimizer)
+        return named_state(self.model, self.optimizer)
 
     def load_optimizer(self, state: StateDict) -> None:
         set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
+    """Optimizer state by the names of parameters; of one that has not stepped yet, as it would begin."""
+    fresh = not optimizer.state
+    state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
+    if fresh:  # torch takes a step to find out what there is
+        for values in state["state"].values():
+            if isinstance(count := values.get("step"), Tensor):
+                count.zero_()
+        optimizer.state.clear()
+    return state

@@ -116,9 +116,12 @@ class SynchronousReplica(Replica):
         return reduce_metrics(sums, names, self.world)
 
     def state(self) -> StateDict:
-        return {**self.learning.state(), "scaler": self.scaler.state_dict()}
+        own = self.accumulation.state()
+        return {**self.learning.state(), "scaler": self.scaler.state_dict(), **({"strategy": own} if own else {})}
 
     def load(self, state: StateDict) -> None:
         self.learning.load(state)
         self.scaler.load_state_dict(state["scaler"])
         self.accumulation.resumed()
+        if "strategy" in state:
+            self.accumulation.load(state["strategy"])

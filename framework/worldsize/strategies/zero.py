@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch._dynamo  # noqa: F401 - DDP's constructor imports it; here it is imported once, before the fork
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
@@ -17,7 +17,7 @@ from worldsize.core import Cluster, Numerics, Recipe, Reduction, Replica, Role, 
 from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.elsewhere import outline, overlaid
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.learning import Learning, named_state
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -73,7 +73,7 @@ class _ShardedLearning(Learning):
         return local
 
     def optimizer_state(self) -> StateDict:
-        mine = get_optimizer_state_dict(self.model, self._local)
+        mine = named_state(self.model, self._local)
         groups = [
             {**whole, **_options(group)}
             for whole, group in zip(self.whole["param_groups"], self.optimizer.param_groups, strict=True)
@@ -81,7 +81,7 @@ class _ShardedLearning(Learning):
         return {**overlaid(self.whole, {"state": mine["state"]}), "param_groups": groups}
 
     def load_optimizer(self, state: StateDict) -> None:
-        mine: StateDict = {**get_optimizer_state_dict(self.model, self._local)}
+        mine = named_state(self.model, self._local)
         groups = [
             {**group, "params": own["params"]}
             for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)

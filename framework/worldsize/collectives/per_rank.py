@@ -1,0 +1,22 @@
+"""Tensors of which every rank has its own, as one that a checkpoint can hold."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from worldsize.core import World
+
+
+def stacked(mine: Tensor, world: World) -> Tensor:
+    """[ranks, *mine.shape], of which each rank holds its own row; nothing is copied or sent."""
+    if world.group is None:
+        return mine[None]
+    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    return DTensor.from_local(mine[None], mesh, [Shard(0)], run_check=False)
+
+
+def own(rows: Tensor) -> Tensor:
+    """This rank's row of what :func:`stacked` gave."""
+    return (rows.to_local() if isinstance(rows, DTensor) else rows)[0]

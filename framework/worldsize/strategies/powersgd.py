@@ -1,0 +1,95 @@
+"""PowerSGD as torch has it (Vogels et al. 2019, arXiv 1905.13727), with a memory that checkpoints hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.collectives.per_rank import own, stacked
+from worldsize.core import StateDict, World
+from worldsize.strategies.accumulation import Flat
+
+_WARM_UP = 2  # passes before torch's hook compresses; here they are thrown away
+
+
+@final
+class PowerSGD(Flat):
+    """Each matrix of a gradient as the product of two of ``rank`` columns, with error feedback and warm start.
+
+    With ``node``: the sum inside a node is exact, and what crosses nodes is compressed.
+    """
+
+    def __init__(self, module: DistributedDataParallel, world: World, *, rank: int, node: ProcessGroup | None) -> None:
+        super().__init__(module)
+        self._world, self._rank, self._node = world, rank, node
+        self._settled = False  # its memory is kept by bucket
+        self._loaded: Tensor | None = None
+        self._length = sum(
+            parameter.numel() + _columns(parameter, rank)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        )
+        self._torch = self._fresh()
+        module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    def _fresh(self) -> PowerSGDState:
+        group = self._world.groups["across"] if self._node else self._world.group
+        return PowerSGDState(group, self._rank, start_powerSGD_iter=_WARM_UP, orthogonalization_epsilon=1e-8)
+
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        if self._node is not None:
+            bucket.buffer().div_(dist.get_world_size(self._node))
+            dist.all_reduce(bucket.buffer(), group=self._node)
+        future: Future[Tensor] = powerSGD_hook(self._torch, bucket)
+        if bucket.buffer().device.type == "cpu":
+            future.wait()  # it begins collectives in callbacks, which must not meet those of the next bucket
+        return future
+
+    def _settle(self, backward: Callable[[float], Tensor]) -> None:
+        self._torch = self._fresh()
+        for _ in range(_WARM_UP + 1):  # the last one lays out the memory
+            super()._settle(backward)
+        layout, self._torch = self._torch, self._fresh()
+        self._torch.iter = _WARM_UP
+        if self._loaded is not None:
+            self._restore(self._loaded, layout)
+            self._loaded = None
+
+    def _restore(self, memory: Tensor, layout: PowerSGDState) -> None:
+        memory = memory.clone()
+        for bucket in sorted(layout.error_dict):
+            self._torch.error_dict[bucket], memory = _cut(memory, layout.error_dict[bucket])
+        for bucket in sorted(layout.q_memory_dict):
+            self._torch.q_memory_dict[bucket], memory = _cut(memory, layout.q_memory_dict[bucket])
+        self._torch.p_memory_dict = layout.p_memory_dict  # computed anew in each step
+
+    def state(self) -> StateDict:
+        """Errors of all buckets, then the right factors with which the next step begins."""
+        if self._loaded is not None:
+            return {"memory": stacked(self._loaded, self._world)}
+        memories = (self._torch.error_dict, self._torch.q_memory_dict)
+        parts = [memory[bucket] for memory in memories for bucket in sorted(memory)]
+        rest = torch.zeros(self._length - sum(part.numel() for part in parts), device=self._world.device)
+        return {"memory": stacked(torch.cat([*parts, rest]), self._world)}
+
+    def load(self, state: StateDict) -> None:
+        memory = own(state["memory"])
+        self._loaded = memory if memory.any() else None  # zeros: of a run that has not begun
+
+
+def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    return memory[: like.numel()], memory[like.numel() :]
+
+
+def _columns(parameter: Tensor, rank: int) -> int:
+    """The most numbers that a matrix's right factor has."""
+    return 0 if parameter.ndim < 2 else parameter[0].numel() * min(rank, *parameter.flatten(1).shape)

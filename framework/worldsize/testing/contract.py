@@ -1,0 +1,200 @@
+"""What every strategy promises, as tests that an author derives from.
+
+    class TestEASGD(StrategyContract):
+        strategy = EASGD(period=4)
+        tolerance = 0.05                # its mathematics is not that of one process
+
+It holds for strategies whose processes all train. Each test trains :class:`~worldsize.testing.recipes.Chain` on real
+gloo processes; what is compared with is a plain PyTorch loop on one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worldsize.checkpoints.load import load, newest, read_tensors
+from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoints.save import Saver
+from worldsize.collectives.whole import whole
+from worldsize.core import Cluster, ConfigError, Replica, Strategy, World
+from worldsize.engine.data import Order, logical_ranks_of, micro_batches
+from worldsize.engine.evaluate import evaluate
+from worldsize.testing.leaks import LOOPBACK, children, listening
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+
+STEPS, BATCH, SEED = 20, 24, 3
+ALONE = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """``losses`` of each step, the mean over all ranks; ``model`` in full, on rank 0; ``error`` on the test data."""
+
+    losses: Sequence[float]
+    error: float
+    model: Mapping[str, Tensor]
+    moved: bool  # whether this rank's step changed parameters that it holds
+
+
+def train(strategy: Strategy, world: World, steps: int, folder: Path | None = None, *, save: bool = False) -> Trained:
+    """Go on to ``steps`` from the newest checkpoint in ``folder``, if there is one; ``save``: leave one at the end."""
+    recipe = Chain()
+    replica = strategy.replica(recipe, world)
+    first = _resumed(replica, world, folder)
+    before = _held(replica)
+    part = strategy.data_rank(world), strategy.data_parallel(_cluster(world.size))
+    total = part[1] * max(strategy.micro_batches, 1)
+    order = Order(SEED, BATCH, total, logical_ranks_of(*part, total))
+    batches = micro_batches(recipe.data("train"), order, world.device, first=first)
+    losses = [_mean_loss(replica.step(next(batches)).losses, world) for _ in range(first, steps)]
+    if save and folder is not None:
+        _save(replica, world, folder, steps)
+    found = World(**{**vars(world), "rank": part[0], "size": part[1]})
+    error = evaluate(replica, recipe.data("test"), found, batch_size=5)["error"]
+    moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
+    model = whole(replica.state()["model"], world)
+    replica.close(complete=True)
+    return Trained(losses, error, {name: tensor.clone() for name, tensor in model.items()}, moved)
+
+
+def _resumed(replica: Replica, world: World, folder: Path | None) -> int:
+    checkpoint = newest(folder, world) if folder else None
+    if checkpoint is None:
+        return 0
+    replica.load(load(checkpoint, replica.state()))
+    return checkpoint.step
+
+
+def _save(replica: Replica, world: World, folder: Path, step: int) -> None:
+    saver = Saver(folder, world, world.groups.get(f"checkpoint/{world.role}"), keep=Retention(), facts={})
+    saver.save(replica.state(), step=step, facts={"metrics": {}})
+    saver.finish()
+    saver.close()
+
+
+def _held(replica: Replica) -> list[Tensor]:
+    tensors = [tensor for tensor in replica.state()["model"].values() if not tensor.is_meta]
+    return [(tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone() for tensor in tensors]
+
+
+def _mean_loss(losses: Sequence[Tensor], world: World) -> float:
+    gathered: list[Any] = [[float(loss) for loss in losses]]
+    if world.group is not None:
+        gathered *= world.size
+        dist.all_gather_object(gathered, gathered[world.rank], group=world.group)
+    flat = [loss for rank in gathered for loss in rank]
+    return math.fsum(flat) / len(flat)
+
+
+def _cluster(size: int, nodes: int = 1) -> Cluster:
+    return Cluster("test", nodes, size, "cpu", "gloo")
+
+
+def reference() -> Trained:
+    """Plain PyTorch on whole batches, in the documented order of samples."""
+    recipe = Chain()
+    model, data = recipe.model(), recipe.data("train")
+    optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
+    losses = []
+    for step in range(1, STEPS + 1):
+        rows = order.indices(step, 0, len(data))
+        loss = recipe.loss(model, [tensor[rows] for tensor in data.tensors])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    inputs, targets = recipe.data("test").tensors
+    error = float((model(inputs) - targets).detach().abs().double().mean())
+    return Trained(losses, error, model.state_dict(), moved=True)
+
+
+class StrategyContract:
+    """Derive from it, and set ``strategy``.
+
+    ``sizes``: world sizes to train on, of one node, or with ``local_size`` ranks a node; ``impossible``: one that it
+    must refuse; ``tolerance``: relative, of the loss after 20 steps and of the test error, against one process;
+    ``partners``: strategies whose checkpoints it exchanges, at the first of ``sizes``.
+    """
+
+    strategy: ClassVar[Strategy]
+    sizes: ClassVar[Sequence[int]] = (2, 3, 4)
+    local_size: ClassVar[int | None] = None
+    impossible: ClassVar[int | None] = None
+    tolerance: ClassVar[float] = 1e-5
+    partners: ClassVar[Sequence[Strategy]] = ()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "size" in metafunc.fixturenames:
+            metafunc.parametrize("size", self.sizes)
+
+    def run(self, size: int, body: Any) -> list[Any]:
+        return run_in_worlds(body, size, local_size=self.local_size)
+
+    def test_the_loss_is_that_of_one_process(self, size: int) -> None:
+        expected = reference()
+        for rank, found in enumerate(self.run(size, lambda world: train(self.strategy, world, STEPS))):
+            assert_close("loss", found.losses[-1], expected.losses[-1], self.tolerance)
+            assert_close("test error", found.error, expected.error, self.tolerance)
+            assert found.moved, f"rank {rank} is idle: its parameters are what they were"
+
+    def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(self, tmp_path: Path) -> None:
+        size = self.sizes[-1]
+        straight = self.run(size, lambda world: train(self.strategy, world, 7))[0]
+        self.run(size, lambda world: train(self.strategy, world, 4, tmp_path, save=True))
+        resumed = self.run(size, lambda world: train(self.strategy, world, 7, tmp_path))[0]
+        assert resumed.losses == straight.losses[4:], f"{resumed.losses}, not {straight.losses[4:]}"
+        assert_same(resumed.model, straight.model)
+
+    def test_its_checkpoint_holds_the_plain_model(self, tmp_path: Path) -> None:
+        size = self.sizes[0]
+        saved = self.run(size, lambda world: train(self.strategy, world, 4, tmp_path, save=True))[0]
+        checkpoint = newest(tmp_path, ALONE)
+        assert checkpoint is not None
+        assert_same(read_tensors(checkpoint, "model"), saved.model)
+        Chain().model().load_state_dict(dict(saved.model))
+
+    def test_checkpoints_load_under_its_partners_and_theirs_under_it(self, tmp_path: Path) -> None:
+        size = self.sizes[0]
+        for number, partner in enumerate(self.partners):
+            for first, then in ((self.strategy, partner), (partner, self.strategy)):
+                folder = tmp_path / f"{number}_{type(first).__name__}"
+                saved = self.run(size, lambda world: train(first, world, 4, folder, save=True))[0]  # noqa: B023
+                loaded = self.run(size, lambda world: train(then, world, 4, folder))[0]  # noqa: B023
+                assert_same(loaded.model, saved.model)
+
+    def test_a_wrong_world_size_is_refused_before_anything_starts(self) -> None:
+        if self.impossible is None:  # it runs at every world size
+            return
+        with pytest.raises(ConfigError, match=rf"\b{self.impossible}\b"):
+            self.strategy.roles(_cluster(self.impossible))
+
+    def test_nothing_is_left_behind(self) -> None:
+        def leaks(world: World) -> tuple[set[int], set[tuple[str, int]]]:
+            train(self.strategy, world, 2)
+            return children(), listening()
+
+        for processes, ports in self.run(self.sizes[0], leaks):
+            assert not processes, f"processes {sorted(processes)} were left"
+            assert all(host in LOOPBACK for host, _ in ports), f"{sorted(ports)}: open to more than this machine"
+            assert not ports & listening(of_all=True), f"some of {sorted(ports)} are still open"
+
+
+def assert_close(what: str, found: float, expected: float, tolerance: float) -> None:
+    difference = abs(found - expected) / abs(expected)
+    assert difference <= tolerance, f"{what} {found}, on one process {expected}: {difference:.1e} > {tolerance:.1e}"
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not different, f"other bits: {', '.join(different)}"

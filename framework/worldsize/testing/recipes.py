@@ -1,0 +1,69 @@
+"""A recipe that every strategy can train in no time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from worldsize.core import Recipe, TensorStyle
+
+_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Chain(Recipe):
+    """Residual blocks on fixed random data: 101 samples, so that batches straddle epochs. It can be sharded by
+    blocks, divided into tensors and cut into stages.
+    """
+
+    depth: int = 4
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(7, _WIDTH), *(_Block() for _ in range(self.depth)), nn.Linear(_WIDTH, 3))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def data(self, split: str) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1 if split == "train" else 2)
+        inputs = torch.randn(101 if split == "train" else 23, 7, generator=generator)
+        return TensorDataset(inputs, inputs[:, :3].sin() + inputs[:, 3:6])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        inputs, targets = batch
+        return {"error": ((model(inputs) - targets).abs().double().sum(), torch.tensor(targets.numel()))}
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, _Block)]
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.children())
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        blocks = [name for name, module in model.named_modules() if isinstance(module, _Block)]
+        styles: dict[str, TensorStyle] = {"up": "column", "down": "row"}
+        return {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
+
+
+@final
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, 2 * _WIDTH)
+        self.down = nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, hidden_bw: Tensor) -> Tensor:
+        wider: Tensor = self.down(self.up(self.norm(hidden_bw)).tanh())
+        return hidden_bw + wider

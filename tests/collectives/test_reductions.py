@@ -1,0 +1,86 @@
+"""Compressed and hierarchical sums against float64 sums of the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from worldsize.collectives.codecs import CODECS
+from worldsize.collectives.reductions import all_reduced, compressed, hierarchical
+from worldsize.collectives.staged import finished
+from worldsize.core import World
+from worldsize.testing.worlds import run_in_worlds
+
+LENGTH = 2501  # divides by no world size, and is more than two blocks
+
+
+def row(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(LENGTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def exact(size: int, step: int = 0) -> Tensor:
+    return torch.stack([row(rank, step).double() for rank in range(size)]).sum(0)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_each", "most"), [("bf16", 2.0, 4e-3), ("fp16", 2.0, 5e-4), ("int8", 1.01, 1e-2)]
+)
+def test_a_codec_keeps_what_it_promises_in_the_bytes_it_promises(name: str, bytes_each: float, most: float) -> None:
+    values = torch.stack([row(0), 1000 * row(1), torch.zeros(LENGTH)])
+    wire = CODECS[name].encode(values)
+    assert wire.dtype == torch.uint8
+    assert wire.shape[1] <= bytes_each * LENGTH
+    found = CODECS[name].decode(wire, LENGTH)
+    assert [error(found[place], values[place].double()) < most for place in (0, 1)] == [True, True]
+    assert torch.equal(found[2], values[2])
+
+
+def test_int8_is_off_by_at_most_half_a_level() -> None:
+    """A level is 1/127 of the largest number of each block of 1,024."""
+    values = row(3)
+    found = CODECS["int8"].decode(CODECS["int8"].encode(values[None]), LENGTH)[0]
+    for block, decoded in zip(torch.split(values, 1024), torch.split(found, 1024), strict=True):
+        assert (block - decoded).abs().max() <= block.abs().max() / 127 / 2 * 1.0001
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("name", "most"), [("bf16", 6e-3), ("fp16", 1e-3), ("int8", 1.5e-2)])
+def test_a_compressed_sum_is_near_the_exact_one_and_the_same_on_all_ranks(size: int, name: str, most: float) -> None:
+    def body(world: World) -> Tensor:
+        assert world.group is not None
+        return finished(compressed(row(world.rank), world.group, CODECS[name]))
+
+    first, *others = run_in_worlds(body, size)
+    assert error(first, exact(size)) < most
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_what_messages_leave_out_is_fed_back() -> None:
+    """The sum over many steps is off by the error of one, not of all (Karimireddy et al. 2019, lemma 3)."""
+    steps = 50
+
+    def body(world: World) -> tuple[Tensor, Tensor]:
+        assert world.group is not None
+        fed, left, lost = torch.zeros(LENGTH), torch.zeros(LENGTH), torch.zeros(LENGTH)
+        for step in range(steps):
+            fed += finished(compressed(row(world.rank, step), world.group, CODECS["int8"], left))
+            lost += finished(compressed(row(world.rank, step), world.group, CODECS["int8"]))
+        return fed, lost
+
+    fed, lost = run_in_worlds(body, 3)[0]
+    expected = torch.stack([exact(3, step) for step in range(steps)]).sum(0)
+    assert error(fed, expected) < 0.35 * error(lost, expected)
+
+
+@pytest.mark.parametrize(("size", "local_size"), [(4, 2), (6, 3), (6, 2)])
+def test_a_hierarchical_sum_is_the_sum(size: int, local_size: int) -> None:
+    def body(world: World) -> Tensor:
+        return finished(hierarchical(row(world.rank), world.groups["node"], world.groups["across"], all_reduced))
+
+    for found in run_in_worlds(body, size, local_size=local_size):
+        assert error(found, exact(size)) < 1e-6

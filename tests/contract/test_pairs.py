@@ -1,0 +1,56 @@
+"""What one strategy has saved, every other goes on from, at another world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from worldsize.core import Strategy, World
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.single import Single
+from worldsize.strategies.zero import ZeRO
+from worldsize.testing.contract import Trained, assert_same, train
+from worldsize.testing.worlds import run_in_worlds
+
+STRATEGIES: dict[str, Strategy] = {
+    "single": Single(),
+    "ddp": DDP(),
+    "int8": DDP(reduce="hierarchical", compress="int8"),
+    "powersgd": DDP(compress="powersgd"),
+    "zero": ZeRO(),
+    "fsdp": FSDP(),
+    "hsdp": FSDP(shard=2),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
+    """Folder and weights of each strategy after four steps on four processes of two nodes."""
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        folder = tmp_path_factory.mktemp(name)
+        found[name] = folder, dict(_train(strategy, 4, folder, save=True)[0].model)
+    return found
+
+
+def _train(strategy: Strategy, size: int, folder: Path, *, save: bool) -> list[Trained]:
+    size = 1 if isinstance(strategy, Single) else size
+    return run_in_worlds(lambda world: train(strategy, world, 4, folder, save=save), size, local_size=min(size, 2))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_goes_on_from_what_every_strategy_has_saved(
+    saved: dict[str, tuple[Path, dict[str, Tensor]]], name: str
+) -> None:
+    strategy = STRATEGIES[name]
+
+    def load_all(world: World) -> list[Trained]:
+        return [train(strategy, world, 4, folder) for folder, _ in saved.values()]
+
+    size = 1 if name == "single" else 2
+    loaded = run_in_worlds(load_all, size)[0]
+    for found, (_, weights) in zip(loaded, saved.values(), strict=True):
+        assert_same(found.model, weights)

@@ -1,0 +1,75 @@
+"""What is sharded as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from worldsize.core import Cluster, ConfigError
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.wrapping import by_size, units
+from worldsize.testing.recipes import Chain
+
+STDLIB = ("recipe=stdlib_lm", "steps=4", "recipe.width=32", "recipe.depth=2", "recipe.test_bytes=20000")
+
+
+def test_units_are_the_smallest_modules_that_are_large_enough() -> None:
+    inner = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(5, 5, bias=False))
+    model = nn.Sequential(inner, nn.Linear(20, 20, bias=False), nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)]))
+    assert by_size(model, 100) == [inner[0], model[1]]
+    assert by_size(model, 120) == [inner, model[1]]
+    assert by_size(model, 10_000) == []
+
+
+def test_blocks_come_from_the_recipe() -> None:
+    recipe = Chain(depth=3)
+    model = recipe.model()
+    assert units(recipe, model, "auto", 1) == list(recipe.blocks(model)) == list(model.children())[1:4]
+
+
+class _Plain(Chain):
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return []
+
+
+def test_a_recipe_without_blocks_is_sharded_by_size_unless_blocks_are_wanted() -> None:
+    recipe = _Plain()
+    model = recipe.model()
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert units(recipe, model, "auto", 100) == linear[:-1]  # the last has 51 parameters
+    with pytest.raises(ConfigError, match="names no blocks"):
+        units(recipe, model, "blocks", 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": "rack"}, "strategy.shard='rack' is unknown"),
+        ({"param_dtype": "fp8"}, "strategy.param_dtype='fp8' is unknown"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        FSDP(**options)
+
+
+def test_shards_on_the_host_need_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="cpu_offload"):
+        FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cpu", "gloo"))
+
+
+def test_elastic_runs_end_with_the_bits_of_ddp_and_resume_under_another_strategy(train: Any, tmp_path: Path) -> None:
+    """With clipping, bfloat16 autocast and several micro-batches a rank."""
+    options = ("reproducibility=elastic", *STDLIB, "precision=bf16", "logical_ranks=4")
+    expected = train(*options, "cluster.processes=4").json("result.json")
+    for strategy, processes in (("fsdp", 2), ("zero", 2), ("hsdp", 4)):
+        run = train(*options, f"strategy={strategy}", f"cluster.processes={processes}")
+        assert run.code == 0, run.error
+        found = run.json("result.json")
+        assert (found["state_digest"], found["metrics_digest"]) == (
+            expected["state_digest"],
+            expected["metrics_digest"],
+        ), strategy
