@@ -32,6 +32,7 @@ from rich.table import Table as Drawn
 from torch import Tensor, nn
 from torch.distributed import rpc
 
+from links import trained_on
 from worldsize.core import RowValues
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.channel import address_of, listen
@@ -448,21 +449,11 @@ def _gpt() -> nn.Module:
 
 def _over_links(servers: int, megabits: int) -> float:
     """Median seconds of a step."""
+    strategy = ("strategy=parameter_server", f"strategy.servers={servers}") if servers else ("strategy=ddp",)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=WORKERS + servers) as hosts:
         hosts.shape(f"{megabits}mbit")
-        names = ",".join(f"h{host + 1}" for host in range(hosts.count))
-        strategy = ("strategy=parameter_server", f"strategy.servers={servers}") if servers else ("strategy=ddp",)
-        words = [
-            *(*MODEL, *strategy, "+cluster=ssh", f"cluster.hosts=[{names}]", "cluster.processes_per_node=1"),
-            *(f"cluster.ssh=[{','.join(hosts.ssh)}]", f"cluster.python={sys.executable}", "cluster.folder=null"),
-            *("batch_size=4", "steps=12", "log_every=1", "logger=none", "cluster.threads=1", f"run.root={folder}/runs"),
-            *("evaluate_every=0", "recipe.test_bytes=1000", "optimizer=sgd", "checkpoint=none"),
-        ]
-        command = hosts.on(1, [sys.executable, "train.py", *words])
-        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        (file,) = Path(folder).rglob("metrics.jsonl")
-        steps = [each for each in map(json.loads, file.read_text().splitlines()) if each["event"] == "step"]
-        return statistics.median(4 / float(each["samples_per_second"]) for each in steps[3:])
+        words = (*MODEL, *strategy, "cluster.processes_per_node=1", "batch_size=4", "steps=12")
+        return statistics.median(4 / float(each["samples_per_second"]) for each in trained_on(hosts, *words)[3:])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,9 @@ def test_training_compresses_better_than_guessing(train: Any) -> None:
     assert run.code == 0, run.error
     assert run.json("result.json")["metrics"]["bits_per_byte"] < 5
     assert len(run.json("run_manifest.json")["data"]["files"]) > 300
+
+
+def test_sizes_are_a_choice_of_this_recipe(train: Any) -> None:
+    shown = train("--cfg", "job", "recipe=stdlib_lm", "model=medium").output
+    assert re.search(r"^recipe:\n  width: 1024\n  depth: 24\n", shown, re.MULTILINE)
+    assert "no key 'model'" in train("recipe=digits", "model=small").error

@@ -35,7 +35,8 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     parent, _, name = key.rpartition(".")
-    return f"no key {key!r}{neighbours(name, _keys_of(parent, overrides))}"
+    known = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not take
+    return f"no key {key!r}{neighbours(name, _keys_of(parent, known))}"
 
 
 def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:

@@ -68,6 +68,11 @@ class Hosts:
             _do("tc", "-n", f"{self.name}h{host}", "qdisc", "replace", "dev", "eth0", *limit)
             _do("tc", "-n", f"{self.name}sw", "qdisc", "replace", "dev", f"p{host}", *limit)
 
+    def sent(self, host: int) -> int:
+        """Bytes that have left a host so far, headers included, by its interface's own counter."""
+        counter = self.on(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
+        return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
+
     def processes(self, text: str) -> list[int]:
         """Processes on any host whose command line has ``text``."""
         found = []

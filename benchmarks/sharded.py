@@ -1,0 +1,130 @@
+"""Sharded strategies on gloo processes of this machine: memory of a process, and a step beside hand-written torch.
+
+uv run python benchmarks/sharded.py memory 4      # resident memory that each strategy adds, 4 processes
+uv run python benchmarks/sharded.py step 2        # strategy=fsdp beside a loop with fully_shard, 2 processes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+sys.path.append(str(Path(__file__).parents[1]))
+from recipes.stdlib_lm.recipe import StdlibLM
+from worldsize.core import MicroBatch, Strategy, World
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.zero import ZeRO
+from worldsize.testing.worlds import run_in_worlds
+
+RECIPE = StdlibLM(512, 8, 8, 32, 0.0, 1000, partial(torch.optim.AdamW, lr=1e-3))
+BATCH, STEPS = 4, 6
+CONTENDERS: Mapping[str, Strategy] = {
+    "ddp": DDP(),
+    "zero": ZeRO(),
+    "fsdp": FSDP(),
+    "fsdp, reshard_after_forward=false": FSDP(reshard_after_forward=False),
+}
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        tokens_bt = torch.randint(0, 256, (BATCH, RECIPE.context + 1), generator=generator)
+        yield tokens_bt[:, :-1], tokens_bt[:, 1:]
+
+
+# ---------------------------------------------------------------- memory
+
+
+def resident() -> int:
+    """Bytes of this process in memory, after what was freed has been given back."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def added(strategy: Strategy, world: World) -> int:
+    """Bytes that training has added after a few steps: parameters, gradients, optimizer state, buffers."""
+    before, source = resident(), batches()
+    replica = strategy.replica(RECIPE, world)
+    for _ in range(STEPS):
+        replica.step([MicroBatch(next(source), 1)])
+    return resident() - before
+
+
+def memory(processes: int) -> None:
+    size = 4 * sum(parameter.numel() for parameter in RECIPE.model().parameters())
+    title = f"{size / 1e6:.0f} MB of parameters, AdamW, {processes} processes"
+    drawn = Table("", "added to a process", "to ddp", "in parameters", title=title)
+    found = {
+        name: max(run_in_worlds(partial(added, strategy), processes, timeout=300))
+        for name, strategy in CONTENDERS.items()
+    }
+    for name, grown in found.items():
+        drawn.add_row(name, f"{grown / 1e6:,.0f} MB", f"{grown / found['ddp']:.2f} ×", f"{grown / size:.2f}")
+    Console().print(drawn)
+
+
+# ---------------------------------------------------------------- time of a step
+
+
+def by_hand(world: World) -> Callable[[], object]:
+    model = RECIPE.model()
+    assert world.group is not None
+    mesh = DeviceMesh.from_group(world.group, "cpu")
+    for block in RECIPE.blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer, source = torch.optim.AdamW(model.parameters(), lr=1e-3), batches()
+
+    def step() -> None:
+        inputs, targets = next(source)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def ours(world: World) -> Callable[[], object]:
+    replica, source = FSDP().replica(RECIPE, world), batches()
+    return lambda: replica.step([MicroBatch(next(source), 1)])
+
+
+def timed(world: World, rounds: int = 12) -> list[float]:
+    """Seconds of a step by hand and by us, in turns; the median of rounds of four steps."""
+    contenders = [by_hand(world), ours(world)]
+    times: list[list[float]] = [[], []]
+    for number in range(rounds + 1):
+        for contender, found in zip(contenders, times, strict=True):
+            begun = time.perf_counter()
+            for _ in range(4):
+                contender()
+            if number:  # the first is a warm-up
+                found.append((time.perf_counter() - begun) / 4)
+    return [statistics.median(found) for found in times]
+
+
+def step(processes: int) -> None:
+    hand, own = run_in_worlds(timed, processes, timeout=600)[0]
+    drawn = Table("", "step, ms", "to hand-written", title=f"FSDP2 on {processes} processes")
+    drawn.add_row("hand-written", f"{1e3 * hand:.1f}", "1.00 ×")
+    drawn.add_row("strategy=fsdp", f"{1e3 * own:.1f}", f"{own / hand:.3f} ×")
+    Console().print(drawn)
+
+
+if __name__ == "__main__":
+    {"memory": memory, "step": step}[sys.argv[1]](int(sys.argv[2]))

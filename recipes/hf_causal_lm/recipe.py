@@ -1,0 +1,121 @@
+"""Any causal language model of Hugging Face transformers, on text files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
+from recipes.stdlib_lm.corpus import IGNORED, Windows
+from worldsize.core import ConfigError, Recipe
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "recipe=hf_causal_lm needs transformers. Install the extra: uv sync --extra recipes, "
+            "or pip install 'worldsize[recipes]'."
+        ) from None
+    return transformers
+
+
+@final
+@dataclass(frozen=True)
+class HFCausalLM(Recipe):
+    """``pretrained``: a folder or a hub name whose weights (safetensors) training begins with; without it a model of
+    ``config`` (arguments of ``transformers.AutoConfig.for_model``) begins with random weights. No code of a model's
+    repository is run. ``tokenizer``: a folder or name; None: that of ``pretrained``, or bytes. ``text``: a file, or a
+    folder whose ``*.txt`` are read in the order of their names; None: the standard library's source. The last
+    ``test_share`` of the tokens, at most ``test_tokens`` of them, are the test split.
+
+    Raises:
+        ConfigError: transformers is not installed, the text is missing or shorter than two windows.
+    """
+
+    make_optimizer: Callable[..., Optimizer]
+    make_schedule: Callable[[Optimizer], LRScheduler] | None = None
+    text: str | None = None
+    context: int = 128
+    pretrained: str | None = None
+    tokenizer: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    test_share: float = 0.1
+    test_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _transformers()
+        if self.pretrained is None and "model_type" not in self.config:
+            raise ConfigError("recipe.config names no model_type. Set it, e.g. llama, or recipe.pretrained.")
+        if not 0 < self.test_share < 1:
+            raise ConfigError(f"recipe.test_share={self.test_share} must lie between 0 and 1.")
+        self.files()
+
+    def model(self) -> nn.Module:
+        transformers = _transformers()
+        auto, options = transformers.AutoModelForCausalLM, {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        if self.pretrained is not None:
+            model: nn.Module = auto.from_pretrained(self.pretrained, use_safetensors=True, **options)
+            return model.train()
+        config = {"vocab_size": self._tokenizer.size, "max_position_embeddings": self.context, **self.config}
+        model = auto.from_config(transformers.AutoConfig.for_model(**config), **options)
+        return model.train()
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        source = self.tokenizer or self.pretrained
+        return Tokenizer(_transformers().AutoTokenizer.from_pretrained(source)) if source else Bytes()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return self.make_optimizer(model.parameters())
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        return self.make_schedule(optimizer) if self.make_schedule else None
+
+    def data(self, split: str) -> Windows:
+        tokens = tokens_of(self.files().values(), self._tokenizer)
+        first = int(len(tokens) * (1 - self.test_share))
+        if min(first, len(tokens) - first) < self.context:
+            raise ConfigError(
+                f"{len(tokens)} tokens of text are too few for windows of context={self.context}. "
+                "Give more text, or set recipe.context lower."
+            )
+        if split == "test":
+            return Windows(tokens[first:][: self.test_tokens], self.context)
+        # whole windows only: the mean over a micro-batch then gives every token the same weight
+        return Windows(tokens[: first // self.context * self.context], self.context)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs_bt, targets_bt = batch
+        return F.cross_entropy(_logits(model, inputs_bt), targets_bt.flatten(), ignore_index=IGNORED)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Mean cross entropy of a token, in nats; its exponential is the perplexity."""
+        inputs_bt, targets_bt = batch
+        logits = _logits(model, inputs_bt).float()
+        nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
+        return {"nats_per_token": (nats, (targets_bt != IGNORED).sum())}
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The layers that transformers itself keeps on one device."""
+        names = getattr(model, "_no_split_modules", None) or ()
+        return [module for module in model.modules() if type(module).__name__ in names]
+
+    def files(self) -> Mapping[str, Path]:
+        return files_of(self.text)
+
+
+def _logits(model: nn.Module, inputs_bt: Tensor) -> Tensor:
+    """[batch * time, vocabulary]."""
+    logits_btv: Tensor = model(input_ids=inputs_bt, use_cache=False).logits
+    return logits_btv.flatten(0, 1)

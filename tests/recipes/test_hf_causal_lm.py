@@ -1,0 +1,112 @@
+"""Models of Hugging Face transformers train like any other."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.hf_causal_lm.recipe import HFCausalLM
+from worldsize.core import ConfigError, MicroBatch, Strategy, World
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.testing.worlds import run_in_worlds
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+STEPS = 5
+
+
+def recipe(text: Path, **options: Any) -> HFCausalLM:
+    given = {"config": {"model_type": "llama", **TINY}, "context": 16, "text": str(text), **options}
+    return HFCausalLM(make_optimizer=partial(torch.optim.AdamW, lr=1e-3), **given)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return file
+
+
+def by_hand(found: HFCausalLM) -> list[float]:
+    """Transformers' own loss on one process; labels of its own shift, so the windows overlap by a token."""
+    torch.manual_seed(0)
+    model, data, losses = found.model(), found.data("train"), []
+    optimizer = found.optimizer(model)
+    for step in range(STEPS):
+        inputs_bt, targets_bt = data.batch(torch.arange(4) + 4 * step)
+        whole = torch.cat([inputs_bt, targets_bt[:, -1:]], dim=1)
+        loss = model(input_ids=whole, labels=whole).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def losses_of(strategy: Strategy, found: HFCausalLM, world: World) -> list[float]:
+    torch.manual_seed(0)
+    replica, data, each = strategy.replica(found, world), found.data("train"), 4 // world.size
+    losses = []
+    for step in range(STEPS):
+        rows = torch.arange(each) + 4 * step + each * world.rank
+        (loss,) = replica.step([MicroBatch(data.batch(rows), seed=1)]).losses
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP()], ids=["ddp", "fsdp"])
+def test_every_step_has_the_loss_of_transformers_own(text: Path, strategy: Strategy) -> None:
+    found = recipe(text)
+    ranks = run_in_worlds(partial(losses_of, strategy, found), 2)
+    means = [sum(losses) / 2 for losses in zip(*ranks, strict=True)]
+    assert means == pytest.approx(by_hand(found), rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
+def test_blocks_are_the_decoder_layers(text: Path, model_type: str) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2}
+    found = recipe(text, config={**config, "intermediate_size": 64})
+    assert len(found.blocks(found.model())) == 3
+
+
+def test_weights_and_tokenizer_come_from_a_folder(text: Path, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    kept = recipe(text).model()
+    folder = tmp_path / "kept"
+    kept.save_pretrained(folder)  # type: ignore[operator]
+    words = {"[UNK]": 0, "the": 1, "fox": 2, "dog": 3, "<end>": 4}
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
+    found = recipe(text, pretrained=str(folder), config={})
+    state = found.model().state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in kept.state_dict().items())
+    data = found.data("train")
+    assert data.text[1:10].tolist() == [1, 0, 0, 2, 0, 0, 1, 0, 3]
+
+
+def test_what_cannot_train_is_refused(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no model_type"):
+        recipe(text, config={})
+    with pytest.raises(ConfigError, match="no such file"):
+        recipe(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="too few"):
+        recipe(text, context=1000).data("train")
+
+
+def test_a_run_with_fsdp_ends_with_the_bits_of_ddp(train: Any, text: Path) -> None:
+    options = (
+        *("recipe=hf_causal_lm", f"recipe.text={text}", "recipe.context=16", "steps=4", "reproducibility=elastic"),
+        *("recipe.config.hidden_size=32", "recipe.config.num_hidden_layers=2"),
+    )
+    digests = set()
+    for strategy in ("ddp", "fsdp"):
+        run = train(*options, f"strategy={strategy}", "cluster.processes=2")
+        assert run.code == 0, run.error
+        digests.add(run.json("result.json")["state_digest"])
+    assert len(digests) == 1
