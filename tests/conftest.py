@@ -87,6 +87,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Clusters first: their tests are the longest, and the last to end should not be one of them."""
+    items.sort(key=lambda item: "clusters" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """``command("train", "steps=3", cwd=..., environment=...)``: the worldsize command in a process of its own.
@@ -98,7 +103,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
         *arguments: str,
         cwd: Path,
         environment: Mapping[str, str],
-        timeout: float = 120.0,
+        timeout: float = 240.0,
         python: str | Path = sys.executable,
     ) -> Done:
         folder = tmp_path_factory.mktemp("command")
@@ -126,18 +131,27 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return warm.interpreter(tmp_path_factory.mktemp("warm"), os.environ[warm.ZYGOTE])
 
 
+@pytest.fixture(scope="session")
+def train_in(command: Command) -> Callable[[Path], Train]:
+    """``train_in(folder)`` is ``train`` in another folder than the test's, for runs that several tests look at."""
+
+    def at(folder: Path) -> Train:
+        def run(*arguments: str, logger: str = "none", python: str | Path = sys.executable, **changes: str) -> Run:
+            before = set(folders(folder / "runs"))
+            words = ("train", f"logger={logger}", *arguments)
+            done = command(*words, cwd=folder, environment=environment(**changes), python=python)
+            new = [each for each in folders(folder / "runs") if each not in before]
+            return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
+
+        return run
+
+    return at
+
+
 @pytest.fixture
-def train(tmp_path: Path, command: Command) -> Train:
+def train(tmp_path: Path, train_in: Callable[[Path], Train]) -> Train:
     """``train("steps=3", ...)``: trains in ``tmp_path`` without wandb, and waits for the end."""
-
-    def run(*arguments: str, logger: str = "none", timeout: float = 120.0, **changes: str) -> Run:
-        before = set(folders(tmp_path / "runs"))
-        words = ("train", f"logger={logger}", *arguments)
-        done = command(*words, cwd=tmp_path, environment=environment(**changes), timeout=timeout)
-        new = [folder for folder in folders(tmp_path / "runs") if folder not in before]
-        return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
-
-    return run
+    return train_in(tmp_path)
 
 
 @pytest.fixture
@@ -152,7 +166,7 @@ def begun() -> Callable[..., Path]:
 
 
 def _begun(root: Path, after: int = 3) -> Path:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         for file in root.rglob("metrics.jsonl"):
             lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
