@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -61,44 +65,93 @@ class Done:
 Command = Callable[..., Done]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the zygote, once for all processes of a test run; it imports nothing before it is asked for something."""
+    if warm.ZYGOTE in os.environ:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="zygote_"))
+    path = folder / "socket"
+    spare = "-" * 4000  # its children write their own command lines there
+    zygote = subprocess.Popen([sys.executable, str(Path(__file__).with_name("zygote.py")), str(path), spare])
+    while not path.exists():
+        assert zygote.poll() is None
+        time.sleep(0.005)
+    os.environ[warm.ZYGOTE] = str(path)
+
+    def end() -> None:
+        del os.environ[warm.ZYGOTE]
+        zygote.kill()
+        zygote.wait()
+        shutil.rmtree(folder)
+
+    config.add_cleanup(end)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Clusters first: their tests are the longest, and the last to end should not be one of them."""
+    items.sort(key=lambda item: "clusters" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """``command("train", "steps=3", cwd=..., environment=...)``: the worldsize command in a process of its own."""
-    zygote = subprocess.Popen([sys.executable, str(Path(__file__).with_name("zygote.py"))], stdin=subprocess.PIPE)
-    assert zygote.stdin is not None
-    requests = zygote.stdin
+def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """``command("train", "steps=3", cwd=..., environment=...)``: the worldsize command in a process of its own.
 
-    def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: float = 120.0) -> Done:
+    ``python``: what the command knows as its interpreter.
+    """
+
+    def run(
+        *arguments: str,
+        cwd: Path,
+        environment: Mapping[str, str],
+        timeout: float = 240.0,
+        python: str | Path = sys.executable,
+    ) -> Done:
         folder = tmp_path_factory.mktemp("command")
-        request = {"arguments": arguments, "cwd": str(cwd), "environment": dict(environment), "folder": str(folder)}
-        requests.write(json.dumps(request).encode() + b"\n")
-        requests.flush()
-        deadline = time.monotonic() + timeout
-        while not (folder / "code").exists():
-            assert time.monotonic() < deadline, f"{arguments} did not end within {timeout} s"
-            assert zygote.poll() is None, "the process that forks commands has died"
-            time.sleep(0.005)
-        output, error = ((folder / name).read_text() for name in ("stdout", "stderr"))
-        return Done(int((folder / "code").read_text()), output, error)
+        output, error = folder / "stdout", folder / "stderr"
+        with Path(os.devnull).open() as nothing, output.open("wb") as first, error.open("wb") as second:
+            line = warm.ask(
+                os.environ[warm.ZYGOTE],
+                ["worldsize", *arguments],
+                cwd=str(cwd),
+                environment=environment,
+                streams=[nothing.fileno(), first.fileno(), second.fileno()],
+                executable=str(python),
+            )
+        with line:
+            line.settimeout(timeout)
+            code = int(line.recv(64))
+        return Done(code, output.read_text(), error.read_text())
 
-    yield run
-    requests.close()
-    zygote.kill()
-    zygote.wait()
+    return run
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has imported worldsize already, for the processes that launchers start."""
+    return warm.interpreter(tmp_path_factory.mktemp("warm"), os.environ[warm.ZYGOTE])
+
+
+@pytest.fixture(scope="session")
+def train_in(command: Command) -> Callable[[Path], Train]:
+    """``train_in(folder)`` is ``train`` in another folder than the test's, for runs that several tests look at."""
+
+    def at(folder: Path) -> Train:
+        def run(*arguments: str, logger: str = "none", python: str | Path = sys.executable, **changes: str) -> Run:
+            before = set(folders(folder / "runs"))
+            words = ("train", f"logger={logger}", *arguments)
+            done = command(*words, cwd=folder, environment=environment(**changes), python=python)
+            new = [each for each in folders(folder / "runs") if each not in before]
+            return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
+
+        return run
+
+    return at
 
 
 @pytest.fixture
-def train(tmp_path: Path, command: Command) -> Train:
+def train(tmp_path: Path, train_in: Callable[[Path], Train]) -> Train:
     """``train("steps=3", ...)``: trains in ``tmp_path`` without wandb, and waits for the end."""
-
-    def run(*arguments: str, logger: str = "none", timeout: float = 120.0, **changes: str) -> Run:
-        before = set(folders(tmp_path / "runs"))
-        words = ("train", f"logger={logger}", *arguments)
-        done = command(*words, cwd=tmp_path, environment=environment(**changes), timeout=timeout)
-        new = [folder for folder in folders(tmp_path / "runs") if folder not in before]
-        return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
-
-    return run
+    return train_in(tmp_path)
 
 
 @pytest.fixture
@@ -113,7 +166,7 @@ def begun() -> Callable[..., Path]:
 
 
 def _begun(root: Path, after: int = 3) -> Path:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         for file in root.rglob("metrics.jsonl"):
             lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,72 +1,151 @@
 """A process that has imported what a launch needs and forks one child a request: tests need not wait for imports.
 
-Each line of standard input is a request: arguments, working directory, environment, and a folder in which the child
-leaves ``stdout`` and ``stderr`` and this process the exit ``code``.
+``zygote.py SOCKET``: each connection is one request, see :mod:`tests.warm`, which is the other end. The child gets the
+arguments, working directory, environment, standard streams and namespaces of whoever asks, as if it had been started
+there. It dies with the connection, is sent every signal number that comes over it, and its exit code goes back.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
 import os
 import select
+import signal
+import socket
 import sys
 import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import worldsize.app.execute
-import worldsize.app.reproduce
-import worldsize.app.resume
-import worldsize.strategies.ddp
-import worldsize.strategies.parameter_server.hybrid
-import worldsize.strategies.parameter_server.strategy  # noqa: F401 - imported here, once
-from worldsize.app import main
 from worldsize.world.parent import die_with_parent
 
-_POLL = 0.005  # seconds
+PRELOADED = (
+    "worldsize.app.agent",
+    "worldsize.app.execute",
+    "worldsize.app.reproduce",
+    "worldsize.app.resume",
+    "worldsize.strategies.ddp",
+    "worldsize.strategies.parameter_server.hybrid",
+    "worldsize.strategies.parameter_server.strategy",
+    "torch.distributed.run",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+)
+FDS = 6  # standard streams and namespaces
+_LIMIT = 1 << 20
 
 
-def serve() -> None:
-    children: dict[int, Path] = {}
-    read, listening = b"", True
-    while listening or children:
-        if listening and select.select([0], [], [], _POLL)[0]:
-            piece = os.read(0, 1 << 16)
-            listening = bool(piece)
-            *lines, read = (read + piece).split(b"\n")
-            for request in map(json.loads, lines):
-                children[_fork(request)] = Path(request["folder"])
-        _bury(children)
+class _Child:
+    """A forked process and the connection that it lives by."""
+
+    def __init__(self, pid: int, line: socket.socket) -> None:
+        self.pid, self.line, self.end = pid, line, os.pidfd_open(pid)
+
+    def hear(self) -> None:
+        number = self.line.recv(64)
+        signal.pidfd_send_signal(self.end, int(number or signal.SIGKILL))
+        if not number:
+            self.bury()
+
+    def bury(self) -> None:
+        _, status = os.waitpid(self.pid, 0)
+        with suppress(OSError):
+            self.line.send(str(os.waitstatus_to_exitcode(status)).encode())
+        self.line.close()
+        os.close(self.end)
 
 
-def _fork(request: dict[str, Any]) -> int:
-    parent = os.getpid()
-    pid = os.fork()
+def serve(path: str) -> NoReturn:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(64)
+    for name in PRELOADED if select.select([listener], [], []) else ():  # nobody may ask
+        importlib.import_module(name)
+    children: list[_Child] = []
+    while True:
+        ready = select.select([listener, *(end for child in children for end in (child.line, child.end))], [], [])[0]
+        for child in list(children):
+            if child.end in ready:
+                child.bury()
+            elif child.line in ready:
+                child.hear()
+        children = [child for child in children if child.line.fileno() >= 0]
+        if listener in ready:
+            children.append(_forked(listener.accept()[0], children))
+
+
+def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
+    message, fds, _, _ = socket.recv_fds(line, _LIMIT, FDS)
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        die_with_parent(parent)
-        _run(request)
-    return pid
+        for fd in (line.fileno(), *(fd for other in others for fd in (other.line.fileno(), other.end))):
+            os.close(fd)
+        _run(json.loads(message), fds, parent)
+    for fd in fds:
+        os.close(fd)
+    return _Child(pid, line)
 
 
-def _run(request: dict[str, Any]) -> NoReturn:
+def _run(request: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
     """In the child: as if the command had been typed."""
+    die_with_parent(parent)
     code = 70
     try:
-        for stream, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(Path(request["folder"]) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, fd in enumerate(fds[:3]):
+            os.dup2(fd, number)
+        _enter(fds[3:])
+        for fd in fds:
+            os.close(fd)
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environment"])
-        sys.argv = ["worldsize", *request["arguments"]]
-        code = _exit_code(main)
+        _show(request["shown"])
+        sys.executable = request["executable"]
+        code = _exit_code(lambda: _play(request["arguments"]))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _exit_code(function: Any) -> int:
+def _enter(namespaces: Sequence[int]) -> None:
+    for fd, kind in zip(namespaces, ("net", "uts", "mnt"), strict=True):
+        if os.fstat(fd).st_ino != Path("/proc/self/ns", kind).stat().st_ino and _libc().setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"the {kind} namespace cannot be entered")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _show(words: Sequence[str]) -> None:
+    """Have ``words`` as the command line that other processes see."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _play(words: Sequence[str]) -> None:
+    """What ``python WORDS`` does; of programs it knows ``worldsize`` and ``train.py``."""
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    while words[0] == "-u":
+        words = words[1:]
+    sys.argv = list(words[1:] if words[0] == "-m" else words)
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+        return
+    if words[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+    program = Path(sys.argv[0]).name
+    module = {"worldsize": "worldsize.app", "train.py": "worldsize.app.train"}.get(program, program)
+    importlib.import_module(module).main()
+
+
+def _exit_code(function: Callable[[], None]) -> int:
     try:
         function()
     except SystemExit as end:
@@ -79,14 +158,7 @@ def _exit_code(function: Any) -> int:
     return 0
 
 
-def _bury(children: dict[int, Path]) -> None:
-    for pid in list(children):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            folder = children.pop(pid)
-            (folder / ".code").write_text(str(os.waitstatus_to_exitcode(status)))
-            (folder / ".code").rename(folder / "code")
-
-
 if __name__ == "__main__":
-    serve()
+    del sys.path[0]  # this file's folder
+    die_with_parent(os.getppid())
+    serve(sys.argv[1])

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ recipe:
 class Project:
     """A user's project with a data file, a home folder and a shell elsewhere."""
 
-    def __init__(self, root: Path, environment: dict[str, str], command: Any) -> None:
-        self.command = command
+    def __init__(self, root: Path, environment: dict[str, str], command: Any, python: Path) -> None:
+        self.command, self.python = command, python
         self.folder, self.home, self.elsewhere = root / "project", root / "home", root / "elsewhere"
         for folder in (self.folder, self.home, self.elsewhere):
             folder.mkdir()
@@ -82,8 +83,9 @@ class Project:
         self.git("commit", "--quiet", "-m", "first")
         return self.git("rev-parse", "HEAD")
 
-    def worldsize(self, *arguments: str, cwd: Path, **changes: str) -> Any:
-        return self.command(*arguments, cwd=cwd, environment={**self.environment, **changes}, timeout=200)
+    def worldsize(self, *arguments: str, cwd: Path, python: str | Path = sys.executable, **changes: str) -> Any:
+        environment = {**self.environment, **changes}
+        return self.command(*arguments, cwd=cwd, environment=environment, timeout=300, python=python)
 
     def train(self, *arguments: str, **changes: str) -> Path:
         """The new run's manifest."""
@@ -94,12 +96,14 @@ class Project:
         return manifest
 
     def reproduce(self, manifest: Path, *arguments: str, **changes: str) -> Any:
-        return self.worldsize("reproduce", str(manifest), *arguments, cwd=self.elsewhere, **changes)
+        """``python``, which trains again, is warm unless it is in ``changes``."""
+        words = ("reproduce", str(manifest), *arguments)
+        return self.worldsize(*words, cwd=self.elsewhere, **{"python": str(self.python), **changes})
 
 
 @pytest.fixture
-def project(tmp_path: Path, environment_without_wandb: dict[str, str], command: Any) -> Project:
-    return Project(tmp_path, environment_without_wandb, command)
+def project(tmp_path: Path, environment_without_wandb: dict[str, str], command: Any, warm_python: Path) -> Project:
+    return Project(tmp_path, environment_without_wandb, command, warm_python)
 
 
 @pytest.fixture
@@ -117,7 +121,7 @@ def report(done: Any) -> dict[str, Any]:
 
 def test_a_clean_run_is_reproduced_bit_for_bit_from_another_folder(committed: Project) -> None:
     manifest = committed.train("recipe=mine")
-    done = committed.reproduce(manifest, "--json")
+    done = committed.reproduce(manifest, "--json", python=sys.executable)
     assert done.returncode == 0, done.stderr
     found = report(done)
     assert found["verdict"] == "bitwise identical"

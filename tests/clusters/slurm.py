@@ -73,10 +73,9 @@ class Slurm:
     def environment(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def ask(self, *words: str) -> str:
-        done = subprocess.run(
-            words, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60, check=True
-        )
+    def ask(self, *words: str, **variables: str) -> str:
+        environment = {**os.environ, **self.environment, **variables}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout
 
     def nodes(self) -> list[str]:
@@ -89,7 +88,7 @@ class Slurm:
         words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)["JobState"]
 
-    def wait_for(self, job: str, *states: str, seconds: float = 60) -> str:
+    def wait_for(self, job: str, *states: str, seconds: float = 180) -> str:
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}"
@@ -126,7 +125,7 @@ def _start(slurm: Slurm, nodes: int) -> None:
     for node in range(1, nodes + 1):
         (slurm.folder / f"spool.127.0.0.{node}").mkdir()
         _run(slurm, "slurmd", "-N", f"127.0.0.{node}", "-f", f"{slurm.folder}/slurm.conf")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while slurm.nodes() != ["idle"] * nodes:
         assert time.monotonic() < deadline, (log / "slurmctld.log").read_text()[-2000:]
         time.sleep(0.1)
@@ -135,7 +134,7 @@ def _start(slurm: Slurm, nodes: int) -> None:
 def _run(slurm: Slurm, name: str, *words: str) -> None:
     path = _found(name)
     assert path is not None
-    subprocess.run([path, *words], env={**os.environ, **slurm.environment}, check=True, timeout=20)
+    subprocess.run([path, *words], env={**os.environ, **slurm.environment}, check=True, timeout=60)
 
 
 def _stop(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +69,13 @@ def variables(spec: Any) -> dict[str, str]:
 
 
 def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
-    train: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
+    train: Any, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
     applied = tmp_path / "applied.yaml"
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f"#!/bin/sh\n[ $2 = apply ] && cat > {applied}\nexit 0\n")  # records what it is given
     kubectl.chmod(0o755)
-    own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={sys.executable}", f"cluster.run_root={tmp_path}/pods")
+    own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={warm_python}", f"cluster.run_root={tmp_path}/pods")
     volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
     run = train(*BASE, *VOLUME, *SHAPES["ddp"], *own, volume, "cluster.kind=job")
     assert run.code == 0, run.error
@@ -105,7 +104,7 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
         )
         for index in range(spec["completions"])
     ]
-    outputs = [pod.communicate(timeout=90)[0] for pod in pods]
+    outputs = [pod.communicate(timeout=240)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     (result,) = (tmp_path / "pods").rglob("result.json")
     alone = train(*BASE[:4], "cluster.processes=4").json("result.json")

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def test_every_task_is_one_that_skypilot_takes(train: Any, sky_python: str, tmp_
         del task["file_mounts"]  # the schema alone looks at them: Task would ask the cloud for the bucket
         files[-1].write_text(yaml.safe_dump({**task, "workdir": str(tmp_path)}))
     done = subprocess.run(
-        [sky_python, "-c", CHECK, *map(str, files)], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sky_python, "-c", CHECK, *map(str, files)], capture_output=True, text=True, cwd=tmp_path, timeout=240
     )
     assert done.returncode == 0, done.stderr
     for line, (_, recovery) in zip(done.stdout.splitlines(), RECOVERY.values(), strict=True):
@@ -137,16 +136,16 @@ class Cluster:
             node.kill()
 
     def end(self) -> list[int]:
-        self.output = [node.communicate(timeout=90)[0] for node in self.nodes]
+        self.output = [node.communicate(timeout=240)[0] for node in self.nodes]
         return [node.returncode for node in self.nodes]
 
 
 def test_a_reclaimed_run_goes_on_from_the_bucket_on_fresh_hosts(
-    hosts: Hosts, train: Any, tmp_path: Path, environment_without_wandb: dict[str, str], begun: Any
+    hosts: Hosts, train: Any, tmp_path: Path, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
 ) -> None:
     bucket, home = tmp_path / "bucket", tmp_path / "home"
     home.mkdir()
-    options = (f"cluster.mount={bucket}", f"cluster.python={sys.executable}", "cluster.processes_per_node=2")
+    options = (f"cluster.mount={bucket}", f"cluster.python={warm_python}", "cluster.processes_per_node=2")
     slow = "faults=[{action: sleep, seconds: 0.05, attempt: null}]"
     length = ("steps=100", "checkpoint.every=10", slow)
     run = train(*DIGITS, *SPOT, *options, *length, "launch=write", "launcher.node_timeout=5")

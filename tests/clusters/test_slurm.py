@@ -22,8 +22,19 @@ SLOW = "faults=[{action: sleep, seconds: 0.05, attempt: null}]"  # every step of
 
 
 @pytest.fixture
-def laptop(train: Any) -> Callable[..., str]:
+def submit(slurm: Slurm, train: Any, warm_python: Path) -> Any:
+    """``submit("steps=30")``: train.py with Slurm; ``python``: of the agents, in place of the warm one."""
+
+    def run(*options: str, python: str | Path = warm_python) -> Any:
+        return train(*DIGITS, *ON_SLURM, f"launcher.python={python}", *options, **slurm.environment)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def laptop(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """The digest of the same training on this machine without Slurm."""
+    train = train_in(tmp_path_factory.mktemp("laptop"))
 
     def digest(*options: str) -> str:
         run = train(*DIGITS, *options, "cluster.processes=4")
@@ -53,8 +64,8 @@ def state_digest(folder: Path) -> str:
     return str(json.loads((folder / "result.json").read_text())["state_digest"])
 
 
-def test_two_nodes_train_to_the_bits_of_the_laptop(slurm: Slurm, train: Any, laptop: Any) -> None:
-    run = train(*DIGITS, *ON_SLURM, "steps=30", "launcher.wait=true", **slurm.environment)
+def test_two_nodes_train_to_the_bits_of_the_laptop(submit: Any, laptop: Any) -> None:
+    run = submit("steps=30", "launcher.wait=true", python=sys.executable)
     assert run.code == 0, run.error + said(run.folder)
     assert run.json("result.json")["state_digest"] == laptop("steps=30")
     attempt = manifest(run.folder)["attempts"][0]
@@ -63,10 +74,12 @@ def test_two_nodes_train_to_the_bits_of_the_laptop(slurm: Slurm, train: Any, lap
     assert (run.folder / "agents.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(slurm: Slurm, train: Any, laptop: Any) -> None:
+def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(
+    slurm: Slurm, submit: Any, laptop: Any
+) -> None:
     limit = ("cluster.time=00:01:00", "launcher.signal_before=45")
     slow_at_first = "faults=[{action: sleep, seconds: 0.2}]"
-    run = train(*DIGITS, *ON_SLURM, *limit, "steps=250", slow_at_first, **slurm.environment)
+    run = submit(*limit, "steps=250", slow_at_first)
     assert "submitted" in run.output
     slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=240)
     found = reasons(run.folder)
@@ -77,9 +90,9 @@ def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(slurm: 
 
 
 def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
-    slurm: Slurm, train: Any, laptop: Any, begun: Any
+    slurm: Slurm, submit: Any, laptop: Any, begun: Any
 ) -> None:
-    run = train(*DIGITS, *ON_SLURM, "steps=120", SLOW, **slurm.environment)
+    run = submit("steps=120", SLOW)
     begun(run.folder, after=20)
     slurm.ask("scontrol", "requeue", job_of(run.folder))
     slurm.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
@@ -94,9 +107,9 @@ def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
 
 
 def test_a_cancelled_run_saves_and_can_be_resumed(
-    slurm: Slurm, train: Any, laptop: Any, begun: Any, command: Any, environment_without_wandb: dict[str, str]
+    slurm: Slurm, submit: Any, laptop: Any, begun: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
-    run = train(*DIGITS, *ON_SLURM, "steps=120", SLOW, **slurm.environment)
+    run = submit("steps=120", SLOW)
     environment = {**environment_without_wandb, **slurm.environment}
     begun(run.folder, after=20)
     job = job_of(run.folder)
@@ -113,26 +126,26 @@ def test_a_cancelled_run_saves_and_can_be_resumed(
     assert state_digest(run.folder) == laptop("steps=120")
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_cause(slurm: Slurm, train: Any) -> None:
+def test_a_rank_that_fails_ends_the_job_with_its_cause(slurm: Slurm, submit: Any) -> None:
     fault = "faults=[{action: kill, rank: 3, step: 9}]"
-    run = train(*DIGITS, *ON_SLURM, "steps=30", "launcher.wait=true", fault, **slurm.environment)
+    run = submit("steps=30", "launcher.wait=true", fault)
     assert run.code == 1
     assert "worker 3 failed at step 9:\nkilled by SIGKILL" in said(run.folder)
     assert slurm.state(job_of(run.folder)) == "FAILED"
     assert reasons(run.folder) == ["failed"]
 
 
-def test_a_gang_is_started_again_within_its_job(slurm: Slurm, train: Any, laptop: Any) -> None:
+def test_a_gang_is_started_again_within_its_job(submit: Any, laptop: Any) -> None:
     faults = "faults=[{action: kill, rank: 3, step: 15}, {action: raise, rank: 0, step: 25, attempt: 2}]"
     words = ("steps=40", "launcher.wait=true", "launcher.max_restarts=2", faults)
-    run = train(*DIGITS, *ON_SLURM, *words, **slurm.environment)
+    run = submit(*words)
     assert run.code == 0, run.error + said(run.folder)
     assert reasons(run.folder) == ["failed", "failed", "completed"]
     assert run.json("result.json")["state_digest"] == laptop("steps=40")
 
 
-def test_a_sweep_is_an_array(slurm: Slurm, train: Any, tmp_path: Path, laptop: Any) -> None:
-    run = train("--multirun", *DIGITS, *ON_SLURM, "steps=20", "seed=1,2", "launcher.wait=true", **slurm.environment)
+def test_a_sweep_is_an_array(submit: Any, tmp_path: Path, laptop: Any) -> None:
+    run = submit("--multirun", "steps=20", "seed=1,2", "launcher.wait=true")
     assert run.code == 0, run.error
     folders = sorted(path.parent for path in (tmp_path / "runs").rglob("run_manifest.json"))
     jobs = sorted(job_of(folder) for folder in folders)
@@ -141,9 +154,9 @@ def test_a_sweep_is_an_array(slurm: Slurm, train: Any, tmp_path: Path, laptop: A
     assert found == {seed: laptop("steps=20", f"seed={seed}") for seed in (1, 2)}
 
 
-def test_servers_and_workers_share_an_allocation(slurm: Slurm, train: Any, laptop: Any) -> None:
+def test_servers_and_workers_share_an_allocation(submit: Any, laptop: Any) -> None:
     roles = ("strategy=parameter_server", "strategy.servers=2")
-    run = train(*DIGITS, *ON_SLURM, *roles, "steps=30", "launcher.wait=true", **slurm.environment)
+    run = submit(*roles, "steps=30", "launcher.wait=true")
     assert run.code == 0, run.error + said(run.folder)
     assert run.json("result.json")["state_digest"] == laptop("steps=30")
 
@@ -156,11 +169,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_slurm_would_not_take_is_refused_in_its_own_words_and_leaves_nothing(
-    slurm: Slurm, train: Any, case: str
-) -> None:
+def test_what_slurm_would_not_take_is_refused_in_its_own_words_and_leaves_nothing(submit: Any, case: str) -> None:
     options, *words = WRONG[case]
-    run = train(*DIGITS, *ON_SLURM, *options, "steps=30", **slurm.environment)
+    run = submit(*options, "steps=30")
     assert run.code == 2
     assert all(word.lower() in run.error.lower() for word in words), run.error
     assert run.folder is None
@@ -173,31 +184,36 @@ def test_without_slurm_nothing_is_begun(train: Any) -> None:
     assert run.folder is None
 
 
-def by_hand(slurm: Slurm, folder: Path, *words: str) -> str:
+def by_hand(slurm: Slurm, folder: Path, *words: str, **variables: str) -> str:
     """Run ``words`` on two nodes, and give the digest of what they trained."""
-    done = slurm.ask("srun", "--nodes=2", *words)
+    done = slurm.ask("srun", "--nodes=2", *words, **variables)
     assert (folder / "result.json").exists(), done
     return state_digest(folder)
 
 
 @pytest.mark.parametrize("way", ["srun", "torchrun"])
-def test_workers_that_are_started_by_hand_find_each_other(slurm: Slurm, train: Any, laptop: Any, way: str) -> None:
-    run = train(*DIGITS, *ON_SLURM, "steps=20", "launch=write", **slurm.environment)
+def test_workers_that_are_started_by_hand_find_each_other(
+    slurm: Slurm, submit: Any, laptop: Any, warm_python: Path, way: str
+) -> None:
+    run = submit("steps=20", "launch=write")
     assert "nothing was started" in run.output, run.error
-    worker = ("-m", "worldsize.worker", str(run.folder))
+    python, worker = str(warm_python), ("-m", "worldsize.worker", str(run.folder))
     torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d")
     if way == "srun":
-        found = by_hand(slurm, run.folder, "--ntasks-per-node=2", sys.executable, *worker)
+        found = by_hand(slurm, run.folder, "--ntasks-per-node=2", python, *worker)
     else:
         meeting = ("--rdzv-endpoint=127.0.0.1:29477", f"--rdzv-id={run.folder.name}")
-        found = by_hand(slurm, run.folder, "--ntasks-per-node=1", sys.executable, *torchrun, *meeting, *worker)
+        found = by_hand(
+            slurm, run.folder, "--ntasks-per-node=1", python, *torchrun, *meeting, *worker, PYTHON_EXEC=python
+        )
     assert found == laptop("steps=20")
     assert reasons(run.folder) == ["completed"]
 
 
-def test_torchrun_that_srun_starts_more_than_once_is_refused(slurm: Slurm, train: Any) -> None:
-    run = train(*DIGITS, *ON_SLURM, "steps=20", "launch=write", **slurm.environment)
+def test_torchrun_that_srun_starts_more_than_once_is_refused(slurm: Slurm, submit: Any, warm_python: Path) -> None:
+    run = submit("steps=20", "launch=write")
+    python, tasks = str(warm_python), ("--nodes=2", "--ntasks-per-node=1")
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "worldsize.worker")
     with pytest.raises(subprocess.CalledProcessError) as error:
-        slurm.ask("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, *words, str(run.folder))
+        slurm.ask("srun", *tasks, python, *words, str(run.folder), PYTHON_EXEC=python)
     assert "the run would be started more than once" in error.value.stderr + error.value.stdout

@@ -25,11 +25,13 @@ SLOW = "faults=[{action: sleep, seconds: 0.1, attempt: null}]"  # every step of 
 class Launched:
     """train.py, started on host 1."""
 
-    def __init__(self, hosts: Hosts, folder: Path, environment: dict[str, str], *options: str) -> None:
+    def __init__(
+        self, hosts: Hosts, folder: Path, environment: dict[str, str], python: str | Path, *options: str
+    ) -> None:
         ssh = ",".join(hosts.ssh)
         words = (*DIGITS, "+cluster=ssh", "cluster.hosts=[h1,h2]", "cluster.processes_per_node=2")
-        own = (f"cluster.ssh=[{ssh}]", f"cluster.python={sys.executable}", f"cluster.folder={folder}/%h")
-        command = [sys.executable, str(REPOSITORY / "train.py"), *words, *own, *options]
+        own = (f"cluster.ssh=[{ssh}]", f"cluster.python={python}", f"cluster.folder={folder}/%h")
+        command = [str(python), str(REPOSITORY / "train.py"), *words, *own, *options]
         self.process = subprocess.Popen(
             hosts.on(1, command),
             cwd=folder,
@@ -39,16 +41,22 @@ class Launched:
             text=True,
         )
 
-    def end(self, seconds: float = 90) -> tuple[int, str]:
+    def end(self, seconds: float = 240) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
 
 
 @pytest.fixture
-def launch(hosts: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str]) -> Iterator[Any]:
-    (tmp_path / "project").mkdir()
-    yield lambda *options: Launched(hosts, tmp_path / "project", environment_without_wandb, *options)
-    deadline = time.monotonic() + 10
+def launch(hosts: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path) -> Iterator[Any]:
+    """``launch("steps=30")``; ``python``: of all processes, in place of the warm one."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+
+    def start(*options: str, python: str | Path = warm_python) -> Launched:
+        return Launched(hosts, folder, environment_without_wandb, python, *options)
+
+    yield start
+    deadline = time.monotonic() + 30
     while hosts.processes("worldsize agent"):  # nothing is left on any host
         assert time.monotonic() < deadline, hosts.processes("worldsize agent")
         time.sleep(0.1)
@@ -60,7 +68,7 @@ def folder_of(root: Path) -> Path:
 
 
 def test_two_hosts_train_to_the_bits_of_one(launch: Any, train: Any, tmp_path: Path) -> None:
-    code, output = launch("steps=30").end()
+    code, output = launch("steps=30", python=sys.executable).end()  # not warm, and of the code that was copied
     assert code == 0, output
     run = folder_of(tmp_path)
     result = json.loads((run / "result.json").read_text())
@@ -95,7 +103,7 @@ def test_a_host_that_is_killed_is_named(hosts: Hosts, launch: Any, begun: Any, t
         if _host_of(pid) == "h2":
             with suppress(ProcessLookupError):  # it has died with its agent
                 os.kill(pid, signal.SIGKILL)
-    code, output = launched.end(30)
+    code, output = launched.end()
     assert code == 1
     assert "the host h2 (node 1) has not answered" in output
 

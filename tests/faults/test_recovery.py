@@ -9,7 +9,6 @@ import runpy
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -60,8 +59,9 @@ def restarts(folder: Path) -> list[str]:
     return [each["exit_reason"] for each in json.loads((folder / "run_manifest.json").read_text())["attempts"]]
 
 
-@pytest.fixture
-def uninterrupted(train: Any) -> Callable[..., dict[str, Any]]:
+@pytest.fixture(scope="module")
+def uninterrupted(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    train = train_in(tmp_path_factory.mktemp("uninterrupted"))
     return cache(lambda *options: outcome(train(*OPTIONS, *options).folder))
 
 
@@ -146,7 +146,11 @@ def test_a_crash_at_the_same_step_is_not_tried_a_third_time(train: Any) -> None:
     ids=str,
 )
 def test_a_rank_asked_to_end_saves_with_all_others_and_no_step_is_lost(
-    train: Any, command: Any, environment_without_wandb: dict[str, str], facts: dict[str, Any]
+    train: Any,
+    uninterrupted: Callable[..., dict[str, Any]],
+    command: Any,
+    environment_without_wandb: dict[str, str],
+    facts: dict[str, Any],
 ) -> None:
     options = ("cluster.processes=3", "evaluate_every=5")
     run = train(*OPTIONS, *options, fault(**{"action": "terminate", "slow": 0.1, **facts}))
@@ -157,7 +161,7 @@ def test_a_rank_asked_to_end_saves_with_all_others_and_no_step_is_lost(
     assert last.name == f"step_{attempt['steps'][1]:07d}"
     done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
-    assert outcome(run.folder) == outcome(train(*OPTIONS, *options).folder)
+    assert outcome(run.folder) == uninterrupted(*options)
     assert run.json("result.json")["goodput"]["lost_steps"] == [0]
 
 
@@ -204,11 +208,11 @@ def test_the_wandb_run_goes_on_at_the_right_step(
 
 
 def test_a_second_signal_ends_a_run_that_cannot_save_and_the_checkpoint_before_is_good(
-    tmp_path: Path, environment_without_wandb: dict[str, str], command: Any, begun: Any
+    tmp_path: Path, environment_without_wandb: dict[str, str], command: Any, begun: Any, warm_python: Path
 ) -> None:
     options = (*OPTIONS, "cluster.processes=2", "logger=none", "log_every=1", fault("stop", rank=1, step=9))
     process = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "train.py"), *options], cwd=tmp_path, env=environment_without_wandb
+        [warm_python, str(REPOSITORY / "train.py"), *options], cwd=tmp_path, env=environment_without_wandb
     )
     folder = begun(tmp_path, after=6)
     while not (folder / "checkpoints" / "step_0000004").exists():
@@ -216,21 +220,32 @@ def test_a_second_signal_ends_a_run_that_cannot_save_and_the_checkpoint_before_i
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGUSR1)  # another, since the kernel merges two of one kind that nobody has seen yet
-    assert process.wait(10) in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+    assert process.wait(25) in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
     done = command("resume", str(folder), "faults=[]", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def preempted(train: Any) -> Path:
-    """A run of 2 processes that has saved steps 4 and 6 or 7."""
+@pytest.fixture(scope="module")
+def preempted_once(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    train = train_in(tmp_path_factory.mktemp("preempted"))
     folder = train(*OPTIONS, "cluster.processes=2", fault("terminate", slow=0.1, rank=0, step=6)).folder
     assert isinstance(folder, Path)
     return folder
 
 
+@pytest.fixture
+def preempted(preempted_once: Path, tmp_path: Path) -> Path:
+    """A run of 2 processes that has saved steps 4 and 6 or 7."""
+    folder = tmp_path / "runs" / "digits" / preempted_once.name
+    shutil.copytree(preempted_once, folder)
+    return folder
+
+
 def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
-    preempted: Path, train: Any, command: Any, environment_without_wandb: dict[str, str]
+    preempted: Path,
+    uninterrupted: Callable[..., dict[str, Any]],
+    command: Any,
+    environment_without_wandb: dict[str, str],
 ) -> None:
     shard = max((preempted / "checkpoints").glob("step_*")) / "rank_00000.bin"
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
@@ -239,7 +254,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
     assert re.search(r"rank_00000.bin has SHA-256 \w+, expected SHA-256 \w+", refused.stderr)
     done = command("resume", str(preempted), "--allow-older", cwd=preempted, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
-    assert outcome(preempted) == outcome(train(*OPTIONS, "cluster.processes=2").folder)
+    assert outcome(preempted) == uninterrupted("cluster.processes=2")
 
 
 @pytest.mark.parametrize(
@@ -317,11 +332,12 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_the_older_checkpoint_is_goo
 
 
 def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_run_that_can_be_resumed(
-    train: Any, tmp_path: Path, command: Any, environment_without_wandb: dict[str, str], begun: Any
+    tmp_path: Path, command: Any, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
 ) -> None:
-    options = (*OPTIONS, "steps=1200", "cluster.processes=2", "logger=none", "log_every=1")
+    slow = "faults=[{action: sleep, seconds: 0.1, attempt: null}]"
+    options = (*OPTIONS, "steps=400", "checkpoint.every=40", "cluster.processes=2", "logger=none", "log_every=1", slow)
     process = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "train.py"), *options],
+        [warm_python, str(REPOSITORY / "train.py"), *options],
         cwd=tmp_path,
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
@@ -331,11 +347,11 @@ def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_r
     assert second.returncode == 2
     assert "being trained by another process" in second.stderr
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 75
+    assert process.wait(120) == 75
     last = int(max((folder / "checkpoints").glob("step_*")).name[5:])
     assert json.loads((folder / "run_manifest.json").read_text())["attempts"][0]["steps"][1] <= last
     again = subprocess.Popen(
-        [sys.executable, "-c", "from worldsize.app import main; main()", "resume", str(folder)],
+        [warm_python, "-m", "worldsize", "resume", str(folder)],
         cwd=tmp_path,
         env=environment_without_wandb,
         stdout=subprocess.DEVNULL,
@@ -343,7 +359,7 @@ def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_killed_leaves_a_r
     begun(tmp_path, after=last + 10)
     os.kill(again.pid, signal.SIGKILL)
     again.wait()
-    more = command("resume", str(folder), cwd=tmp_path, environment=environment_without_wandb)
+    more = command("resume", str(folder), "faults=[]", cwd=tmp_path, environment=environment_without_wandb)
     assert more.returncode == 0, more.stderr
     assert restarts(folder) == ["preempted", "killed", "completed"]
     shutil.rmtree(folder)

@@ -81,13 +81,18 @@ def until(condition: Callable[[], Any], seconds: float) -> Any:
 
 
 @pytest.fixture
-def running(planted: Path, environment_without_wandb: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A run of 3 processes of which rank 1 hangs in its first step."""
+def running(
+    planted: Path, environment_without_wandb: dict[str, str], warm_python: Path, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[str]]:
+    """A run of 3 processes of which rank 1 hangs in its first step.
+
+    All are in one process group if the parameter is "group": they are no children of the zygote then.
+    """
+    python = sys.executable if getattr(request, "param", None) == "group" else warm_python
     action = "open('hanging', 'w').close(); time.sleep(3600)"
-    command = [sys.executable, str(REPOSITORY / "train.py"), "recipe=planted", "logger=none", "cluster.processes=3"]
-    command.append("launcher.save_grace=1")
+    words = ["recipe=planted", "logger=none", "cluster.processes=3", "launcher.save_grace=1"]
     process = subprocess.Popen(
-        [*command, f'recipe.action="{action}"'],
+        [python, str(REPOSITORY / "train.py"), *words, f'recipe.action="{action}"'],
         cwd=planted,
         env=environment_without_wandb,
         stdout=subprocess.PIPE,
@@ -95,7 +100,7 @@ def running(planted: Path, environment_without_wandb: dict[str, str]) -> Iterato
         text=True,
         start_new_session=True,
     )
-    until((planted / "hanging").exists, 60)
+    until((planted / "hanging").exists, 120)
     yield process
     process.kill()
     process.communicate()
@@ -133,7 +138,11 @@ def test_every_process_has_a_log_and_the_terminal_names_the_worker(planted: Path
     assert (run.folder / "logs" / "worker_00000.log").read_text() == ""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("running", "number", "code"),
+    [("group", signal.SIGINT, 130), ("alone", signal.SIGTERM, 143)],
+    indirect=["running"],
+)
 def test_ctrl_c_stops_all_within_two_seconds_and_leaves_no_orphan(
     running: subprocess.Popen[str], planted: Path, number: signal.Signals, code: int
 ) -> None:

@@ -54,13 +54,13 @@ launcher: {_target_: plugins.programs.launcher.Programs, niceness: 3}
 """
 
 
-def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(train: Any, tmp_path: Path) -> None:
+def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(train: Any, tmp_path: Path, warm_python: Path) -> None:
     plugin = tmp_path / "plugins" / "programs"
     (plugin / "conf" / "cluster").mkdir(parents=True)
     (plugin / "launcher.py").write_text(LAUNCHER)
     (plugin / "conf" / "cluster" / "programs.yaml").write_text(CLUSTER)
     options = ("recipe=digits", "steps=10", "reproducibility=elastic", "cluster.threads=1")
-    run = train(*options, "+cluster=programs", "launcher.niceness=5")
+    run = train(*options, "+cluster=programs", "launcher.niceness=5", python=warm_python)
     assert run.code == 0, run.error
     alone = train(*options, "cluster.processes=2").json("result.json")
     assert run.json("result.json")["state_digest"] == alone["state_digest"]

@@ -15,24 +15,25 @@ HOSTS = ("cluster.nodes=2", "cluster.processes_per_node=2", "cluster.first=127.0
 
 def started(output: str, environment: dict[str, str], folder: Path) -> Path:
     """Run what was printed, and give the run's folder."""
-    bin_folder = Path(sys.executable).parent
     commands = re.findall(r"# on node \d\n(.+)", output)
-    path = f"{bin_folder}:{environment['PATH']}"
-    nodes = [
-        subprocess.Popen(["bash", "-c", command], cwd=folder, env={**environment, "PATH": path}) for command in commands
-    ]
-    assert [node.wait(120) for node in nodes] == [0] * len(commands)
+    nodes = [subprocess.Popen(["bash", "-c", command], cwd=folder, env=environment) for command in commands]
+    assert [node.wait(240) for node in nodes] == [0] * len(commands)
     (result,) = folder.rglob("result.json")
     return result.parent
 
 
 def test_what_is_printed_trains_to_the_bits_of_the_laptop(
-    train: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
+    train: Any, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
+    worldsize = tmp_path / "worldsize"  # the command as it is installed, warm
+    worldsize.write_text(f'#!/bin/sh\nexec {warm_python} -m worldsize "$@"\n')
+    worldsize.chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{environment_without_wandb['PATH']}"
+    environment = {**environment_without_wandb, "PATH": path, "PYTHON_EXEC": str(warm_python)}  # of torchrun's workers
     for strategy in (("strategy=ddp",), ("strategy=parameter_server", "strategy.servers=2")):
         run = train(*DIGITS, *HOSTS, *strategy)
         assert run.code == 0, run.error
-        folder = started(run.output, environment_without_wandb, run.folder)
+        folder = started(run.output, environment, run.folder)
         found = json.loads((folder / "result.json").read_text())["state_digest"]
         assert found == train(*DIGITS[:4], "cluster.processes=4").json("result.json")["state_digest"]
         (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]

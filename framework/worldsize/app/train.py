@@ -32,7 +32,7 @@ def train(arguments: Sequence[str]) -> int:
         return _refuse(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return _swept(max(codes, default=0))
+    return _swept(max(codes)) if codes else 0
 
 
 def _swept(code: int) -> int:

@@ -1,0 +1,73 @@
+"""``python ARGUMENTS`` without the seconds of its imports: a child of the zygote plays it, this process stands for it.
+
+:func:`interpreter` makes it a program that takes the place of Python where a launcher starts one: it passes its signals
+on, the child dies with it, and its exit code is the child's. Imports the standard library only: it starts in no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+ZYGOTE = "PYTEST_ZYGOTE"  # the variable with the zygote's socket
+
+
+def ask(
+    zygote: str,
+    arguments: Sequence[str],
+    *,
+    cwd: str,
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+    executable: str,
+) -> socket.socket:
+    """Have the zygote run ``python ARGUMENTS``; the connection that it lives by."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(zygote)
+    shown = [executable, *arguments]
+    request = {"arguments": [*arguments], "cwd": cwd, "environment": dict(environment), "executable": executable}
+    namespaces = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]
+    socket.send_fds(line, [json.dumps({**request, "shown": shown}).encode()], [*streams, *namespaces])
+    for namespace in namespaces:
+        os.close(namespace)
+    return line
+
+
+def interpreter(folder: Path, zygote: str) -> Path:
+    """A program in ``folder`` to start in Python's place."""
+    program = folder / "python"
+    called = f"main({zygote!r}, {sys.executable!r})"
+    program.write_text(f"#!{sys.executable} -IS\n{Path(__file__).read_text()}\n\n{called}\n")
+    program.chmod(0o755)
+    return program
+
+
+def main(zygote: str, python: str) -> NoReturn:
+    line = ask(
+        zygote,
+        sys.argv[1:],
+        cwd=os.getcwd(),
+        environment=os.environ,
+        streams=(0, 1, 2),
+        executable=python,
+    )
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with suppress(OSError):  # it has just ended
+            line.send(str(number).encode())
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    code = int(line.recv(64) or 70)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
