@@ -323,9 +323,23 @@ class Strategy(ABC):
         """The live replica of the process that ``world`` describes."""
 
     @property
-    def micro_batches(self) -> int:
+    def default_micro_batches(self) -> int:
         """Logical ranks that each part of the data has, unless the run says how many there are."""
         return 1
+
+    def check_micro_batches(self, count: int) -> None:  # noqa: B027 - most strategies take any number
+        """Raise ConfigError if a step of ``count`` logical ranks in each part of the data cannot be computed."""
+
+    def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
+        """Axes along which processes that train work together: for each, disjoint groups of global ranks. A rank's
+        coordinate on an axis is its place in its group.
+        """
+        start = 0
+        for name, role in self.roles(cluster).items():
+            if name == "worker":
+                break
+            start += role.processes
+        return {"data": [list(range(start, start + self.roles(cluster)["worker"].processes))]}
 
     def data_parallel(self, cluster: Cluster) -> int:
         """Parts that the data of a step are divided into: one a worker, unless several share a model."""

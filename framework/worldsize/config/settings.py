@@ -94,6 +94,9 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     cluster = _cluster(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     roles = strategy.roles(cluster)
+    parts = strategy.data_parallel(cluster)
+    logical_ranks = _logical_ranks(config, parts, strategy.default_micro_batches)
+    strategy.check_micro_batches(logical_ranks // parts)
     return Settings(
         config=config,
         cluster=cluster,
@@ -105,7 +108,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         logger=build(config["logger"], partial, allowed=allowed, key="logger") if config["logger"] else None,
         retention=build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep"),
         faults=Faults.parsed(config["faults"]),
-        logical_ranks=_logical_ranks(config, strategy.data_parallel(cluster), strategy.micro_batches),
+        logical_ranks=logical_ranks,
     )
 
 

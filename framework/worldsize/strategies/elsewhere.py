@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from worldsize.core import Recipe, StateDict
@@ -31,3 +34,37 @@ def overlaid(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any
         key: overlaid(child, part[key]) if isinstance(child, Mapping) and key in part else part.get(key, child)
         for key, child in whole.items()
     }
+
+
+@final
+@dataclass(frozen=True)
+class PartialLearning(Learning):
+    """``own``: the optimizer of the parameters that this rank updates; ``whole``: the optimizer's state as one rank
+    would hold it, see :func:`outline`.
+    """
+
+    own: Optimizer
+    whole: Mapping[str, Any] = field(repr=False)
+
+    def optimizer_state(self) -> StateDict:
+        mine = get_optimizer_state_dict(self.model, self.own)
+        groups = [
+            {**whole, **_options(group)}
+            for whole, group in zip(self.whole["param_groups"], self.optimizer.param_groups, strict=True)
+        ]
+        return {**overlaid(self.whole, {"state": mine["state"]}), "param_groups": groups}
+
+    def load_optimizer(self, state: StateDict) -> None:
+        mine: StateDict = {**get_optimizer_state_dict(self.model, self.own)}
+        groups = [
+            {**group, "params": own["params"]}
+            for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)
+        ]
+        part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
+        set_optimizer_state_dict(self.model, self.own, part)
+        for loaded, group in zip(self.own.param_groups, self.optimizer.param_groups, strict=True):
+            group.update(_options(loaded))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

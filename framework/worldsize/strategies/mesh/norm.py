@@ -1,0 +1,57 @@
+"""The norm of a gradient whose parts lie on a mesh, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from worldsize.core import World
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_axes(tensor: Tensor) -> set[str]:
+    """The axes of the mesh along which ranks hold different parts of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
+
+
+@final
+class MeshNorm:
+    """Clips by the norm over all ranks of ``world``.
+
+    ``coordinate``: of this rank on the axes along which parameters may be sharded; of ranks that hold the same part
+    the first counts it. ``spare``: parameters that an earlier stage holds too, and counts.
+    """
+
+    def __init__(self, world: World, coordinate: Mapping[str, int], spare: Collection[Tensor] = ()) -> None:
+        self._world, self._coordinate, self._spare = world, coordinate, spare
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+        """Scale the gradients so that their norm is at most ``limit``; the norm before, the same on every rank."""
+        found = [own for own in parameters if own.grad is not None]
+        norm = self._norm([local(own.grad) for own in found if own.grad is not None and self._counts(own)])
+        if limit < float("inf") and found:
+            scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+            torch._foreach_mul_([local(own.grad) for own in found if own.grad is not None], scale)
+        return norm
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        shared = self._coordinate.keys() - sharded_axes(parameter)
+        return parameter not in self._spare and all(self._coordinate[axis] == 0 for axis in shared)
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        if gradients:
+            squares += torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
+        dist.all_reduce(squares, group=self._world.group)
+        return squares.sqrt().float()

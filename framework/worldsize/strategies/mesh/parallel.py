@@ -1,0 +1,134 @@
+"""From a whole model to the part of it that one rank of a mesh holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
+
+from worldsize.core import ConfigError, Recipe, TensorStyle
+from worldsize.strategies.wrapping import Wrap, units
+
+Place = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Of the data axis: see the options of :class:`~worldsize.strategies.fsdp.FSDP`."""
+
+    wrap: Wrap = "auto"
+    wrap_parameters: int = 1_000_000
+    reshard_after_forward: bool = True
+    activation_checkpointing: bool = False
+
+
+def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
+    """Divide the layers below ``roots`` over the tensor axis, then what each rank has over the data axis."""
+    mine = [module for root in roots for module in root.modules()]
+    if mesh["tensor"].size() > 1:
+        _divide_layers(recipe, model, mine, mesh["tensor"])
+    if sharding.activation_checkpointing:
+        for block in recipe.blocks(model):
+            if block in mine:
+                checkpoint(block)
+    if mesh["data"].size() > 1:
+        whole = units(recipe, model, sharding.wrap, sharding.wrap_parameters)
+        for module in (*(unit for unit in whole if unit in mine and unit not in roots), *roots):
+            fully_shard(module, mesh=mesh["data"], reshard_after_forward=sharding.reshard_after_forward)
+    for root in roots:
+        root.to(mesh.device_type)
+
+
+def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh) -> None:
+    """Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): column-wise, then row-wise with one all-reduce."""
+    plan = recipe.tensor_plan(model)
+    if not plan:
+        raise ConfigError(
+            f"{type(recipe).__name__} does not say how its layers divide. "
+            "Define Recipe.tensor_plan, or set strategy.tensor=1."
+        )
+    for name, style in plan.items():
+        _check_divides(name, model.get_submodule(name), style, mesh.size())
+    styles: dict[TensorStyle, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
+    held = {name: styles[style]() for name, style in plan.items() if model.get_submodule(name) in mine}
+    # every rank has built the same model: nothing need be sent
+    parallelize_module(model, mesh, held, src_data_rank=None)
+
+
+def _check_divides(name: str, module: nn.Module, style: TensorStyle, ranks: int) -> None:
+    features = getattr(module, "out_features" if style == "column" else "in_features", None)
+    if features is not None and features % ranks:
+        raise ConfigError(
+            f"{name} has {features} features, which do not divide over {ranks} ranks. "
+            f"Set strategy.tensor to a divisor of {features}."
+        )
+
+
+def places(roots: Sequence[nn.Module]) -> dict[Tensor, Place]:
+    """Where each parameter and buffer below ``roots`` hangs, since dividing it puts another tensor there."""
+    modules = (module for root in roots for module in root.modules())
+    return {
+        tensor: (module, name)
+        for module in modules
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    }
+
+
+def leave(model: nn.Module, mine: Mapping[Tensor, Place], kept: Collection[Tensor]) -> None:
+    """Put empty tensors on the meta device in place of what is neither in ``mine`` nor ``kept``.
+
+    ``mine``: the places of this rank's tensors, by what they were before they were divided.
+    """
+    new = {old: getattr(module, name) for old, (module, name) in mine.items()}
+    stay = {id(tensor) for tensor in (*new.values(), *kept)}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in stay:
+                    table[name] = new[tensor] if tensor in new else new.setdefault(tensor, _empty(tensor))
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def keep_held(optimizer: Optimizer) -> None:
+    """Take parameters on the meta device, which other ranks update, out of the optimizer's groups."""
+    for group in optimizer.param_groups:
+        held = [not parameter.is_meta for parameter in group["params"]]
+        for key in group.keys() & {"params", "param_names"}:
+            group[key] = [value for value, stays in zip(group[key], held, strict=True) if stays]
+
+
+def step_apart(optimizer: Optimizer) -> None:
+    """Let a step see DTensors and plain tensors in groups of their own: no kernel takes both at once."""
+    whole: list[list[dict[str, Any]]] = []
+
+    def separate(*_: object) -> None:
+        whole.append(optimizer.param_groups)
+        optimizer.param_groups = [part for group in optimizer.param_groups for part in _separated(group)]
+
+    def join(*_: object) -> None:
+        optimizer.param_groups = whole.pop()
+
+    optimizer.register_step_pre_hook(separate)
+    optimizer.register_step_post_hook(join)
+
+
+def _separated(group: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds: dict[bool, list[Tensor]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [group] if len(kinds) < 2 else [{**group, "params": own} for own in kinds.values()]

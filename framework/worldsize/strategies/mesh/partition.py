@@ -1,0 +1,61 @@
+"""A chain of layers cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from worldsize.core import ConfigError, Recipe
+
+Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which evens out the others
+
+
+def balanced(weights: Sequence[int], stages: int) -> list[range]:
+    """Contiguous, nonempty parts of ``weights`` whose heaviest is as light as can be."""
+
+    @cache
+    def best(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:
+        """For the layers from ``start`` on: what ``left`` stages cost, and where they end."""
+        if left == 1:
+            return (total := sum(weights[start:]), total**2), (len(weights),)
+        options = []
+        for end in range(start + 1, len(weights) - left + 2):
+            own, ((heaviest, squares), ends) = sum(weights[start:end]), best(end, left - 1)
+            options.append(((max(own, heaviest), own**2 + squares), (end, *ends)))
+        return min(options)
+
+    return [range(*ends) for ends in pairwise((0, *best(0, stages)[1]))]
+
+
+def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:
+    """The layers of each stage: balanced by parameters, or beginning anew at each layer of ``split``.
+
+    Raises:
+        ConfigError: the recipe has no layers, too few of them, or none where ``split`` says.
+    """
+    chain = list(recipe.layers(model))
+    if not chain:
+        raise ConfigError(
+            f"{type(recipe).__name__} is not divided into layers. Define Recipe.layers, or set strategy.pipeline=1."
+        )
+    if len(chain) < stages:
+        raise ConfigError(
+            f"{type(recipe).__name__} has {len(chain)} layers, too few for {stages} stages. "
+            "Set a smaller strategy.pipeline or strategy.stages_per_rank, or deepen the model."
+        )
+    if split is None:
+        parts = balanced([sum(own.numel() for own in layer.parameters()) for layer in chain], stages)
+    else:
+        parts = [range(*ends) for ends in pairwise((0, *split, len(chain)))]
+        if not all(parts):
+            raise ConfigError(f"strategy.split={list(split)} leaves a stage empty: there are {len(chain)} layers.")
+    return [[chain[place] for place in part] for part in parts]
+
+
+def holders(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> Mapping[Tensor, list[int]]:
+    """The stages that use each parameter; one that none uses belongs to the first."""
+    used = [{own for layer in layers for own in layer.parameters()} for layers in stages]
+    return {own: [at for at, stage in enumerate(used) if own in stage] or [0] for own in model.parameters()}

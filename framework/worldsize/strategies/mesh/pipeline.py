@@ -1,0 +1,127 @@
+"""A step's micro-batches through the stages, by torch's schedules, and evaluation through the same stages.
+
+The schedules split numbers of micro-batches, not their data: a stage looks up the rest by the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from worldsize.core import Batch, MicroBatch, Recipe
+from worldsize.strategies.accumulation import Accumulation, Backward
+from worldsize.strategies.mesh.norm import MeshNorm, local
+from worldsize.strategies.mesh.passing import receive, send
+from worldsize.strategies.mesh.stage import Stage
+
+Kind = Literal["gpipe", "1f1b", "interleaved"]
+_SCHEDULES: Mapping[str, Any] = {
+    "gpipe": ScheduleGPipe,  # Huang et al. 2018, arXiv 1811.06965
+    "1f1b": Schedule1F1B,  # Narayanan et al. 2019 (PipeDream), arXiv 1806.03377
+    "interleaved": ScheduleInterleaved1F1B,  # Narayanan et al. 2021, arXiv 2104.04473
+}
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Parameters that the same stages use; ``group``: the ranks that hold these parts of them."""
+
+    parameters: Sequence[nn.Parameter]
+    group: ProcessGroup
+
+
+@final
+@dataclass
+class Pipeline(Accumulation):
+    """``stages``: this rank's, of ``total`` that go around the ranks of ``group``; ``copies``: the ranks that hold
+    the same stages and train other data.
+    """
+
+    stages: Sequence[Stage]
+    total: int
+    group: ProcessGroup
+    copies: ProcessGroup
+    device: torch.device
+    kind: Kind
+    tied: Sequence[Tied]
+    norm: MeshNorm
+    _schedules: dict[int, Any] = field(default_factory=dict)
+    _losses: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stages[-1].index == self.total - 1
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        """The stages compute losses and gradients by themselves; ``backward`` is for models in one piece."""
+        count = len(batches)
+        for stage in self.stages:
+            stage.begin(batches)
+        if count not in self._schedules:
+            self._schedules = {count: self._scheduled(count)}
+        numbers = torch.arange(count)
+        args = (numbers,) if self.stages[0].index == 0 else ()
+        target = numbers if self.is_last else None
+        self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
+        self._agree()
+        return self._shared_losses(count)
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        return self.norm.clip(parameters, limit)
+
+    def _scheduled(self, count: int) -> Any:
+        stages = [PipelineStage(stage, stage.index, self.total, self.device, group=self.group) for stage in self.stages]
+        given: Any = stages if self.kind == "interleaved" else stages[0]
+
+        def loss(output: Tensor, number: Tensor) -> Tensor:
+            found = self.stages[-1].loss(output, number)
+            self._losses[int(number)] = found.detach()
+            return found / count
+
+        return _SCHEDULES[self.kind](given, count, loss_fn=loss, scale_grads=False)
+
+    def _agree(self) -> None:
+        """Sum the gradients of tied parameters over their stages; average buffers that the data have changed."""
+        for tied in self.tied:
+            for parameter in tied.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local(parameter.grad), group=tied.group)
+        for buffer in self._statistics():
+            dist.all_reduce(buffer, group=self.copies)
+            buffer /= self.copies.size()
+
+    def _statistics(self) -> list[Tensor]:
+        if self.copies.size() == 1:
+            return []
+        kept = [(stage.state_dict(keep_vars=True).keys(), stage.named_buffers()) for stage in self.stages]
+        return [own for keys, buffers in kept for name, own in buffers if name in keys and own.is_floating_point()]
+
+    def _shared_losses(self, count: int) -> list[Tensor]:
+        """The last stage's losses [count], on every rank."""
+        losses = torch.empty(count, device=self.device)
+        if self.is_last:
+            losses = torch.stack([self._losses[number] for number in range(count)]).float()
+        dist.broadcast(losses, group=self.group, group_src=(self.total - 1) % self.group.size())
+        return list(losses.unbind())
+
+    def output(self, recipe: Recipe, batch: Batch) -> Tensor | None:
+        """The model's output for a batch of evaluation, on the last stage; None elsewhere."""
+        rank, size = self.group.rank(), self.group.size()
+        output: Tensor | None = None
+        for stage in self.stages:
+            if stage.index == 0:
+                stage.feed(recipe.evaluate, batch)
+                output = stage()
+            else:
+                output = stage(receive(self.group, (rank - 1) % size, self.device))
+            if stage.index < self.total - 1:
+                send(output, self.group, (rank + 1) % size)
+        return output if self.is_last else None

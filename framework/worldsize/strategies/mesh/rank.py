@@ -1,0 +1,170 @@
+"""What one rank of a mesh builds: its part of the model, the optimizer of that part, and its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast, final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Replica, World
+from worldsize.strategies.accumulation import Accumulation, Backward
+from worldsize.strategies.elsewhere import PartialLearning, outline
+from worldsize.strategies.mesh.layout import AXES, Layout
+from worldsize.strategies.mesh.norm import MeshNorm
+from worldsize.strategies.mesh.parallel import Place, Sharding, divide, keep_held, leave, places, step_apart
+from worldsize.strategies.mesh.partition import holders, stages_of
+from worldsize.strategies.mesh.pipeline import Kind, Pipeline, Tied
+from worldsize.strategies.mesh.replica import PipelineReplica
+from worldsize.strategies.mesh.stage import Stage
+from worldsize.strategies.sharded import sharded_accumulation
+from worldsize.strategies.synchronous import SynchronousReplica
+
+
+@final
+@dataclass(frozen=True)
+class Rank:
+    """``stages``: of the whole pipeline; see :class:`~worldsize.strategies.mesh.strategy.Mesh` for the others."""
+
+    recipe: Recipe
+    world: World
+    layout: Layout
+    numerics: Numerics
+    kind: Kind
+    stages: int
+    split: Sequence[int] | None
+    sharding: Sharding
+
+    def replica(self) -> Replica:
+        mesh = init_device_mesh(self.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
+        model = self.recipe.model()
+        return self._piece(model, mesh) if self.stages == 1 else self._stages(model, mesh)
+
+    @property
+    def _coordinate(self) -> dict[str, int]:
+        return dict(zip(AXES, self.layout.coordinate(self.world.rank), strict=True))
+
+    def _data(self, mesh: DeviceMesh) -> World:
+        """The ranks that train the same part of the model."""
+        groups = {self.world.role: mesh.get_group("data")} if self.layout.data > 1 else {}
+        return replace(self.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
+
+    def _norm(self, spare: Collection[Tensor]) -> MeshNorm:
+        axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
+        return MeshNorm(self.world, axes, spare)
+
+    def _learning(self, model: nn.Module, whole: Mapping[str, object]) -> PartialLearning:
+        """``whole``: the optimizer's state, as one rank would hold it."""
+        optimizer = self.recipe.optimizer(model)
+        keep_held(optimizer)
+        step_apart(optimizer)
+        return PartialLearning(model, optimizer, self.recipe.schedule(optimizer), own=optimizer, whole=whole)
+
+    def _piece(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
+        """A rank that holds a part of every layer."""
+        whole, data = outline(self.recipe, model)["optimizer"], self._data(mesh)
+        divide(self.recipe, model, [model], mesh, self.sharding)
+        sums = _Clipping(sharded_accumulation("flat", model, data), self._norm(()))
+        learning = self._learning(model, whole)
+        return SynchronousReplica(self.recipe, data, learning=learning, numerics=self.numerics, accumulation=sums)
+
+    def _stages(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
+        """A rank that holds a part of some layers."""
+        whole, data = outline(self.recipe, model)["optimizer"], self._data(mesh)
+        chain = stages_of(self.recipe, model, self.stages, self.split)
+        users = self._users(model, chain)
+        mine = [self._stage(chain[index], index) for index in range(self._p, self.stages, self.layout.pipeline)]
+        hung = places(mine)
+        divide(self.recipe, model, mine, mesh, self.sharding)
+        for stage in mine:
+            stage.listen()
+        tied = self._tied(users, hung)
+        spare = {_at(hung[old]) for old, ranks in users.items() if old in hung and ranks[0] != self._p}
+        unused = {old for old, ranks in users.items() if old not in hung and ranks[0] == self._p}
+        leave(model, hung, unused)
+        pipeline = Pipeline(
+            stages=mine,
+            total=self.stages,
+            group=mesh.get_group("pipeline"),
+            copies=mesh.get_group("data"),
+            device=self.world.device,
+            kind=self.kind,
+            tied=tied,
+            norm=self._norm(spare),
+        )
+        learning = self._learning(model, whole)
+        inner = SynchronousReplica(self.recipe, data, learning=learning, numerics=self.numerics, accumulation=pipeline)
+        return PipelineReplica(self.recipe, data, inner, pipeline)
+
+    @property
+    def _p(self) -> int:
+        return self._coordinate["pipeline"]
+
+    def _stage(self, layers: Sequence[nn.Module], index: int) -> Stage:
+        precision = self.numerics.precision
+        return Stage(self.recipe, layers, index=index, device=self.world.device, precision=precision)
+
+    def _users(self, model: nn.Module, chain: Sequence[Sequence[nn.Module]]) -> dict[Tensor, list[int]]:
+        """The ranks of the pipeline whose stages use each parameter.
+
+        Raises:
+            ConfigError: two stages of one rank share a parameter, and it would be sharded twice.
+        """
+        users = {}
+        for parameter, stages in holders(model, chain).items():
+            users[parameter] = sorted({stage % self.layout.pipeline for stage in stages})
+            if len(users[parameter]) < len(stages) and self.layout.data > 1:
+                raise ConfigError(
+                    "two stages of one rank share a parameter, which can be sharded only once. "
+                    "Set strategy.schedule=1f1b, another strategy.split, or strategy.data=1."
+                )
+        return users
+
+    def _tied(self, users: Mapping[Tensor, Sequence[int]], hung: Mapping[Tensor, Place]) -> list[Tied]:
+        """The parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
+        tied = []
+        for ranks in sorted({tuple(ranks) for ranks in users.values() if len(ranks) > 1}):
+            group = self._group_of(ranks)
+            if group is not None:
+                shared = [_at(hung[old]) for old, found in users.items() if tuple(found) == ranks]
+                tied.append(Tied(shared, group))
+        return tied
+
+    def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """This rank's group among those of ``ranks`` of the pipeline, one for each place on the other axes."""
+        mine = None
+        for d in range(self.layout.data):
+            for t in range(self.layout.tensor):
+                members = self.layout.across(list(ranks), d, t)
+                group = dist.new_group(members)  # every rank must create every group, members or not
+                if self.world.rank in members:
+                    mine = cast("ProcessGroup", group)
+        return mine
+
+
+def _at(place: Place) -> nn.Parameter:
+    module, name = place
+    parameter: nn.Parameter = getattr(module, name)
+    return parameter
+
+
+@final
+@dataclass(frozen=True)
+class _Clipping(Accumulation):
+    """``inner``, with the norm of the whole mesh."""
+
+    inner: Accumulation
+    norm: MeshNorm
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        return self.inner.run(batches, backward)
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        return self.norm.clip(parameters, limit)
+
+    def resumed(self) -> None:
+        self.inner.resumed()

@@ -1,0 +1,62 @@
+"""The replica of a rank that holds some stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from worldsize.collectives.exact import Sums, reduce_metrics
+from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
+from worldsize.strategies.mesh.pipeline import Pipeline
+from worldsize.strategies.mesh.stage import Answer
+from worldsize.strategies.synchronous import SynchronousReplica, autocast
+
+
+@final
+class PipelineReplica(Replica):
+    """A synchronous replica whose batches of evaluation, too, pass from stage to stage.
+
+    ``data``: the world as ranks with the same stages see it, one a part of the data.
+    """
+
+    def __init__(self, recipe: Recipe, data: World, inner: SynchronousReplica, pipeline: Pipeline) -> None:
+        self._recipe, self._data, self._inner, self._pipeline = recipe, data, inner, pipeline
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        return self._inner.step(micro_batches)
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        sums, names = self._sums(batches)
+        found: list[Any] = [reduce_metrics(sums, names, self._data) if self._pipeline.is_last else None]
+        group = self._pipeline.group
+        dist.broadcast_object_list(found, group=group, group_src=(self._pipeline.total - 1) % group.size())
+        metrics: Mapping[str, float] = found[0]
+        return metrics
+
+    def _sums(self, batches: Iterable[EvaluationBatch]) -> tuple[dict[int, Sums], tuple[str, ...]]:
+        """Sums and counts of this rank's batches, if it has the last stage."""
+        sums: dict[int, Sums] = {}
+        names: tuple[str, ...] = ()
+        self._mode(training=False)
+        with torch.no_grad(), autocast(self._data.device, self._inner.numerics.precision):
+            for batch in batches:
+                output = self._pipeline.output(self._recipe, batch.data)
+                if output is not None:
+                    metrics = self._recipe.evaluate(Answer(output), batch.data)
+                    names = tuple(sorted(metrics))
+                    sums |= {batch.index: metrics} if batch.counted else {}
+        self._mode(training=True)
+        return sums, names
+
+    def _mode(self, *, training: bool) -> None:
+        for stage in self._pipeline.stages:
+            stage.train(training)
+
+    def state(self) -> StateDict:
+        return self._inner.state()
+
+    def load(self, state: StateDict) -> None:
+        self._inner.load(state)

@@ -1,0 +1,161 @@
+"""Data × tensor × pipeline parallelism: the strategy's description, and what it makes in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.strategies.accumulation import accumulation
+from worldsize.strategies.learning import Learning
+from worldsize.strategies.mesh.layout import Layout
+from worldsize.strategies.mesh.parallel import Sharding
+from worldsize.strategies.mesh.pipeline import Kind
+from worldsize.strategies.mesh.rank import Rank
+from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.wrapping import Wrap
+
+
+@final
+@dataclass(frozen=True)
+class Mesh(Strategy):
+    """``data`` × ``tensor`` × ``pipeline`` processes (Narayanan et al. 2021, arXiv 2104.04473).
+
+    ``data``: parts of the batch, over which the model is sharded as by FSDP (None: what the others leave).
+    ``tensor``: ranks that share each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053), of one node.
+    ``pipeline``: ranks along the layers, in which a micro-batch is one logical rank. ``schedule``: "gpipe" (Huang et
+    al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved" (arXiv 2104.04473), where each
+    rank has ``stages_per_rank`` stages (None: 2). ``split``: the layers with which stages but the first begin (None:
+    balanced by parameters). ``micro_batches``: a data part's logical ranks where the run does not say (None: 2 ×
+    pipeline). ``reshard_after_forward`` (None: unless there is a pipeline, which would gather for each micro-batch).
+    """
+
+    numerics: Numerics = field(default_factory=Numerics)
+    reduce: Reduction = "flat"
+    data: int | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: Kind = "1f1b"
+    stages_per_rank: int | None = None
+    micro_batches: int | None = None
+    split: list[int] | None = None
+    wrap: Wrap = "auto"
+    wrap_parameters: int = 1_000_000
+    reshard_after_forward: bool | None = None
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline", "stages_per_rank", "micro_batches"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"strategy.{name}={value} must be 1 or more.")
+        self._check_numerics()
+        self._check_stages()
+
+    def _check_numerics(self) -> None:
+        if self.reduce == "ordered":
+            raise ConfigError(
+                "strategy.reduce=ordered: a layer that is divided over ranks sums in another order than a whole one. "
+                "Set reproducibility=deterministic (the same bits on the same mesh), or strategy=fsdp."
+            )
+        if self.numerics.precision == "fp16":
+            raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
+
+    def _check_stages(self) -> None:
+        if self.schedule not in ("gpipe", "1f1b", "interleaved"):
+            raise ConfigError(f"strategy.schedule={self.schedule!r} is unknown. Known: gpipe, 1f1b, interleaved.")
+        if self.stages_per_rank not in (None, 1) and self.schedule != "interleaved":
+            raise ConfigError(
+                f"strategy.schedule={self.schedule} runs one stage a rank, not {self.stages_per_rank}. "
+                "Set strategy.schedule=interleaved."
+            )
+        starts = [0, *(self.split or [])]
+        if self.split is not None and (len(starts) != self.stages or sorted({*starts}) != starts):
+            raise ConfigError(
+                f"strategy.split={list(self.split)} must name {self.stages - 1} layers in ascending order, "
+                f"at which the stages after the first begin."
+            )
+
+    @property
+    def stages(self) -> int:
+        """Of the whole pipeline."""
+        each = self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
+        return self.pipeline * each if self.pipeline > 1 else 1
+
+    @property
+    def default_micro_batches(self) -> int:
+        return self.micro_batches or (2 * self.pipeline if self.pipeline > 1 else 1)
+
+    def check_micro_batches(self, count: int) -> None:
+        if self.pipeline == 1:
+            return
+        if self.schedule == "1f1b" and count < self.pipeline:
+            raise ConfigError(
+                f"{count} micro-batches a data part are fewer than strategy.pipeline={self.pipeline}. "
+                f"Set logical_ranks to {self.pipeline} × strategy.data or more, or strategy.schedule=gpipe."
+            )
+        rounds = max(1, count // self.pipeline)
+        if self.schedule == "interleaved" and count % rounds:
+            raise ConfigError(
+                f"{count} micro-batches a data part do not divide into {rounds} rounds of an interleaved pipeline. "
+                f"Set logical_ranks to a multiple of {self.pipeline} × strategy.data."
+            )
+
+    def layout(self, processes: int) -> Layout:
+        """The mesh of so many processes.
+
+        Raises:
+            ConfigError: they do not divide into it.
+        """
+        rest = self.tensor * self.pipeline
+        data = self.data or processes // rest
+        if data * rest != processes:
+            sizes = f"{self.data or 'data'} data × {self.tensor} tensor × {self.pipeline} pipeline"
+            raise ConfigError(
+                f"{processes} processes do not divide into {sizes}. Set cluster.processes to "
+                f"{data * rest or rest}, or strategy.data, strategy.tensor and strategy.pipeline to factors of it."
+            )
+        return Layout(self.pipeline, data, self.tensor)
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        self.layout(cluster.processes)
+        if cluster.processes_per_node % self.tensor:
+            raise ConfigError(
+                f"strategy.tensor={self.tensor} does not divide the {cluster.processes_per_node} processes of a node, "
+                "and ranks that share layers would talk across nodes. Set strategy.tensor to a divisor of them."
+            )
+        return {"worker": Role(processes=cluster.processes)}
+
+    def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
+        return self.layout(cluster.processes).groups()
+
+    def data_parallel(self, cluster: Cluster) -> int:
+        return self.layout(cluster.processes).data
+
+    def data_rank(self, world: World) -> int:
+        return self.layout(world.size).coordinate(world.rank)[1]
+
+    def replica(self, recipe: Recipe, world: World) -> Replica:
+        if world.size > 1:
+            return self._rank(recipe, world).replica()
+        model = recipe.model().to(world.device)
+        return SynchronousReplica(
+            recipe,
+            world,
+            learning=Learning.of(recipe, model),
+            numerics=self.numerics,
+            accumulation=accumulation("flat", model, None),
+        )
+
+    def _rank(self, recipe: Recipe, world: World) -> Rank:
+        reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+        return Rank(
+            recipe=recipe,
+            world=world,
+            layout=self.layout(world.size),
+            numerics=self.numerics,
+            kind=self.schedule,
+            stages=self.stages,
+            split=self.split,
+            sharding=Sharding(self.wrap, self.wrap_parameters, reshard, self.activation_checkpointing),
+        )
