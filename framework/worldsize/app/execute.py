@@ -37,7 +37,7 @@ def execute(cfg: DictConfig) -> int:
         ConfigError: before any process has started and with no run folder left.
     """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
-    settings = _settings(cfg)
+    settings = settings_of(cfg)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = _plan(settings, run)
     if cfg.launch == "show":
@@ -112,7 +112,7 @@ def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
         WorldsizeError: its configuration or its data are others than then, in what ``ignore`` does not name.
     """
     torch.set_num_threads(1)
-    settings = _settings(cfg)
+    settings = settings_of(cfg)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
@@ -122,7 +122,7 @@ def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
     return _start(settings, plan, run)
 
 
-def _settings(cfg: DictConfig) -> Settings:
+def settings_of(cfg: DictConfig) -> Settings:
     """Typed settings, with what only the launching process knows filled in."""
     make_importable(roots())
     if "hosts" in cfg.cluster:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from worldsize.core import World
 
@@ -37,7 +37,7 @@ def whole(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 def _full(tensor: Tensor, source: int, world: World) -> Tensor:
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+        tensor = _gathered(tensor)
     if source == 0 or world.group is None:
         return tensor
     if world.rank == source:
@@ -46,3 +46,12 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
         tensor = torch.empty_like(tensor, device=world.device)
         dist.recv(tensor, group=world.group, group_src=source)
     return tensor
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    """One axis of the mesh after the other: torch warns where it has to do several in an order of its own."""
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

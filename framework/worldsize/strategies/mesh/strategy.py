@@ -110,10 +110,10 @@ class Mesh(Strategy):
         rest = self.tensor * self.pipeline
         data = self.data or processes // rest
         if data * rest != processes:
-            sizes = f"{self.data or 'data'} data × {self.tensor} tensor × {self.pipeline} pipeline"
+            sizes = f"strategy.data={self.data} × strategy.tensor={self.tensor} × strategy.pipeline={self.pipeline}"
             raise ConfigError(
-                f"{processes} processes do not divide into {sizes}. Set cluster.processes to "
-                f"{data * rest or rest}, or strategy.data, strategy.tensor and strategy.pipeline to factors of it."
+                f"{processes} processes do not divide into {sizes}. "
+                f"Set cluster.processes={data * rest or rest}, or sizes whose product is {processes}."
             )
         return Layout(self.pipeline, data, self.tensor)
 
