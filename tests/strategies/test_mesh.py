@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.app.plan import rank_table
@@ -22,13 +24,14 @@ from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.whole import whole
-from worldsize.core import Cluster, ConfigError, EvaluationBatch, MicroBatch, Numerics, Replica, Strategy, World
+from worldsize.core import Cluster, ConfigError, EvaluationBatch, MicroBatch, Numerics, Recipe, Replica, Strategy, World
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.partition import balanced
 from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds
 
 STEPS, BATCH, CONTEXT, CLIP = 20, 8, 12, 0.3  # every gradient's norm is above CLIP
@@ -142,6 +145,95 @@ def test_a_mesh_trains_as_one_process_does(strategy: Mesh) -> None:
         assert (results[0][1][name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
+class Tangled(nn.Module):
+    """One weight under two names, a buffer and a parameter at the top, and a frozen one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding, self.hidden, self.head = nn.Embedding(256, 6), nn.Linear(6, 6), nn.Linear(6, 256)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("shift", torch.randn(6))
+
+    def forward(self, tokens_bt: Tensor, *, factor: float) -> Tensor:
+        hidden_btw = self.hidden(self.embedding(tokens_bt) * factor).tanh()
+        logits_btv: Tensor = self.head(hidden_btw + self.get_buffer("shift"))
+        return logits_btv
+
+
+class First(nn.Module):
+    def __init__(self, model: Tangled) -> None:
+        super().__init__()
+        self.embedding = model.embedding
+
+    def forward(self, tokens_bt: Tensor, *, factor: float) -> Tensor:
+        embedded_btw: Tensor = self.embedding(tokens_bt) * factor
+        return embedded_btw
+
+
+class Last(nn.Module):
+    def __init__(self, model: Tangled) -> None:
+        super().__init__()
+        self.head = model.head
+        self.register_buffer("shift", model.get_buffer("shift"))
+
+    def forward(self, hidden_btw: Tensor) -> Tensor:
+        logits_btv: Tensor = self.head(hidden_btw + self.get_buffer("shift"))
+        return logits_btv
+
+
+@dataclass(frozen=True)
+class TangledRecipe(Recipe):
+    def model(self) -> nn.Module:
+        return Tangled()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        biases = [own for name, own in model.named_parameters() if name.endswith("bias")]
+        others = [own for name, own in model.named_parameters() if not name.endswith("bias")]
+        groups: list[dict[str, Any]] = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.5, momentum=0.9, weight_decay=0.01)
+
+    def data(self, split: str) -> Any:
+        return ()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0], factor=3.0).flatten(0, 1), batch[1].flatten())
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return {"loss": (self.loss(model, batch) * len(batch[0]), torch.tensor(len(batch[0])))}
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(model, Tangled)
+        return [First(model), nn.Sequential(model.hidden, nn.Tanh()), Last(model)]
+
+
+@pytest.mark.parametrize("strategy", [Mesh(pipeline=3), Mesh(data=2, pipeline=2)], ids=["three stages", "sharded"])
+def test_a_tangled_model_is_trained_saved_and_loaded(tmp_path: Path, strategy: Mesh) -> None:
+    def body(own: Strategy, world: World) -> tuple[Losses, dict[str, Tensor]]:
+        replica = own.replica(TangledRecipe(), world)
+        if (found := newest(tmp_path, world)) is not None:
+            replica.load(load(found, replica.state()))
+        losses = steps(replica, own, world, 3 if found else 0, 6 if found else 3)
+        if found is None:
+            save(tmp_path, replica, world, 3)
+        return losses, {name: own.clone() for name, own in whole(replica.state()["model"], world).items()}
+
+    def undisturbed(world: World) -> tuple[Losses, dict[str, Tensor]]:
+        replica = DDP().replica(TangledRecipe(), world)
+        return steps(replica, DDP(), world, 0, 6), replica.state()["model"]
+
+    ((losses, weights),) = run_in_worlds(undisturbed, 1)
+    size = strategy.pipeline * (strategy.data or 1)
+    before = run_in_worlds(lambda world: body(strategy, world), size)[0]
+    assert before[0] == pytest.approx(losses[:3], rel=1e-5)
+    for own, ranks in ((strategy, size), (DDP(), 2)):
+        found, model = run_in_worlds(lambda world, own=own: body(own, world), ranks)[0]  # type: ignore[misc]
+        assert found == pytest.approx(losses[3:], rel=1e-5)
+        assert model.keys() == weights.keys()
+        assert all(torch.allclose(model[name], tensor, rtol=1e-4, atol=1e-6) for name, tensor in weights.items())
+
+
 def test_dropout_draws_the_same_on_ranks_that_share_a_layer() -> None:
     own = recipe(dropout=0.2)
     torch.manual_seed(5)
@@ -217,9 +309,10 @@ def test_a_resumed_mesh_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path)
         ((Mesh(data=2, tensor=2, pipeline=2), 8), (DDP(), 2)),
         ((DDP(), 2), (Mesh(tensor=2, pipeline=2), 4)),
         ((FSDP(), 4), (Mesh(data=2, pipeline=2, schedule="interleaved"), 4)),
-        ((Mesh(pipeline=3), 3), (Mesh(), 1)),
+        ((ZeRO(), 2), (Mesh(), 1)),
+        ((Mesh(pipeline=3), 3), (ZeRO(), 2)),
     ],
-    ids=["mesh-ddp", "ddp-mesh", "fsdp-mesh", "pipeline-alone"],
+    ids=["mesh-ddp", "ddp-mesh", "fsdp-mesh", "zero-alone", "pipeline-zero"],
 )
 def test_a_checkpoint_goes_from_strategy_to_strategy(
     tmp_path: Path, before: tuple[Strategy, int], after: tuple[Strategy, int]

@@ -62,8 +62,10 @@ class PartialLearning(Learning):
         ]
         part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
         set_optimizer_state_dict(self.model, self.own, part)
-        for loaded, group in zip(self.own.param_groups, self.optimizer.param_groups, strict=True):
-            group.update(_options(loaded))
+        # torch leaves a group without parameters without options too
+        for saved, *both in zip(state["param_groups"], self.own.param_groups, self.optimizer.param_groups, strict=True):
+            for group in both:
+                group.update(_options(saved))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class MeshNorm:
     """
 
     def __init__(self, world: World, coordinate: Mapping[str, int], spare: Collection[Tensor] = ()) -> None:
-        self._world, self._coordinate, self._spare = world, coordinate, spare
+        self._world, self._coordinate = world, coordinate
+        self._spare = {id(parameter) for parameter in spare}
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """Scale the gradients so that their norm is at most ``limit``; the norm before, the same on every rank."""
@@ -47,7 +48,7 @@ class MeshNorm:
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         shared = self._coordinate.keys() - sharded_axes(parameter)
-        return parameter not in self._spare and all(self._coordinate[axis] == 0 for axis in shared)
+        return id(parameter) not in self._spare and all(self._coordinate[axis] == 0 for axis in shared)
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         squares = torch.zeros((), dtype=torch.float64, device=self._world.device)

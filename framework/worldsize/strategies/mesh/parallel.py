@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +16,6 @@ from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.strategies.wrapping import Wrap, units
-
-Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
@@ -71,37 +68,6 @@ def _check_divides(name: str, module: nn.Module, style: TensorStyle, ranks: int)
             f"{name} has {features} features, which do not divide over {ranks} ranks. "
             f"Set strategy.tensor to a divisor of {features}."
         )
-
-
-def places(roots: Sequence[nn.Module]) -> dict[Tensor, Place]:
-    """Where each parameter and buffer below ``roots`` hangs, since dividing it puts another tensor there."""
-    modules = (module for root in roots for module in root.modules())
-    return {
-        tensor: (module, name)
-        for module in modules
-        for table in (module._parameters, module._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    }
-
-
-def leave(model: nn.Module, mine: Mapping[Tensor, Place], kept: Collection[Tensor]) -> None:
-    """Put empty tensors on the meta device in place of what is neither in ``mine`` nor ``kept``.
-
-    ``mine``: the places of this rank's tensors, by what they were before they were divided.
-    """
-    new = {old: getattr(module, name) for old, (module, name) in mine.items()}
-    stay = {id(tensor) for tensor in (*new.values(), *kept)}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and id(tensor) not in stay:
-                    table[name] = new[tensor] if tensor in new else new.setdefault(tensor, _empty(tensor))
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def keep_held(optimizer: Optimizer) -> None:

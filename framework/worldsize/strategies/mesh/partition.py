@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
 from worldsize.core import ConfigError, Recipe
 
@@ -53,9 +53,3 @@ def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int
         if not all(parts):
             raise ConfigError(f"strategy.split={list(split)} leaves a stage empty: there are {len(chain)} layers.")
     return [[chain[place] for place in part] for part in parts]
-
-
-def holders(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> Mapping[Tensor, list[int]]:
-    """The stages that use each parameter; one that none uses belongs to the first."""
-    used = [{own for layer in layers for own in layer.parameters()} for layers in stages]
-    return {own: [at for at, stage in enumerate(used) if own in stage] or [0] for own in model.parameters()}

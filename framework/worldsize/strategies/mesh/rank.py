@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Replica, World
+from worldsize.core import MicroBatch, Numerics, Recipe, Replica, World
 from worldsize.strategies.accumulation import Accumulation, Backward
 from worldsize.strategies.elsewhere import PartialLearning, outline
 from worldsize.strategies.mesh.layout import AXES, Layout
 from worldsize.strategies.mesh.norm import MeshNorm
-from worldsize.strategies.mesh.parallel import Place, Sharding, divide, keep_held, leave, places, step_apart
-from worldsize.strategies.mesh.partition import holders, stages_of
+from worldsize.strategies.mesh.ownership import Ownership
+from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held, step_apart
+from worldsize.strategies.mesh.partition import stages_of
 from worldsize.strategies.mesh.pipeline import Kind, Pipeline, Tied
 from worldsize.strategies.mesh.replica import PipelineReplica
 from worldsize.strategies.mesh.stage import Stage
@@ -76,16 +77,14 @@ class Rank:
         """A rank that holds a part of some layers."""
         whole, data = outline(self.recipe, model)["optimizer"], self._data(mesh)
         chain = stages_of(self.recipe, model, self.stages, self.split)
-        users = self._users(model, chain)
+        owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
+        if self.layout.data > 1:
+            owned.check_sharded_once()
         mine = [self._stage(chain[index], index) for index in range(self._p, self.stages, self.layout.pipeline)]
-        hung = places(mine)
         divide(self.recipe, model, mine, mesh, self.sharding)
         for stage in mine:
             stage.listen()
-        tied = self._tied(users, hung)
-        spare = {_at(hung[old]) for old, ranks in users.items() if old in hung and ranks[0] != self._p}
-        unused = {old for old, ranks in users.items() if old not in hung and ranks[0] == self._p}
-        leave(model, hung, unused)
+        owned.leave_others()
         pipeline = Pipeline(
             stages=mine,
             total=self.stages,
@@ -93,8 +92,8 @@ class Rank:
             copies=mesh.get_group("data"),
             device=self.world.device,
             kind=self.kind,
-            tied=tied,
-            norm=self._norm(spare),
+            tied=self._tied(owned),
+            norm=self._norm(owned.spare()),
         )
         learning = self._learning(model, whole)
         inner = SynchronousReplica(self.recipe, data, learning=learning, numerics=self.numerics, accumulation=pipeline)
@@ -108,31 +107,12 @@ class Rank:
         precision = self.numerics.precision
         return Stage(self.recipe, layers, index=index, device=self.world.device, precision=precision)
 
-    def _users(self, model: nn.Module, chain: Sequence[Sequence[nn.Module]]) -> dict[Tensor, list[int]]:
-        """The ranks of the pipeline whose stages use each parameter.
-
-        Raises:
-            ConfigError: two stages of one rank share a parameter, and it would be sharded twice.
-        """
-        users = {}
-        for parameter, stages in holders(model, chain).items():
-            users[parameter] = sorted({stage % self.layout.pipeline for stage in stages})
-            if len(users[parameter]) < len(stages) and self.layout.data > 1:
-                raise ConfigError(
-                    "two stages of one rank share a parameter, which can be sharded only once. "
-                    "Set strategy.schedule=1f1b, another strategy.split, or strategy.data=1."
-                )
-        return users
-
-    def _tied(self, users: Mapping[Tensor, Sequence[int]], hung: Mapping[Tensor, Place]) -> list[Tied]:
+    def _tied(self, owned: Ownership) -> list[Tied]:
         """The parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
-        tied = []
-        for ranks in sorted({tuple(ranks) for ranks in users.values() if len(ranks) > 1}):
-            group = self._group_of(ranks)
-            if group is not None:
-                shared = [_at(hung[old]) for old, found in users.items() if tuple(found) == ranks]
-                tied.append(Tied(shared, group))
-        return tied
+        groups = {ranks: self._group_of(ranks) for ranks in owned.tied()}
+        return [
+            Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
+        ]
 
     def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """This rank's group among those of ``ranks`` of the pipeline, one for each place on the other axes."""
@@ -144,12 +124,6 @@ class Rank:
                 if self.world.rank in members:
                     mine = cast("ProcessGroup", group)
         return mine
-
-
-def _at(place: Place) -> nn.Parameter:
-    module, name = place
-    parameter: nn.Parameter = getattr(module, name)
-    return parameter
 
 
 @final

@@ -1,0 +1,93 @@
+"""Which ranks of a pipeline hold which tensors of the model, by name: dividing a module puts others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.core import ConfigError
+
+Place = tuple[nn.Module, str]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under every name that they have."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+@final
+class Ownership:
+    """``ranks``: of the pipeline, that hold each tensor, by its first name; a tensor of no stage is the first rank's.
+
+    Made while the model is whole. ``stages``: their layers; stage s is on rank s mod ``pipeline``, this is rank ``p``.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[Sequence[nn.Module]], *, pipeline: int, p: int) -> None:
+        self._model, self._p = model, p
+        self._first = {id(tensor): name for name, tensor in reversed(list(_named(model)))}
+        self._aliases = {name: self._first[id(tensor)] for name, tensor in _named(model)}
+        self._parameters = {name for name, _ in model.named_parameters()}
+        self.stages: dict[str, list[int]] = {name: [] for name in self._aliases.values()}
+        self._places: dict[str, Place] = {}
+        for index, layers in enumerate(stages):
+            self._add(index, layers, mine=index % pipeline == p)
+        self.ranks = {name: sorted({stage % pipeline for stage in found or [0]}) for name, found in self.stages.items()}
+
+    def _add(self, stage: int, layers: Sequence[nn.Module], *, mine: bool) -> None:
+        for module in {module for layer in layers for module in layer.modules()}:
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in self._first:
+                    raise ConfigError(f"a layer holds {key!r}, which the model does not. Give it to the model.")
+                name = self._first[id(tensor)]
+                self.stages[name] = sorted({*self.stages[name], stage})
+                if mine:
+                    self._places[name] = (module, key)
+
+    def check_sharded_once(self) -> None:
+        """Raise ConfigError if two stages of one rank share a parameter: the data axis would shard it twice."""
+        for name in self._parameters:
+            if len(self.ranks[name]) < len(self.stages[name]):
+                raise ConfigError(
+                    f"two stages of one rank share {name}, which can be sharded only once. "
+                    "Set strategy.schedule=1f1b, another strategy.split, or strategy.data=1."
+                )
+
+    def tied(self) -> dict[tuple[int, ...], list[str]]:
+        """Parameters that several ranks of the pipeline hold, by these; in an order that is the same everywhere."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted(self._parameters):
+            if len(self.ranks[name]) > 1:
+                found.setdefault(tuple(self.ranks[name]), []).append(name)
+        return found
+
+    def parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
+        """As they are now, of those that this rank holds."""
+        return [getattr(*self._places[name]) for name in names if name in self._places]
+
+    def spare(self) -> list[nn.Parameter]:
+        """This rank's parameters that an earlier one holds too."""
+        names = [name for group in self.tied().values() for name in group]
+        return self.parameters([name for name in names if self.ranks[name][0] != self._p])
+
+    def leave_others(self) -> None:
+        """In the divided model, put empty tensors on the meta device in place of what other ranks hold."""
+        empty: dict[str, Tensor] = {}
+        for name, first in self._aliases.items():
+            path, _, key = name.rpartition(".")
+            module = self._model.get_submodule(path)
+            table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+            if first in self._places:
+                table[key] = getattr(*self._places[first])
+            elif self._p not in self.ranks[first]:
+                table[key] = empty.setdefault(first, _empty(getattr(module, key)))
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    found = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
