@@ -10,6 +10,7 @@ from torch import Tensor
 from worldsize.core import Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.contract import Trained, assert_same, train
@@ -23,6 +24,7 @@ STRATEGIES: dict[str, Strategy] = {
     "zero": ZeRO(),
     "fsdp": FSDP(),
     "hsdp": FSDP(shard=2),
+    "mesh": Mesh(tensor=2),
 }
 
 

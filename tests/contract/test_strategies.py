@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.contract import StrategyContract
@@ -93,3 +94,15 @@ class TestHSDPOfTwo(StrategyContract):
     strategy = FSDP(shard=2)
     sizes = (2, 4)
     impossible = 3
+
+
+class TestMesh(StrategyContract):
+    strategy = Mesh(data=2, tensor=2, pipeline=2)
+    sizes = (8,)
+    impossible = 6
+
+
+class TestMeshOfStages(StrategyContract):
+    strategy = Mesh(pipeline=3, schedule="gpipe")
+    sizes = (3,)
+    impossible = 4

@@ -357,6 +357,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes whose product is 8"),
         ({"tensor": 8}, "does not divide the 4 processes of a node"),
         ({"reduce": "ordered"}, "reproducibility=deterministic"),
+        ({"reduce": "hierarchical"}, "reduce=flat"),
         ({"numerics": Numerics("fp16")}, "precision=bf16"),
         ({"pipeline": 0}, "must be 1 or more"),
         ({"schedule": "dual"}, "Known: gpipe, 1f1b, interleaved"),

@@ -9,12 +9,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.learning import Learning, named_state
 
 
 def outline(recipe: Recipe, model: nn.Module) -> StateDict:
@@ -47,7 +47,7 @@ class PartialLearning(Learning):
     whole: Mapping[str, Any] = field(repr=False)
 
     def optimizer_state(self) -> StateDict:
-        mine = get_optimizer_state_dict(self.model, self.own)
+        mine = named_state(self.model, self.own)
         groups = [
             {**whole, **_options(group)}
             for whole, group in zip(self.whole["param_groups"], self.optimizer.param_groups, strict=True)
@@ -55,7 +55,7 @@ class PartialLearning(Learning):
         return {**overlaid(self.whole, {"state": mine["state"]}), "param_groups": groups}
 
     def load_optimizer(self, state: StateDict) -> None:
-        mine: StateDict = {**get_optimizer_state_dict(self.model, self.own)}
+        mine = named_state(self.model, self.own)
         groups = [
             {**group, "params": own["params"]}
             for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)

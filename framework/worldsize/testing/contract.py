@@ -53,7 +53,7 @@ def train(strategy: Strategy, world: World, steps: int, folder: Path | None = No
     first = _resumed(replica, world, folder)
     before = _held(replica)
     part = strategy.data_rank(world), strategy.data_parallel(_cluster(world.size))
-    total = part[1] * max(strategy.micro_batches, 1)
+    total = part[1] * strategy.default_micro_batches
     order = Order(SEED, BATCH, total, logical_ranks_of(*part, total))
     batches = micro_batches(recipe.data("train"), order, world.device, first=first)
     losses = [_mean_loss(replica.step(next(batches)).losses, world) for _ in range(first, steps)]

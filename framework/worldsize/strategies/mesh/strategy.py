@@ -58,6 +58,8 @@ class Mesh(Strategy):
                 "strategy.reduce=ordered: a layer that is divided over ranks sums in another order than a whole one. "
                 "Set reproducibility=deterministic (the same bits on the same mesh), or strategy=fsdp."
             )
+        if self.reduce != "flat":
+            raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
         if self.numerics.precision == "fp16":
             raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
 
