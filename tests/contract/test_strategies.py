@@ -96,13 +96,13 @@ class TestHSDPOfTwo(StrategyContract):
     impossible = 3
 
 
-class TestMesh(StrategyContract):
-    strategy = Mesh(data=2, tensor=2, pipeline=2)
-    sizes = (8,)
+class TestMeshOfTensorsAndStages(StrategyContract):
+    strategy = Mesh(tensor=2, pipeline=2)
+    sizes = (4,)
     impossible = 6
 
 
-class TestMeshOfStages(StrategyContract):
-    strategy = Mesh(pipeline=3, schedule="gpipe")
-    sizes = (3,)
-    impossible = 4
+class TestMeshOfShardsAndStages(StrategyContract):
+    strategy = Mesh(data=2, pipeline=2, schedule="interleaved")
+    sizes = (4,)
+    impossible = 8
