@@ -30,6 +30,7 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.partition import balanced
+from worldsize.strategies.mesh.stage import Answer, inputs_of
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds
@@ -40,9 +41,9 @@ CLIPPED = Numerics(clip_norm=CLIP)
 Losses = list[float]
 
 
-def recipe(dropout: float = 0.0, width: int = 16, heads: int = 2) -> StdlibLM:
-    optimizer = partial(torch.optim.AdamW, lr=0.003)
-    return StdlibLM(width, 3, heads, CONTEXT, dropout, test_bytes=1000, make_optimizer=optimizer)
+def recipe(dropout: float = 0.0, foreach: bool | None = None) -> StdlibLM:
+    optimizer = partial(torch.optim.AdamW, lr=0.003, foreach=foreach)
+    return StdlibLM(16, 3, 2, CONTEXT, dropout, test_bytes=1000, make_optimizer=optimizer)
 
 
 def batch_of(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,13 +252,34 @@ def test_dropout_draws_the_same_on_ranks_that_share_a_layer() -> None:
         assert found == pytest.approx([sum(expected) / 4], rel=1e-5)
 
 
+def test_an_optimizer_may_take_all_tensors_at_once() -> None:
+    def body(world: World) -> Losses:
+        strategy = Mesh(tensor=2)  # some parameters are DTensors, the others not
+        replica = built(strategy, world, foreach=True)
+        replica.load(replica.state())
+        return steps(replica, strategy, world, 0, 4)
+
+    assert run_in_worlds(body, 2)[0] == pytest.approx(reference()[0][:4], rel=1e-5)
+
+
+def test_a_recipe_that_does_not_call_its_model_once_is_refused() -> None:
+    answer = Answer(torch.ones(2))
+    assert answer(torch.ones(3), more=1).sum() == 2
+    with pytest.raises(ConfigError, match="calls its model twice"):
+        answer()
+    with pytest.raises(ConfigError, match="does not call its model"):
+        inputs_of(lambda model, batch: batch, 1)
+    assert inputs_of(lambda model, batch: model(batch, key=2), 1) == ((1,), {"key": 2})
+
+
 def test_bfloat16_is_that_of_one_process() -> None:
     def body(world: World) -> Losses:
-        strategy = Mesh(pipeline=world.size, numerics=Numerics("bf16"))
+        axis = 2 if world.size == 4 else 1
+        strategy = Mesh(tensor=axis, pipeline=axis, numerics=Numerics("bf16"))
         return steps(built(strategy, world), strategy, world, 0, 6)
 
     (alone,) = run_in_worlds(body, 1)
-    assert run_in_worlds(body, 2)[1] == pytest.approx(alone, rel=1e-3)
+    assert run_in_worlds(body, 4)[1] == pytest.approx(alone, rel=1e-3)
     assert alone != pytest.approx(reference()[0][:6], rel=1e-6)
 
 

@@ -48,7 +48,8 @@ class Learning:
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Optimizer state by the names of parameters; of one that has not stepped yet, as it would begin."""
-    fresh = not optimizer.state
+    if fresh := not optimizer.state:
+        optimizer.zero_grad()  # of a step that was skipped: torch would take the state to be complete
     state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
     if fresh:  # torch takes a step to find out what there is
         for values in state["state"].values():

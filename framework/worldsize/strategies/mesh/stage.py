@@ -8,7 +8,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import Batch, MicroBatch, Precision, Recipe
+from worldsize.core import Batch, ConfigError, MicroBatch, Precision, Recipe
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.synchronous import autocast
 
@@ -29,14 +29,19 @@ class _Recorder(nn.Module):
 
 @final
 class Answer(nn.Module):
-    """Stands for a model whose output is known already."""
+    """Stands for a model whose output is known already; of one pass, that of the batch."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
-        self._output = output
+        self._output: Tensor | None = output
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._output
+        if self._output is None:
+            raise ConfigError(
+                "the recipe calls its model twice for a batch; a pipeline makes one pass. Set strategy.pipeline=1."
+            )
+        output, self._output = self._output, None
+        return output
 
 
 def inputs_of(use: Use, batch: Batch) -> Inputs:
@@ -46,7 +51,7 @@ def inputs_of(use: Use, batch: Batch) -> Inputs:
         use(recorder, batch)
     except _TakenError:
         return recorder.inputs
-    raise TypeError(f"{use} did not call the model, so that the first stage has nothing to compute with.")
+    raise ConfigError("the recipe does not call its model. Set strategy.pipeline=1.")
 
 
 @final
