@@ -1,4 +1,4 @@
-"""``strategy=mesh`` beside a loop written by hand with torch's own parallelisms: time a step, 3.3 M parameters.
+"""``strategy=mesh`` beside a loop written by hand with torch's own parallelisms: time a step, 3.2 M parameters.
 
 uv run python benchmarks/mesh.py               # 2 and 4 gloo processes, 40 steps each
 """
