@@ -52,7 +52,12 @@ def batch_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def reference(*, clip: bool = False) -> tuple[Losses, dict[str, Tensor], float]:
-    """Losses (with ``clip`` also norms), weights and bits per byte of hand-written training on whole batches."""
+    """Losses (with ``clip`` also norms), weights and bits per byte of one process of one thread."""
+    return run_in_worlds(lambda _: trained_by_hand(clip=clip), 1)[0]
+
+
+def trained_by_hand(*, clip: bool) -> tuple[Losses, dict[str, Tensor], float]:
+    """Plain PyTorch on whole batches."""
     own = recipe()
     torch.manual_seed(5)
     model = own.model()
