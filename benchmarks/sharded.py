@@ -18,15 +18,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 sys.path.append(str(Path(__file__).parents[1]))
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import MicroBatch, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds
 
@@ -56,25 +60,41 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def added(strategy: Strategy, world: World) -> int:
-    """Bytes that training has added after a few steps: parameters, gradients, optimizer state, buffers."""
+def held(model: nn.Module, optimizer: Optimizer) -> int:
+    """Bytes of parameters, gradients and optimizer state, each storage once."""
+    storages = {}
+    for parameter in model.parameters():
+        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values()):
+            if isinstance(tensor, Tensor):
+                storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def added(strategy: Strategy, world: World) -> tuple[int, int]:
+    """After a few steps, bytes of what training keeps, and by how much this process has grown."""
     before, source = resident(), batches()
     replica = strategy.replica(RECIPE, world)
+    assert isinstance(replica, SynchronousReplica)
     for _ in range(STEPS):
         replica.step([MicroBatch(next(source), 1)])
-    return resident() - before
+    optimizer = replica.optimizer
+    return held(replica.model, getattr(optimizer, "optim", optimizer)), resident() - before
 
 
 def memory(processes: int) -> None:
     size = 4 * sum(parameter.numel() for parameter in RECIPE.model().parameters())
     title = f"{size / 1e6:.0f} MB of parameters, AdamW, {processes} processes"
-    drawn = Table("", "added to a process", "to ddp", "in parameters", title=title)
+    drawn = Table("", "parameters, gradients, optimizer", "to ddp", "process grew by", "to ddp", title=title)
     found = {
         name: max(run_in_worlds(partial(added, strategy), processes, timeout=300))
         for name, strategy in CONTENDERS.items()
     }
-    for name, grown in found.items():
-        drawn.add_row(name, f"{grown / 1e6:,.0f} MB", f"{grown / found['ddp']:.2f} ×", f"{grown / size:.2f}")
+    for name, (kept, grown) in found.items():
+        cells = [
+            (f"{now / 1e6:,.0f} MB", f"{now / ddp:.2f} ×") for now, ddp in zip((kept, grown), found["ddp"], strict=True)
+        ]
+        drawn.add_row(name, *cells[0], *cells[1])
     Console().print(drawn)
 
 
