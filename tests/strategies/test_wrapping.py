@@ -61,7 +61,7 @@ def test_shards_on_the_host_need_a_gpu() -> None:
         FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cpu", "gloo"))
 
 
-def test_elastic_runs_end_with_the_bits_of_ddp_and_resume_under_another_strategy(train: Any, tmp_path: Path) -> None:
+def test_elastic_runs_end_with_the_bits_of_ddp(train: Any) -> None:
     """With clipping, bfloat16 autocast and several micro-batches a rank."""
     options = ("reproducibility=elastic", *STDLIB, "precision=bf16", "logical_ranks=4")
     expected = train(*options, "cluster.processes=4").json("result.json")
@@ -73,3 +73,20 @@ def test_elastic_runs_end_with_the_bits_of_ddp_and_resume_under_another_strategy
             expected["state_digest"],
             expected["metrics_digest"],
         ), strategy
+
+
+def test_a_run_goes_on_under_other_strategies(
+    train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
+) -> None:
+    """Its data are files with names like secrets.py, which the record of the run must keep."""
+    options = ("reproducibility=elastic", *STDLIB, "cluster.processes=2")
+    expected = train(*options).json("result.json")["state_digest"]
+    run = train(*options, "strategy=fsdp", "checkpoint.every=2", "faults=[{action: kill, rank: 1, step: 3}]")
+    assert run.code == 1
+    resumed = command(
+        *("resume", str(run.folder), "strategy=zero", "cluster.processes=4"),
+        cwd=tmp_path,
+        environment=environment_without_wandb,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert run.json("result.json")["state_digest"] == expected

@@ -68,7 +68,10 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "results": None,
         "claim": asdict(claim_of(settings.determinism)),
     }
-    write_manifest(run.manifest, clean.tree({**manifest, **_parentage(settings, manifest)}))
+    written = clean.tree({**manifest, **_parentage(settings, manifest)})
+    # keyed by names of files and packages, such as secrets.py and google-auth
+    written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
+    write_manifest(run.manifest, written)
 
 
 def config_text(settings: Settings, clean: Scrubber) -> str:
