@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.testing.hosts import Hosts, running
+from worldsize.testing.hosts import running
 
 REPOSITORY = Path(__file__).parents[1]
 WORKERS = 4
@@ -144,20 +144,14 @@ def _over_links(megabits: int, *words: str) -> tuple[float, float]:
         how = ("clip_norm=null", "optimizer=sgd", "lr=0.01", "recipe.test_bytes=1000")
         common = [word for word in COMMON if not word.startswith("cluster.processes")]
         command = hosts.on(1, [sys.executable, "train.py", *common, *cluster, *where, *how, *LARGE, *words])
-        before = _sent(hosts)
+        before = hosts.sent(1)
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        sent = _sent(hosts) - before
+        sent = hosts.sent(1) - before
         (file,) = Path(folder).rglob("metrics.jsonl")
         steps = _steps(file)
     seconds = sum((b["samples"] - a["samples"]) / b["samples_per_second"] for a, b in zip(steps, steps[1:]))  # noqa: B905, RUF007
     tokens = (steps[-1]["samples"] - steps[0]["samples"]) * 8
     return tokens / seconds, sent / steps[-1]["step"]
-
-
-def _sent(hosts: Hosts) -> int:
-    """Bytes that have left the first host."""
-    read = hosts.on(1, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
-    return int(subprocess.run(read, check=True, capture_output=True, text=True).stdout)
 
 
 if __name__ == "__main__":

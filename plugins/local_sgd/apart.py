@@ -32,6 +32,11 @@ class Apart(Strategy):
                 "reduce=ordered promises the same bits at any world size, but where workers train apart the result "
                 "depends on how many they are. Set reproducibility=deterministic: the same bits at the same world size."
             )
+        if self.reduce != "flat":
+            raise ConfigError(
+                f"reduce={self.reduce} is a way to sum gradients, and workers that train apart send none. "
+                "Set strategy.reduce=flat."
+            )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}

@@ -111,6 +111,7 @@ def test_the_first_round_after_another_strategy_begins_at_its_model_with_its_opt
     [
         (lambda: LocalSGD(inner_steps=0), r"strategy.inner_steps=0 must be 1 or more"),
         (lambda: LocalSGD(reduce="ordered"), r"Set reproducibility=deterministic"),
+        (lambda: DiLoCo(reduce="hierarchical"), r"reduce=hierarchical .* Set strategy.reduce=flat"),
         (lambda: LocalSGD(optimizer_state="gone"), r"'gone' is unknown. Known: local, mean, zero"),  # type: ignore[arg-type]
         (lambda: DiLoCo(outer_lr=0.0), r"strategy.outer_lr=0.0 must be positive"),
         (lambda: DiLoCo(outer_momentum=1.0), r"strategy.outer_momentum=1.0 must be at least 0 and below 1"),
