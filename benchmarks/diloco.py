@@ -36,7 +36,13 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "DiLoCo, H = 100": ("strategy=diloco", "strategy.inner_steps=100"),
     "DiLoCo, H = 500": ("strategy=diloco", "strategy.inner_steps=500"),
     "streaming, 4 bits, H = 30": (*STREAMING, "strategy.inner_steps=30"),
-    "streaming, fp32, H = 30": (*STREAMING, "strategy.inner_steps=30", "strategy.wire=fp32"),
+    "streaming, 4 bits, H = 30, mix 0.5": (*STREAMING, "strategy.inner_steps=30", "strategy.mix=0.5"),
+    "streaming, fp32, H = 30, mix 0.5": (
+        *STREAMING,
+        "strategy.inner_steps=30",
+        "strategy.mix=0.5",
+        "strategy.wire=fp32",
+    ),
 }
 
 

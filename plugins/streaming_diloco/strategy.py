@@ -39,7 +39,7 @@ class StreamingDiLoCo(Apart):
     outer_momentum: float = 0.9
     fragment_blocks: int = 3
     delay: int = 1
-    mix: float = 0.5
+    mix: float = 0.0
     wire: Literal["fp32", "e3m0_gather", "e3m0_scatter"] = "e3m0_scatter"
 
     def __post_init__(self) -> None:

@@ -25,6 +25,6 @@ class TestDiLoCo(StrategyContract):
 class TestStreamingDiLoCo(StrategyContract):
     """A fragment is on its way when the checkpoint of step 4 is saved."""
 
-    strategy = StreamingDiLoCo(inner_steps=4, fragment_blocks=1, delay=3, outer_lr=0.7)
+    strategy = StreamingDiLoCo(inner_steps=4, fragment_blocks=1, delay=3, mix=0.5, outer_lr=0.7)
     sizes = (2, 3)
     tolerance = 0.3
