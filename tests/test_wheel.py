@@ -21,13 +21,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_has_the_configuration_the_recipes_and_the_type_marker(wheel: Path) -> None:
+def test_the_wheel_has_the_configuration_the_recipes_the_plugins_and_the_type_marker(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
         "worldsize/py.typed",
         "worldsize/reproducibility/run_manifest.schema.json",
         "worldsize/conf/config.yaml",
         "worldsize/bundled/recipes/digits/recipe.py",
+        "worldsize/bundled/plugins/diloco/conf/strategy/diloco.yaml",
         "worldsize/bundled/recipes/stdlib_lm/conf/recipe/stdlib_lm.yaml",
     } <= names
 

@@ -13,7 +13,7 @@ def stacked(mine: Tensor, world: World) -> Tensor:
     """[ranks, *mine.shape], of which each rank holds its own row; nothing is copied or sent."""
     if world.group is None:
         return mine[None]
-    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    mesh = DeviceMesh.from_group(world.group, mine.device.type)  # an optimizer may keep its counts on the host
     return DTensor.from_local(mine[None], mesh, [Shard(0)], run_check=False)
 
 

@@ -1,0 +1,70 @@
+"""When fragments are exchanged: all at once, or one after the other and in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from plugins.diloco.fragment import Fragment
+from plugins.local_sgd.replica import Outer
+from worldsize.core import ConfigError, StateDict
+
+
+@final
+class Rounds(Outer):
+    """Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; what comes back is applied ``delay`` steps
+    later, of which the first half is there for the first half of the exchange.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        offsets: Sequence[int],
+        *,
+        inner_steps: int,
+        delay: int = 0,
+        mix: float = 0.0,
+    ) -> None:
+        self._fragments, self._offsets = list(fragments), list(offsets)
+        self._inner_steps, self._delay, self._mix = inner_steps, delay, mix
+
+    def after(self, step: int) -> None:
+        for fragment in self._due(step):
+            self.sent_bytes += fragment.send()
+        for fragment in self._due(step - -(-self._delay // 2)):
+            fragment.relay()
+        for fragment in self._due(step - self._delay):
+            fragment.apply(self._mix)
+
+    def _due(self, step: int) -> list[Fragment]:
+        """Those that are sent after ``step``."""
+        pairs = zip(self._fragments, self._offsets, strict=True)
+        return [fragment for fragment, offset in pairs if (step - offset) % self._inner_steps == 0]
+
+    def restart(self) -> None:
+        for fragment in self._fragments:
+            fragment.restart()
+
+    def state(self) -> StateDict:
+        return {"fragments": [fragment.state(in_flight=self._delay > 0) for fragment in self._fragments]}
+
+    def load(self, state: StateDict) -> None:
+        for fragment, kept in zip(self._fragments, state["fragments"], strict=True):
+            fragment.load(kept)
+
+
+@dataclass(frozen=True)
+class OuterRule:
+    """Nesterov SGD of outer gradients."""
+
+    lr: float
+    momentum: float
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError(
+                f"strategy.outer_lr={self.lr} must be positive; 0.7 is usual, 1 with no momentum averages."
+            )
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"strategy.outer_momentum={self.momentum} must be at least 0 and below 1; 0.9 is usual.")

@@ -1,0 +1,40 @@
+"""DiLoCo: many steps apart, then one outer step that all workers take together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from plugins.diloco.fragment import Fragment
+from plugins.diloco.rounds import OuterRule, Rounds
+from plugins.local_sgd.apart import Apart, statistics, trained
+from plugins.local_sgd.exchange import Exact
+from plugins.local_sgd.replica import Outer
+from worldsize.core import Recipe, World
+from worldsize.strategies.learning import Learning
+
+
+@final
+@dataclass(frozen=True)
+class DiLoCo(Apart):
+    """Douillard et al. 2023, arXiv 2311.08105, algorithm 1.
+
+    Each worker takes ``inner_steps`` steps with the recipe's optimizer, whose state it keeps. Then the mean over
+    workers of (parameters at the round's beginning − parameters now) is the gradient of one step of SGD with Nesterov
+    momentum, from the round's beginning: where that ends, all begin the next round. Buffers are averaged.
+    """
+
+    inner_steps: int = 500
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        OuterRule(self.outer_lr, self.outer_momentum)
+
+    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
+        exchange = Exact(world)
+        fragments = [Fragment(trained(learning.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)]
+        if buffers := statistics(learning.model):
+            fragments.append(Fragment(buffers, exchange, lr=1.0, momentum=0.0))
+        return Rounds(fragments, [0] * len(fragments), inner_steps=self.inner_steps)

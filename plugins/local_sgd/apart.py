@@ -1,0 +1,76 @@
+"""Strategies under which workers train apart: what local SGD and its descendants have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plugins.local_sgd.replica import LocalReplica, Outer
+from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.strategies.accumulation import accumulation
+from worldsize.strategies.learning import Learning
+from worldsize.strategies.synchronous import SynchronousReplica
+
+
+@dataclass(frozen=True)
+class Apart(Strategy):
+    """Abstract. Each worker takes ``inner_steps`` optimizer steps on its share of the batches, as if it were alone."""
+
+    numerics: Numerics = field(default_factory=Numerics)
+    reduce: Reduction = "flat"
+    inner_steps: int = 8
+
+    def __post_init__(self) -> None:
+        if self.inner_steps < 1:
+            raise ConfigError(f"strategy.inner_steps={self.inner_steps} must be 1 or more.")
+        if self.reduce == "ordered":
+            raise ConfigError(
+                "reduce=ordered promises the same bits at any world size, but where workers train apart the result "
+                "depends on how many they are. Set reproducibility=deterministic: the same bits at the same world size."
+            )
+        if self.reduce != "flat":
+            raise ConfigError(
+                f"reduce={self.reduce} is a way to sum gradients, and workers that train apart send none. "
+                "Set strategy.reduce=flat."
+            )
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        return {"worker": Role(processes=cluster.processes)}
+
+    def replica(self, recipe: Recipe, world: World) -> Replica:
+        model = recipe.model().to(world.device)
+        _make_equal(model, world)
+        inner = SynchronousReplica(
+            recipe,
+            world,
+            learning=Learning.of(recipe, model),
+            numerics=self.numerics,
+            accumulation=accumulation("flat", model, None),
+        )
+        return LocalReplica(inner, world, self.outer(recipe, inner.learning, world))
+
+    @abstractmethod
+    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer: ...
+
+
+def _make_equal(model: nn.Module, world: World) -> None:
+    """Worker 0's weights everywhere: an outer gradient means nothing where workers began at different points."""
+    if world.group is not None:
+        for tensor in model.state_dict().values():
+            dist.broadcast(first := tensor.contiguous(), group=world.group, group_src=0)
+            tensor.copy_(first)
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """Parameters that an optimizer may change."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def statistics(model: nn.Module) -> list[Tensor]:
+    """Buffers that are saved with the model and can be averaged, such as BatchNorm's."""
+    kept = model.state_dict().keys()
+    return [buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]

@@ -1,0 +1,82 @@
+"""The mean over workers of flat rows of numbers: what crosses the network, and how many bytes that are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from worldsize.core import World
+
+Begun = Callable[[], Callable[[], Tensor]]
+
+
+class Exchange(ABC):
+    """Means in float32 or wider, with the same bits on every worker; a worker that is alone sends nothing."""
+
+    def __init__(self, world: World) -> None:
+        self.group, self.size, self.device = world.group, world.size, world.device
+
+    def begin(self, row_n: Tensor) -> Begun:
+        """Send the first half; the first call of the result sends the second half, the next one waits for the mean.
+
+        Every worker must make its calls in the same order; ``row_n`` is taken over.
+        """
+        return (lambda: lambda: row_n) if self.group is None else self._begin(row_n)
+
+    @abstractmethod
+    def _begin(self, row_n: Tensor) -> Begun: ...
+
+    @abstractmethod
+    def sent(self, numel: int) -> int:
+        """Bytes that leave each worker for a row of ``numel`` float32 numbers."""
+
+
+@final
+class Exact(Exchange):
+    """An all-reduce in float32, which needs no second half."""
+
+    def _begin(self, row_n: Tensor) -> Begun:
+        work = dist.all_reduce(row_n, group=self.group, async_op=True)
+
+        def mean() -> Tensor:
+            assert work is not None, "only members of the group take part"
+            work.wait()
+            return row_n.div_(self.size)
+
+        return lambda: mean
+
+    def sent(self, numel: int) -> int:
+        return 2 * (self.size - 1) * -(-numel // self.size) * 4
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the precision in which sums are kept: at least float32."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat([wide(tensor.detach()).flatten().to(device) for tensor in tensors])
+
+
+def parted(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """``row_n`` as tensors of the shapes of ``like``."""
+    parts = torch.split(row_n, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def mean_of(tree: Any, exchange: Exchange) -> Any:
+    """``tree`` with the mean over workers in place of every floating-point tensor; all else as it is here."""
+    leaves, spec = tree_flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [leaves[place] for place in places]
+    if tensors:
+        row_n = exchange.begin(flat(tensors, exchange.device))()()
+        for place, mean in zip(places, parted(row_n, tensors), strict=True):
+            leaves[place] = mean.to(leaves[place])
+    return tree_unflatten(leaves, spec)

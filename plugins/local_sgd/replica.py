@@ -1,0 +1,122 @@
+"""A worker that trains alone and now and then comes together with the others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plugins.local_sgd.exchange import Exact, mean_of
+from plugins.local_sgd.rows import own, spread
+from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.strategies.synchronous import SynchronousReplica
+
+
+class Outer(ABC):
+    """How workers come together. ``sent_bytes``: by each of them, for that, since the run began."""
+
+    sent_bytes: int = 0
+
+    @abstractmethod
+    def after(self, step: int) -> None:
+        """This worker has taken its step number ``step``, from 1."""
+
+    def restart(self) -> None:  # noqa: B027 - some keep nothing
+        """The model has been loaded, the same on every worker: training begins from there."""
+
+    def state(self) -> StateDict:
+        return {}
+
+    def load(self, state: StateDict) -> None:  # noqa: B027 - some keep nothing
+        """What :meth:`state` gave."""
+
+
+@final
+class LocalReplica(Replica):
+    """``inner`` trains alone; ``outer`` brings it together with the other workers.
+
+    The model of the state is the mean over workers, and so is the optimizer's: what any other strategy goes on from.
+    Part ``strategy`` has every worker's own besides, from which the same strategy goes on to the last bit.
+    """
+
+    def __init__(self, inner: SynchronousReplica, world: World, outer: Outer) -> None:
+        self._inner, self._world, self._outer = inner, world, outer
+        self._exact = Exact(world)
+        self._taken = 0  # steps, since training began or went on from a model alone
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        result = self._inner.step(micro_batches)
+        self._taken += 1
+        self._outer.after(self._taken)
+        return result
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        """Of the mean model, so that it does not matter which worker evaluates what."""
+        with self._mean_model():
+            return self._inner.evaluate(batches)
+
+    @contextmanager
+    def _mean_model(self) -> Iterator[None]:
+        now = self._inner.model.state_dict()
+        kept = {name: tensor.clone() for name, tensor in now.items()}
+        _copy(now, mean_of(now, self._exact))
+        yield
+        _copy(now, kept)
+
+    def state(self) -> StateDict:
+        alone = self._inner.state()
+        mine = {"model": alone["model"], "optimizer": alone["optimizer"]["state"]}
+        mean, scaler = mean_of(mine, self._exact), _figures(alone["scaler"])
+        common = {"taken": self._taken, "sent_bytes": self._outer.sent_bytes, "outer": self._outer.state()}
+        return {
+            **alone,
+            "model": mean["model"],
+            "optimizer": {**alone["optimizer"], "state": mean["optimizer"]},
+            "scaler": _with_figures(alone["scaler"], self._of_first(scaler)),
+            "strategy": {**common, "workers": spread({**mine, "scaler": scaler}, self._world)},
+        }
+
+    def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Worker 0's."""
+        found = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
+        if self._world.group is not None:
+            for figure in found.values():
+                dist.broadcast(figure, group=self._world.group, group_src=0)
+        return found
+
+    def load(self, state: StateDict) -> None:
+        kept = state["strategy"]
+        self._taken, self._outer.sent_bytes = kept["taken"], kept["sent_bytes"]
+        if self._taken == 0:  # another strategy has saved it, or as many other workers
+            self._inner.load(state)
+            self._outer.restart()
+            return
+        mine = own(kept["workers"])
+        alone = {"model": mine["model"], "optimizer": {**state["optimizer"], "state": mine["optimizer"]}}
+        self._inner.load({**state, **alone, "scaler": _with_figures(state["scaler"], mine["scaler"])})
+        self._outer.load(kept["outer"])
+
+    def facts(self) -> Mapping[str, Any]:
+        """Bytes sent by each worker since the run began; evaluations and checkpoints are not counted."""
+        return {"sent_bytes": self._outer.sent_bytes}
+
+
+_MOVING = ("scale", "_growth_tracker")  # of a gradient scaler: what its steps change
+
+
+def _figures(scaler: StateDict) -> dict[str, Tensor]:
+    return {name: torch.tensor(scaler[name]) for name in _MOVING if name in scaler}
+
+
+def _with_figures(scaler: StateDict, figures: Mapping[str, Tensor]) -> StateDict:
+    return {**scaler, **{name: figure.item() for name, figure in figures.items()}}
+
+
+def _copy(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])

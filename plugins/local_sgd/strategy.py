@@ -1,0 +1,68 @@
+"""Local SGD: workers train apart and average their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+from torch import Tensor
+
+from plugins.local_sgd.apart import Apart, statistics, trained
+from plugins.local_sgd.exchange import Exact, flat, parted
+from plugins.local_sgd.replica import Outer
+from worldsize.core import ConfigError, Recipe, World
+from worldsize.strategies.learning import Learning
+
+OptimizerState = Literal["local", "mean", "zero"]
+
+
+@final
+@dataclass(frozen=True)
+class LocalSGD(Apart):
+    """Parameters and buffers are averaged every ``inner_steps`` steps (Stich 2019, arXiv 1805.09767).
+
+    ``optimizer_state``: what becomes of the optimizer's then: each worker keeps its own ("local"), they are averaged
+    too ("mean"), or set to zero ("zero").
+    """
+
+    optimizer_state: OptimizerState = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer_state not in (known := get_args(OptimizerState)):
+            raise ConfigError(
+                f"strategy.optimizer_state={self.optimizer_state!r} is unknown. Known: {', '.join(known)}."
+            )
+
+    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
+        return Averaging(learning, Exact(world), self.inner_steps, self.optimizer_state)
+
+
+@final
+class Averaging(Outer):
+    """Every ``every`` steps."""
+
+    def __init__(self, learning: Learning, exchange: Exact, every: int, optimizer_state: OptimizerState) -> None:
+        self._learning, self._exchange = learning, exchange
+        self._every, self._optimizer_state = every, optimizer_state
+
+    def after(self, step: int) -> None:
+        if step % self._every == 0:
+            model = self._learning.model
+            self._average([*trained(model), *statistics(model), *self._of_optimizer()])
+
+    def _of_optimizer(self) -> list[Tensor]:
+        """What is averaged of the optimizer's state."""
+        values = [value for kept in self._learning.optimizer.state.values() for value in kept.values()]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if self._optimizer_state == "zero":
+            for tensor in tensors:
+                tensor.zero_()
+        return tensors if self._optimizer_state == "mean" else []
+
+    def _average(self, tensors: list[Tensor]) -> None:
+        tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+        row_n = flat(tensors, self._exchange.device)
+        self.sent_bytes += self._exchange.sent(row_n.numel())
+        for tensor, mean in zip(tensors, parted(self._exchange.begin(row_n)()(), tensors), strict=True):
+            tensor.detach().copy_(mean)

@@ -1,0 +1,52 @@
+"""Four bits a number: a sign and three bits of exponent, no mantissa, and a scale for each block of numbers.
+
+The magnitudes are 0 and 2^-6, 2^-5, ..., 1, times the block's scale, which is a power of two (codes 0 to 7: an exponent
+field of 0 is zero, as in IEEE 754 without a mantissa). Blocks and scales are those of the microscaling formats: 32
+numbers, one byte with bias 127, and 255 for a block that is not finite (OCP Microscaling Formats v1.0, E8M0).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+_BIAS, _NAN = 127, 255
+_MAGNITUDES = (0.0, *(2.0**power for power in range(-6, 1)))
+# between two neighbours lies where the upper one begins: just above the middle if the lower code is even
+_MIDDLES = torch.tensor([(low + high) / 2 for low, high in pairwise(_MAGNITUDES)])
+_BOUNDS = torch.where(torch.arange(7) % 2 == 0, torch.nextafter(_MIDDLES, torch.tensor(1.0)), _MIDDLES)
+
+
+def size(numel: int) -> int:
+    """Bytes of ``numel`` numbers, a multiple of BLOCK."""
+    return numel // 2 + numel // BLOCK
+
+
+def encode(rows_rn: Tensor) -> Tensor:
+    """float32 [r, n], n a multiple of BLOCK → uint8 [r, n / 2 + n / BLOCK]: two numbers a byte, then the scales.
+
+    Each number becomes the nearest one that can be told, of two as near the one with an even code. The scale is the
+    power of two nearest to the block's largest magnitude.
+    """
+    blocks_rkb = rows_rn.view(len(rows_rn), -1, BLOCK)
+    largest_rk1 = blocks_rkb.abs().amax(2, keepdim=True)
+    fraction, exponent = torch.frexp(largest_rk1)
+    top_rk1 = (exponent - (fraction < 0.75).int()).clamp(-_BIAS, _BIAS)
+    scaled_rkb = torch.ldexp(blocks_rkb.abs(), -top_rk1)
+    code_rkb = torch.bucketize(scaled_rkb, _BOUNDS.to(rows_rn.device), right=True).byte()
+    code_rn = (code_rkb | (blocks_rkb < 0).byte() << 3).flatten(1)
+    scale_rk = torch.where(largest_rk1.isfinite(), top_rk1 + _BIAS, _NAN).flatten(1).byte()
+    return torch.cat([code_rn[:, ::2] | code_rn[:, 1::2] << 4, scale_rk], dim=1)
+
+
+def decode(payload_rp: Tensor, numel: int) -> Tensor:
+    """What :func:`encode` made of rows of ``numel`` numbers: float32 [r, numel]."""
+    pair_rh, scale_rk = payload_rp[:, : numel // 2], payload_rp[:, numel // 2 :]
+    code_rn = torch.stack([pair_rh & 15, pair_rh >> 4], dim=2).flatten(1)
+    known = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=payload_rp.device)
+    blocks_rkb = known[code_rn.long()].view(*scale_rk.shape, BLOCK)
+    values_rkb = torch.ldexp(blocks_rkb, scale_rk.int()[:, :, None] - _BIAS)
+    return torch.where(scale_rk[:, :, None] == _NAN, torch.nan, values_rkb).flatten(1)

@@ -1,0 +1,82 @@
+"""Means over workers of rows that travel in four bits a number and are summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+
+from plugins.local_sgd.exchange import Begun, Exchange
+from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
+from worldsize.collectives.ordered import finish
+
+
+@final
+class Gathered(Exchange):
+    """Every worker sends its whole row to all others, who each sum all rows: rounded once, and (workers − 1) × n / 2
+    bytes.
+    """
+
+    def _begin(self, row_n: Tensor) -> Begun:
+        padded, numel = _blocks(row_n, 1), row_n.numel()
+        mine = encode(padded)
+        theirs_kp = mine.new_empty(self.size, mine.shape[1])
+        work = dist.all_gather_into_tensor(theirs_kp.view(-1), mine.view(-1), group=self.group, async_op=True)
+
+        def mean() -> Tensor:
+            _wait(work)
+            return (finish(decode(theirs_kp, padded.shape[1]).unbind()) / self.size)[:numel]
+
+        return lambda: mean
+
+    def sent(self, numel: int) -> int:
+        return (self.size - 1) * size(-(-numel // BLOCK) * BLOCK)
+
+
+@final
+class Scattered(Exchange):
+    """Every worker sums its part of the row, and sends the mean of it in four bits again: rounded twice, and
+    2 × (workers − 1) / workers × n / 2 bytes.
+    """
+
+    def _begin(self, row_n: Tensor) -> Begun:
+        numel = row_n.numel()
+        mine_ks = _blocks(row_n, self.size)
+        sent_kp = encode(mine_ks)
+        theirs_kp = torch.empty_like(sent_kp)
+        work = dist.all_to_all_single(theirs_kp, sent_kp, group=self.group, async_op=True)
+
+        def second() -> Callable[[], Tensor]:
+            _wait(work)
+            shard = mine_ks.shape[1]
+            mean_1s = (finish(decode(theirs_kp, shard).unbind()) / self.size)[None]
+            gathered_kp = torch.empty_like(theirs_kp)
+            last = dist.all_gather_into_tensor(
+                gathered_kp.view(-1), encode(mean_1s).view(-1), group=self.group, async_op=True
+            )
+
+            def whole() -> Tensor:
+                _wait(last)
+                return decode(gathered_kp, shard).flatten()[:numel]
+
+            return whole
+
+        return second
+
+    def sent(self, numel: int) -> int:
+        return 2 * (self.size - 1) * size(-(-numel // (self.size * BLOCK)) * BLOCK)
+
+
+def _blocks(row_n: Tensor, rows: int) -> Tensor:
+    """``row_n`` as float32 [rows, whole blocks], with zeros at its end."""
+    length = -(-row_n.numel() // (rows * BLOCK)) * BLOCK
+    return torch.nn.functional.pad(row_n.float(), (0, rows * length - row_n.numel())).view(rows, length)
+
+
+def _wait(work: Work | None) -> None:
+    assert work is not None, "only members of the group take part"
+    work.wait()

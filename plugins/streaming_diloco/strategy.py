@@ -1,0 +1,78 @@
+"""Streaming DiLoCo: parts of the model in turn, in the background, in four bits a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+from torch import Tensor, nn
+
+from plugins.diloco.fragment import Fragment
+from plugins.diloco.rounds import OuterRule, Rounds
+from plugins.local_sgd.apart import Apart, statistics, trained
+from plugins.local_sgd.exchange import Exact, Exchange
+from plugins.local_sgd.replica import Outer
+from plugins.streaming_diloco.exchange import Gathered, Scattered
+from worldsize.core import ConfigError, Recipe, World
+from worldsize.strategies.learning import Learning
+
+_EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered, "e3m0_scatter": Scattered}
+
+
+@final
+@dataclass(frozen=True)
+class StreamingDiLoCo(Apart):
+    """Douillard et al. 2025, arXiv 2501.18512, algorithm 2.
+
+    Fragments of ``fragment_blocks`` of the recipe's blocks each, strided (block i is in fragment i mod their number),
+    and one of all other parameters, take turns within ``inner_steps`` steps. Outer gradients are sent while training
+    goes on; ``delay`` steps later the outer step is taken, and a worker's parameters become ``mix`` × its own +
+    (1 − mix) × the outcome. Buffers are averaged in float32 with the last fragment.
+
+    ``wire``: "fp32"; "e3m0_gather": four bits, every row to every worker, rounded once; "e3m0_scatter": four bits
+    there and back, rounded twice, fewer bytes with three workers and more.
+    """
+
+    inner_steps: int = 100
+    outer_lr: float = 0.4
+    outer_momentum: float = 0.9
+    fragment_blocks: int = 3
+    delay: int = 1
+    mix: float = 0.0
+    wire: Literal["fp32", "e3m0_gather", "e3m0_scatter"] = "e3m0_scatter"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        OuterRule(self.outer_lr, self.outer_momentum)
+        if self.fragment_blocks < 1:
+            raise ConfigError(f"strategy.fragment_blocks={self.fragment_blocks} must be 1 or more.")
+        if not 0 <= self.delay < self.inner_steps:
+            raise ConfigError(
+                f"strategy.delay={self.delay} must be at least 0 and below strategy.inner_steps={self.inner_steps}: "
+                "a fragment is sent again only after it has come back."
+            )
+        if not 0 <= self.mix < 1:
+            raise ConfigError(f"strategy.mix={self.mix} must be at least 0 and below 1; at 1 workers would never meet.")
+        if self.wire not in _EXCHANGES:
+            raise ConfigError(f"strategy.wire={self.wire!r} is unknown. Known: {', '.join(_EXCHANGES)}.")
+
+    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
+        parts = partition(learning.model, recipe.blocks(learning.model), self.fragment_blocks)
+        offsets = [place * self.inner_steps // len(parts) for place in range(len(parts))]
+        exchange = _EXCHANGES[self.wire](world)
+        fragments = [Fragment(part, exchange, lr=self.outer_lr, momentum=self.outer_momentum) for part in parts]
+        if buffers := statistics(learning.model):
+            fragments.append(Fragment(buffers, Exact(world), lr=1.0, momentum=0.0))
+            offsets.append(offsets[-1])
+        return Rounds(fragments, offsets, inner_steps=self.inner_steps, delay=self.delay, mix=self.mix)
+
+
+def partition(model: nn.Module, blocks: Sequence[nn.Module], each: int) -> list[list[Tensor]]:
+    """Trained parameters by fragment; what is in no block comes last. A shared one is where it is met first."""
+    count = -(-len(blocks) // each)
+    left = {id(parameter): parameter for parameter in trained(model)}
+    fragments: list[list[Tensor]] = [[] for _ in range(count)]
+    for place, block in enumerate(blocks):
+        fragments[place % count] += [left.pop(id(found)) for found in block.parameters() if id(found) in left]
+    return [fragment for fragment in (*fragments, list(left.values())) if fragment]

@@ -1,0 +1,133 @@
+"""Runs that are killed, and go on under the same strategy, another one, or with another number of workers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugins.diloco.strategy import DiLoCo
+from plugins.local_sgd.strategy import LocalSGD
+from plugins.streaming_diloco.strategy import StreamingDiLoCo
+from recipes.digits.recipe import Digits
+from worldsize.core import ConfigError, Replica, World
+from worldsize.engine.data import Order, micro_batches
+from worldsize.strategies.ddp import DDP
+from worldsize.testing.worlds import run_in_worlds
+
+OPTIONS = ("recipe=digits", "recipe.width=4", "steps=14", "log_every=3", "checkpoint.every=4", "cluster.threads=1")
+STRATEGIES = {
+    "local_sgd": ("strategy.inner_steps=5", "precision=fp16", "cluster.processes=2"),
+    "diloco": ("strategy.inner_steps=5", "cluster.processes=3"),
+    # what was sent after steps 5 and 10 is on its way when steps 8 and 12 are saved
+    "streaming_diloco": ("strategy.inner_steps=5", "strategy.delay=4", "cluster.processes=2"),
+}
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that has to be equal: weights, every logged figure, and the whole state in the last checkpoint."""
+    result = json.loads((folder / "result.json").read_text())
+    state = json.loads((max((folder / "checkpoints").glob("step_*")) / "manifest.json").read_text())
+    found = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
+    return {**found, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_killed_worker_is_made_good_to_the_last_bit_in_the_middle_of_a_round(train: Any, name: str) -> None:
+    options = (*OPTIONS, f"strategy={name}", *STRATEGIES[name], "evaluate_every=6")
+    undisturbed = train(*options)
+    assert undisturbed.code == 0, undisturbed.error
+    run = train(*options, "launcher.max_restarts=1", "faults=[{action: kill, rank: 1, step: 13}]")
+    assert run.code == 0, run.error
+    assert [each["exit_reason"] for each in run.json("run_manifest.json")["attempts"]] == ["failed", "completed"]
+    assert run.json("run_manifest.json")["attempts"][1]["steps"][0] in (8, 12)
+    assert outcome(run.folder) == outcome(undisturbed.folder)
+    assert undisturbed.steps()[-1]["facts"]["sent_bytes"] > 0
+
+
+def test_a_run_goes_on_under_other_strategies_and_with_another_number_of_workers(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    def asked_to_end(step: int, attempt: int) -> str:
+        every_step = "{action: sleep, seconds: 0.1, attempt: null}"
+        return f"faults=[{{action: terminate, rank: 1, step: {step}, attempt: {attempt}}}, {every_step}]"
+
+    run = train(*OPTIONS, "cluster.processes=2", asked_to_end(3, 1))
+    changes = [
+        ("strategy=diloco", asked_to_end(6, 2)),
+        ("strategy=diloco", "cluster.processes=3", asked_to_end(9, 3)),
+        ("strategy=ddp", "cluster.processes=2"),
+    ]
+    codes = [
+        command("resume", str(run.folder), *words, cwd=run.folder, environment=environment_without_wandb)
+        for words in changes
+    ]
+    assert [run.code, *(done.returncode for done in codes)] == [75, 75, 75, 0], codes
+    attempts = run.json("run_manifest.json")["attempts"]
+    assert all(before["steps"][1] == after["steps"][0] for before, after in pairwise(attempts))
+    losses = [step["loss"] for step in run.steps()]
+    assert losses[-1] < losses[0]
+
+
+RECIPE = Digits(4, 0.0, lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+
+
+def stepped(replica: Replica, world: World, steps: int) -> dict[str, Tensor]:
+    order = Order(seed=3, batch_size=24, logical_ranks=world.size, mine=(world.rank,))
+    batches = micro_batches(RECIPE.data("train"), order, world.device)
+    for _ in range(steps):
+        replica.step(next(batches))
+    model: dict[str, Tensor] = replica.state()["model"]
+    return {name: tensor.clone() for name, tensor in model.items()}
+
+
+def test_the_first_round_after_another_strategy_begins_at_its_model_with_its_optimizer() -> None:
+    def body(world: World) -> list[dict[str, Tensor]]:
+        ddp = DDP().replica(RECIPE, world)
+        begun = stepped(ddp, world, 3)
+        found = [begun]
+        for strategy in (LocalSGD(inner_steps=100), DiLoCo(inner_steps=1)):
+            replica = strategy.replica(RECIPE, world)
+            replica.load({**copy.deepcopy(ddp.state()), "strategy": replica.state()["strategy"]})
+            assert all(torch.equal(tensor, begun[name]) for name, tensor in replica.state()["model"].items())
+            found.append(stepped(replica, world, 1))
+        return found
+
+    for begun, mean, found in run_in_worlds(body, 2):
+        for name, before in begun.items():
+            expected = before - 0.7 * 1.9 * (before - mean[name])  # Nesterov's first step
+            assert (found[name] - expected).norm() <= 1e-5 * expected.norm()
+            assert not torch.equal(mean[name], before)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LocalSGD(inner_steps=0), r"strategy.inner_steps=0 must be 1 or more"),
+        (lambda: LocalSGD(reduce="ordered"), r"Set reproducibility=deterministic"),
+        (lambda: DiLoCo(reduce="hierarchical"), r"reduce=hierarchical .* Set strategy.reduce=flat"),
+        (lambda: LocalSGD(optimizer_state="gone"), r"'gone' is unknown. Known: local, mean, zero"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(outer_lr=0.0), r"strategy.outer_lr=0.0 must be positive"),
+        (lambda: DiLoCo(outer_momentum=1.0), r"strategy.outer_momentum=1.0 must be at least 0 and below 1"),
+        (lambda: StreamingDiLoCo(fragment_blocks=0), r"strategy.fragment_blocks=0 must be 1 or more"),
+        (lambda: StreamingDiLoCo(inner_steps=5, delay=5), r"strategy.delay=5 .* below strategy.inner_steps=5"),
+        (lambda: StreamingDiLoCo(mix=1.0), r"strategy.mix=1.0 .* would never meet"),
+        (lambda: StreamingDiLoCo(wire="int4"), r"'int4' is unknown. Known: fp32, e3m0_gather"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_remedy(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_elastic_runs_are_refused_before_a_process_starts(train: Any) -> None:
+    run = train(*OPTIONS, "strategy=diloco", "reproducibility=elastic")
+    assert run.code == 2
+    assert "depends on how many they are" in run.error
+    assert run.folder is None
