@@ -32,7 +32,10 @@ __all__ = ["ConfigError", "NonfiniteLossError", "WorldsizeError"]  # raised by w
 
 @dataclass(frozen=True)
 class Link:
-    """One tier of the interconnect: bandwidth in bytes a second per direction, latency in seconds."""
+    """One tier of the interconnect: bandwidth in bytes a second per direction, latency in seconds.
+
+    Of tiers "device" and "node" a rank's, of "network" a node's: its ranks share it.
+    """
 
     bandwidth: float
     latency: float
@@ -56,6 +59,38 @@ class Cluster:
     @property
     def processes_per_node(self) -> int:
         return self.processes // self.nodes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step of training, before it is known how it will be divided. Bytes are of the whole model.
+
+    ``unit_bytes``: of the largest part that a sharded model gathers at once; ``activation_bytes``: of a micro-batch;
+    ``boundary_bytes``: of what one block hands to the next, for a micro-batch; ``compute_seconds``: forward, backward
+    and update of what one rank does in a step, by itself; ``overlap``: share of it behind which communication hides.
+    """
+
+    parameter_bytes: float
+    optimizer_bytes: float
+    unit_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    boundary_bytes: float = 0.0
+    blocks: int = 0
+    compute_seconds: float = 0.0
+    overlap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a strategy makes of a :class:`Workload`, for each rank: memory, bytes sent and seconds of communication a
+    step; ``across_bytes`` are what a node sends to others. ``idle``: share of a step in which a rank waits its turn.
+    """
+
+    memory_bytes: float
+    sent_bytes: float
+    across_bytes: float
+    communication_seconds: float
+    idle: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -348,6 +383,10 @@ class Strategy(ABC):
     def data_rank(self, world: World) -> int:
         """Which of these parts this process trains."""
         return world.rank
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
+        """What a step of ``work`` costs on ``cluster``, for planning; None: it is not known."""
+        return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
         """In the launching process, before each start: put what only members may have into ``Duty.folder``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from plugins.diloco.fragment import Fragment
@@ -10,7 +10,7 @@ from plugins.diloco.rounds import OuterRule, Rounds
 from plugins.local_sgd.apart import Apart, statistics, trained
 from plugins.local_sgd.exchange import Exact
 from plugins.local_sgd.replica import Outer
-from worldsize.core import Recipe, World
+from worldsize.core import Cluster, Cost, Recipe, Workload, World
 from worldsize.strategies.learning import Learning
 
 
@@ -31,6 +31,11 @@ class DiLoCo(Apart):
     def __post_init__(self) -> None:
         super().__post_init__()
         OuterRule(self.outer_lr, self.outer_momentum)
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """Beside what local SGD keeps: the parameters of the round's beginning, and their momentum."""
+        apart = super().cost(work, cluster)
+        return replace(apart, memory_bytes=apart.memory_bytes + 2 * work.parameter_bytes)
 
     def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
         exchange = Exact(world)

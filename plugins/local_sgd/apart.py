@@ -10,7 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.local_sgd.replica import LocalReplica, Outer
-from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    Numerics,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.planning.spread import across, all_reduce_seconds, ring_share, whole_bytes
 from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -40,6 +53,12 @@ class Apart(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """An all-reduce of the parameters, once in ``inner_steps`` steps."""
+        sent = 2 * ring_share(cluster.processes) * work.parameter_bytes / self.inner_steps
+        seconds = all_reduce_seconds(work.parameter_bytes, cluster) / self.inner_steps
+        return Cost(whole_bytes(work), sent, across(cluster, sent), seconds)
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

@@ -13,8 +13,9 @@ from plugins.diloco.rounds import OuterRule, Rounds
 from plugins.local_sgd.apart import Apart, statistics, trained
 from plugins.local_sgd.exchange import Exact, Exchange
 from plugins.local_sgd.replica import Outer
+from plugins.streaming_diloco.e3m0 import BLOCK
 from plugins.streaming_diloco.exchange import Gathered, Scattered
-from worldsize.core import ConfigError, Recipe, World
+from worldsize.core import Cluster, ConfigError, Cost, Recipe, Workload, World
 from worldsize.strategies.learning import Learning
 
 _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered, "e3m0_scatter": Scattered}
@@ -56,6 +57,20 @@ class StreamingDiLoCo(Apart):
             raise ConfigError(f"strategy.mix={self.mix} must be at least 0 and below 1; at 1 workers would never meet.")
         if self.wire not in _EXCHANGES:
             raise ConfigError(f"strategy.wire={self.wire!r} is unknown. Known: {', '.join(_EXCHANGES)}.")
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """Beside what local SGD keeps: what was agreed, its momentum, and outer gradients on their way; hidden behind
+        the steps until they are applied.
+        """
+        apart = super().cost(work, cluster)
+        smaller = 1.0 if self.wire == "fp32" else (1 / 2 + 1 / BLOCK) / 4  # of four bytes
+        gathered = cluster.processes / 2 if self.wire == "e3m0_gather" else 1.0
+        return Cost(
+            memory_bytes=apart.memory_bytes + 3 * work.parameter_bytes,
+            sent_bytes=apart.sent_bytes * smaller * gathered,
+            across_bytes=apart.across_bytes * smaller * gathered,
+            communication_seconds=apart.communication_seconds * smaller * gathered,
+        )
 
     def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
         parts = partition(learning.model, recipe.blocks(learning.model), self.fragment_blocks)

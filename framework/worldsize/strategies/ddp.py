@@ -10,10 +10,23 @@ import torch._dynamo  # noqa: F401 - DDP's constructor imports it, 1.7 s; here i
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    Numerics,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.planning.spread import across, all_reduce_seconds, by_node_seconds, ring_share, whole_bytes
 from worldsize.strategies.accumulation import Accumulation, accumulation
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.reductions import Compression, reduced
+from worldsize.strategies.reductions import SIZES, Compression, reduced
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -52,6 +65,18 @@ class DDP(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """The factor of ``compress`` counts where it applies: everywhere, or across nodes only."""
+        payload, memory = work.parameter_bytes, whole_bytes(work)
+        factor = SIZES.get(self.compress, 1.0)
+        if self.reduce != "hierarchical":
+            sent = 2 * ring_share(cluster.processes) * payload * factor
+            return Cost(memory, sent, across(cluster, sent), all_reduce_seconds(payload * factor, cluster))
+        inside = 2 * ring_share(cluster.processes_per_node) * payload
+        between = 2 * ring_share(cluster.nodes) * payload * factor
+        seconds = by_node_seconds(payload, cluster, smaller=factor)
+        return Cost(memory, inside + between / cluster.processes_per_node, between, seconds)
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

@@ -12,7 +12,23 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from worldsize.core import Cluster, ConfigError, Numerics, Precision, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    Link,
+    Numerics,
+    Precision,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.planning.cost import all_gather_seconds, ring_all_reduce_seconds
+from worldsize.planning.spread import across, link, ring_share, slowest
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.sharded import sharded_accumulation
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -65,6 +81,26 @@ class FSDP(Strategy):
 
     def _shard_size(self, processes: int, per_node: int) -> int:
         return {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """Gathered for the forward pass and, unless kept, for the backward pass; gradients reduce-scattered, and with
+        several copies all-reduced between them.
+        """
+        payload, size = work.parameter_bytes, self._shard_size(cluster.processes, cluster.processes_per_node)
+        gathers = 2 if self.reshard_after_forward else 1
+        gathered = 2 * work.unit_bytes if self.reshard_after_forward else payload
+        activations = work.boundary_bytes * work.blocks if self.activation_checkpointing else work.activation_bytes
+        memory = (2 * payload + work.optimizer_bytes) / size + gathered + activations
+        copies = cluster.processes // size
+        inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
+        seconds = (gathers + 1) * all_gather_seconds(payload, size, inside)
+        sent = (gathers + 1) * ring_share(size) * payload
+        if copies == 1:
+            return Cost(memory, sent, across(cluster, sent), seconds)
+        between = 2 * ring_share(copies) * payload / size
+        shared = Link(slowest(cluster).bandwidth / cluster.processes_per_node, slowest(cluster).latency)
+        seconds += ring_all_reduce_seconds(payload / size, copies, shared)
+        return Cost(memory, sent + between, between * cluster.processes_per_node, seconds)
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model()

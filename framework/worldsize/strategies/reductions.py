@@ -23,6 +23,7 @@ from worldsize.strategies.accumulation import Accumulation, Flat, accumulation
 from worldsize.strategies.powersgd import PowerSGD
 
 Compression = Literal["none", "bf16", "fp16", "int8", "powersgd"]
+SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}  # to float32; of PowerSGD it depends on the matrices
 
 
 def reduced(

@@ -6,7 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    Numerics,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.planning.spread import whole_bytes
 from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -27,6 +40,9 @@ class Single(Strategy):
                 "Set cluster.processes=1, or strategy=ddp."
             )
         return {"worker": Role(processes=1)}
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        return Cost(whole_bytes(work), 0.0, 0.0, 0.0)
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

@@ -11,7 +11,8 @@ import torch._dynamo  # noqa: F401 - DDP's constructor imports it; here it is im
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from worldsize.core import Cluster, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.core import Cluster, Cost, Numerics, Recipe, Reduction, Replica, Role, Strategy, Workload, World
+from worldsize.planning.spread import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.elsewhere import PartialLearning, outline
@@ -35,6 +36,14 @@ class ZeRO(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """As DDP, and each rank sends the parameters that it has updated to all others."""
+        payload, ranks = work.parameter_bytes, cluster.processes
+        sent = 3 * ring_share(ranks) * payload
+        seconds = all_reduce_seconds(payload, cluster) + all_gather_all_seconds(payload, cluster)
+        memory = 2 * payload + work.optimizer_bytes / ranks + work.activation_bytes
+        return Cost(memory, sent, across(cluster, sent), seconds)
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

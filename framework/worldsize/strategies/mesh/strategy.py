@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from worldsize.core import Cluster, ConfigError, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    Numerics,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.planning.cost import all_gather_seconds, bubble_share, message_seconds, ring_all_reduce_seconds
+from worldsize.planning.spread import link, ring_share, slowest
 from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.mesh.layout import Layout
@@ -127,6 +141,30 @@ class Mesh(Strategy):
                 "and ranks that share layers would talk across nodes. Set strategy.tensor to a divisor of them."
             )
         return {"worker": Role(processes=cluster.processes)}
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """Tensor: four all-reduces of a block's output for each micro-batch (arXiv 1909.08053, section 3), inside a
+        node; pipeline: outputs and their gradients at both edges of a stage; data: as FSDP, of what a rank holds.
+        """
+        layout = self.layout(cluster.processes)
+        held, count = work.parameter_bytes / (layout.tensor * layout.pipeline), self.default_micro_batches
+        blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
+        reduced = 4 * blocks * count * work.boundary_bytes
+        passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
+        gathers = 3 if self.pipeline == 1 else 2
+        seconds = (
+            4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
+            + (0.0 if layout.pipeline == 1 else 2 * message_seconds(work.boundary_bytes, slowest(cluster)) * count)
+            + gathers * all_gather_seconds(held, layout.data, slowest(cluster))
+        )
+        sharded = gathers * ring_share(layout.data) * held
+        share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
+        memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
+        memory += work.activation_bytes * min(count, layout.pipeline) / (layout.tensor * layout.pipeline)
+        sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
+        leaving = (sharded + passed) * cluster.processes_per_node if cluster.nodes > 1 else 0.0
+        idle = bubble_share(layout.pipeline, count, self.stages // layout.pipeline)
+        return Cost(memory, sent, leaving, seconds, idle)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         return self.layout(cluster.processes).groups()

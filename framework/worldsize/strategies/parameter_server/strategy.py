@@ -10,7 +10,22 @@ from typing import Literal, final
 
 from torch import nn
 
-from worldsize.core import Cluster, ConfigError, Duty, Numerics, Recipe, Reduction, Replica, Role, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    Duty,
+    Numerics,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.planning.cost import parameter_server_seconds
+from worldsize.planning.spread import across, slowest
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.clock import Clock
 from worldsize.strategies.parameter_server.codec import Codec, Compression, codec_of
@@ -114,6 +129,16 @@ class ParameterServer(Strategy):
             "server": Role(self._house.processes, restart=restart, serves=True, least=self.servers),
             "worker": Role(workers, restart="alone", serves=True, least=1),
         }
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """Of a server, whose link is the bottleneck unless there are as many as workers: push, then pull."""
+        workers = cluster.processes - self._house.processes
+        payload = work.parameter_bytes
+        seconds = parameter_server_seconds(payload, workers, self.servers, slowest(cluster))
+        sent = max(payload, workers * payload / self.servers)
+        worker = 2 * payload + work.activation_bytes
+        memory = max(worker, (payload + work.optimizer_bytes) / self.servers)
+        return Cost(memory, sent, across(cluster, sent * cluster.processes_per_node), seconds)
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")
