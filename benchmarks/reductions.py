@@ -20,6 +20,7 @@ from links import REPOSITORY, trained_on
 from worldsize.testing.hosts import Hosts, running
 
 MODEL = ("recipe=stdlib_lm", "recipe.width=256", "recipe.depth=4", "recipe.context=8", "clip_norm=null", "batch_size=4")
+BUCKETS = "strategy.bucket_mb=2"  # while one is under way the next is computed
 WAYS = {
     "flat": (),
     "hierarchical": ("strategy.reduce=hierarchical",),
@@ -59,7 +60,7 @@ def measured(options: tuple[str, ...], megabits: int) -> tuple[float, float]:
 
 def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float]:
     before = hosts.sent(2)
-    logged = trained_on(hosts, *MODEL, *options, "cluster.processes_per_node=2", f"steps={steps}")
+    logged = trained_on(hosts, *MODEL, BUCKETS, *options, "cluster.processes_per_node=2", f"steps={steps}")
     return hosts.sent(2) - before, statistics.median(4 / each["samples_per_second"] for each in logged[3:])
 
 

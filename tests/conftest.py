@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,9 +169,10 @@ def begun() -> Callable[..., Path]:
 def _begun(root: Path, after: int = 3) -> Path:
     deadline = time.monotonic() + 180
     while True:
-        for file in root.rglob("metrics.jsonl"):
-            lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            if lines and json.loads(lines[-1])["step"] > after:
-                return file.parent
+        with suppress(FileNotFoundError):  # a folder that has gone while it was looked into
+            for file in root.rglob("metrics.jsonl"):
+                lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                if lines and json.loads(lines[-1])["step"] > after:
+                    return file.parent
         assert time.monotonic() < deadline
         time.sleep(0.01)

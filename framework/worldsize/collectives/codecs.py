@@ -47,16 +47,18 @@ class Int8(Codec):
     lossy = True
 
     def encode(self, values_pn: Tensor) -> Tensor:
-        blocks_pkb = F.pad(values_pn, (0, -values_pn.shape[1] % _BLOCK)).view(len(values_pn), -1, _BLOCK)
-        scale_pk1 = blocks_pkb.abs().amax(2, keepdim=True) / 127
-        levels = (blocks_pkb / scale_pk1.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
-        levels_pn = levels.flatten(1)[:, : values_pn.shape[1]].view(torch.uint8)
-        return torch.cat([scale_pk1.flatten(1).view(torch.uint8), levels_pn], dim=1)
+        """Scales, then levels of whole blocks."""
+        rows, padding = len(values_pn), -values_pn.shape[1] % _BLOCK
+        blocks_pkb = (F.pad(values_pn, (0, padding)) if padding else values_pn).view(rows, -1, _BLOCK)
+        scale_pk1 = torch.linalg.vector_norm(blocks_pkb, ord=torch.inf, dim=2, keepdim=True) / 127
+        levels = blocks_pkb.div(scale_pk1.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        return torch.cat([part.view(rows, -1).view(torch.uint8) for part in (scale_pk1, levels)], dim=1)
 
     def decode(self, wire_pb: Tensor, length: int) -> Tensor:
-        scale_pk = wire_pb[:, :-length].reshape(-1).view(torch.float32).view(len(wire_pb), -1)
-        levels_pn = wire_pb[:, -length:].view(torch.int8).float()
-        return levels_pn * scale_pk.repeat_interleave(_BLOCK, dim=1)[:, :length]
+        rows, blocks = len(wire_pb), -(-length // _BLOCK)
+        scale_pk1 = wire_pb[:, : 4 * blocks].reshape(-1).view(torch.float32).view(rows, blocks, 1)
+        levels_pkb = wire_pb[:, 4 * blocks :].view(torch.int8).view(rows, blocks, _BLOCK)
+        return levels_pkb.float().mul_(scale_pk1).flatten(1)[:, :length]
 
 
 CODECS: dict[str, Codec] = {"bf16": Half(torch.bfloat16), "fp16": Half(torch.float16), "int8": Int8()}

@@ -28,17 +28,30 @@ def hierarchical(flat_n: Tensor, node: ProcessGroup, across: ProcessGroup, total
     """The sum over all ranks: reduce-scatter inside the node, ``total`` of each rank's part with the ranks of its
     place on other nodes, all-gather inside. A rank sends 1/G of the bytes across, with G ranks a node.
     """
-    size = dist.get_world_size(node)
-    padded = F.pad(flat_n, (0, -flat_n.numel() % size))
-    part = padded.new_empty(padded.numel() // size)
-    work = started(dist.reduce_scatter_tensor(part, padded, group=node, async_op=True))
-    yield
-    work.wait()
+    padding = -flat_n.numel() % dist.get_world_size(node)
+    padded = F.pad(flat_n, (0, padding)) if padding else flat_n
+    part = yield from _scattered(padded, node)
     part = yield from total(part, across)
     work = started(dist.all_gather_into_tensor(padded, part, group=node, async_op=True))
     yield
     work.wait()
-    return padded[: flat_n.numel()]
+    return padded[: flat_n.numel()] if padding else flat_n
+
+
+def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
+    """This rank's part of the sum. gloo's own reduce-scatter is an all-reduce of which most is thrown away."""
+    size = dist.get_world_size(group)
+    if flat_n.device.type == "cpu":
+        theirs_n = torch.empty_like(flat_n)
+        work = started(dist.all_to_all_single(theirs_n, flat_n, group=group, async_op=True))
+        yield
+        work.wait()
+        return theirs_n.view(size, -1).sum(0)
+    part = flat_n.new_empty(flat_n.numel() // size)
+    work = started(dist.reduce_scatter_tensor(part, flat_n, group=group, async_op=True))
+    yield
+    work.wait()
+    return part
 
 
 def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tensor | None = None) -> Phases:
@@ -51,7 +64,7 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
     size, length = dist.get_world_size(group), flat_n.numel()
     if error_n is not None:
         flat_n = flat_n + error_n
-    parts_pn = F.pad(flat_n, (0, -length % size)).view(size, -1)
+    parts_pn = (F.pad(flat_n, (0, -length % size)) if length % size else flat_n).view(size, -1)
     wire = codec.encode(parts_pn)
     theirs = torch.empty_like(wire)
     work = started(dist.all_to_all_single(theirs, wire, group=group, async_op=True))
