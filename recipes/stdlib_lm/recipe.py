@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +18,6 @@ from recipes.stdlib_lm.gpt import GPT, Block, Logits, Sizes
 from worldsize.core import Recipe, TensorStyle
 
 
-@final
 @dataclass(frozen=True)
 class StdlibLM(Recipe):
     """``test_bytes`` bounds the evaluation (None: the whole test split, about 2 MB)."""

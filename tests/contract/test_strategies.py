@@ -84,6 +84,12 @@ class TestFSDPWithCheckpointedActivations(StrategyContract):
     sizes = (2,)
 
 
+class TestFSDPInBF16(StrategyContract):
+    strategy = FSDP(param_dtype="bf16", reduce_dtype="fp32")
+    sizes = (2,)
+    tolerance = 0.01
+
+
 class TestHSDP(StrategyContract):
     strategy = FSDP(shard="node")
     sizes = (4,)

@@ -25,14 +25,15 @@ from worldsize.checkpoints.load import load, newest, read_tensors
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.collectives.whole import whole
-from worldsize.core import Cluster, ConfigError, Replica, Strategy, World
-from worldsize.engine.data import Order, logical_ranks_of, micro_batches
+from worldsize.core import Cluster, ConfigError, Recipe, Replica, Strategy, World
+from worldsize.engine.data import Order, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
 STEPS, BATCH, SEED = 20, 24, 3
+CHAIN = Chain()
 ALONE = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
 
 
@@ -46,9 +47,16 @@ class Trained:
     moved: bool  # whether this rank's step changed parameters that it holds
 
 
-def train(strategy: Strategy, world: World, steps: int, folder: Path | None = None, *, save: bool = False) -> Trained:
+def train(
+    strategy: Strategy,
+    world: World,
+    steps: int,
+    folder: Path | None = None,
+    *,
+    save: bool = False,
+    recipe: Recipe = CHAIN,
+) -> Trained:
     """Go on to ``steps`` from the newest checkpoint in ``folder``, if there is one; ``save``: leave one at the end."""
-    recipe = Chain()
     replica = strategy.replica(recipe, world)
     first = _resumed(replica, world, folder)
     before = _held(replica)
@@ -60,7 +68,7 @@ def train(strategy: Strategy, world: World, steps: int, folder: Path | None = No
     if save and folder is not None:
         _save(replica, world, folder, steps)
     found = World(**{**vars(world), "rank": part[0], "size": part[1]})
-    error = evaluate(replica, recipe.data("test"), found, batch_size=5)["error"]
+    (error,) = evaluate(replica, recipe.data("test"), found, batch_size=5).values()
     moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
     model = whole(replica.state()["model"], world)
     replica.close(complete=True)
@@ -100,21 +108,21 @@ def _cluster(size: int, nodes: int = 1) -> Cluster:
     return Cluster("test", nodes, size, "cpu", "gloo")
 
 
-def reference() -> Trained:
+def reference(recipe: Recipe = CHAIN) -> Trained:
     """Plain PyTorch on whole batches, in the documented order of samples."""
-    recipe = Chain()
     model, data = recipe.model(), recipe.data("train")
     optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
     losses = []
     for step in range(1, STEPS + 1):
-        rows = order.indices(step, 0, len(data))
-        loss = recipe.loss(model, [tensor[rows] for tensor in data.tensors])
+        loss = recipe.loss(model, fetch(data, order.indices(step, 0, len(data))))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(loss.detach()))
-    inputs, targets = recipe.data("test").tensors
-    error = float((model(inputs) - targets).detach().abs().double().mean())
+    with torch.no_grad():
+        test = recipe.data("test")
+        ((total, count),) = recipe.evaluate(model.eval(), fetch(test, torch.arange(len(test)))).values()
+    error = float(total / count)
     return Trained(losses, error, model.state_dict(), moved=True)
 
 
