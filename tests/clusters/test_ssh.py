@@ -122,13 +122,14 @@ def test_a_rank_that_fails_is_the_cause_whatever_its_host(launch: Any) -> None:
 def test_an_interrupt_saves_and_the_run_can_be_resumed(
     launch: Any, begun: Any, tmp_path: Path, train: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
-    launched = launch("steps=100", SLOW)
+    """Sharded inside each host, replicated across them; it goes on unsharded on one."""
+    launched = launch("steps=100", SLOW, "strategy=hsdp")
     begun(tmp_path / "project", after=10)
     launched.process.send_signal(signal.SIGTERM)
     code, output = launched.end()
     assert code == 75, output
     run = folder_of(tmp_path)
-    changes = ("cluster=laptop", "cluster.processes=2", "launcher=local", "faults=[]")
+    changes = ("cluster=laptop", "cluster.processes=2", "launcher=local", "faults=[]", "strategy=ddp")
     done = command("resume", str(run), *changes, cwd=run, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
     alone = train(*DIGITS, "steps=100", "cluster.processes=4").json("result.json")
