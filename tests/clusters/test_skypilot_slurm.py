@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -20,14 +21,14 @@ import pytest
 
 from tests.clusters import slurm as real
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("sky")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("skypilot.sh")
 SKYPILOT = "skypilot[slurm,server]==0.14.1"
 SERVER = 46580  # where SkyPilot's client looks for its server
 SLURM = 17_800
-NEEDED = ("uv", "sshd", "ssh-keygen", "rsync", "curl", "nsenter", "unshare")
+NEEDED = ("uv", "sshd", "ssh-keygen", "rsync", "curl", "nsenter", "unshare", "setpriv")
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "log_every=1", "checkpoint.every=10")
 NODES = ("+cluster=skypilot", "cluster.infra=slurm/here", "cluster.nodes=2", "cluster.processes_per_node=2")
 PAUSE = "faults=[{action: sleep, seconds: 0.3, attempt: null}]"  # every step of rank 0
@@ -71,14 +72,21 @@ class Sky:
         return done.stdout
 
     def job(self, name: str) -> dict[str, Any]:
-        (found,) = (
-            each for each in json.loads(self.ask("jobs", "queue", "--all", "-o", "json")) if each["job_name"] == name
-        )
+        queue = json.loads(self.ask("jobs", "queue", "--all", "-o", "json"))
+        (found,) = (each for each in queue if each["job_name"] == name)
         return dict(found)
 
 
 @pytest.fixture(scope="module")
-def sky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sky]:
+def alone() -> Iterator[None]:
+    """One test process at a time: SkyPilot's port is always the same."""
+    with SCRIPT.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sky(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sky]:
     if why := missing():
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("sky")
@@ -100,7 +108,7 @@ def sky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sky]:
 
 
 def _install(venv: Path) -> None:
-    subprocess.run(["uv", "venv", "-q", "--python", "3.11", str(venv)], check=True)
+    subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(venv)], check=True)
     subprocess.run(["uv", "pip", "install", "-q", "--python", str(venv / "bin" / "python"), SKYPILOT], check=True)
     # before it recovers a job, SkyPilot asks whether the network is there: here it asks itself
     (file,) = venv.glob("lib/python3*/site-packages/sky/backends/backend_utils.py")
@@ -118,19 +126,18 @@ def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
     python = _python310()
     assert python is not None
     # a launcher of uv, as pyenv's, may need what is in the home
-    uv = subprocess.run(
-        ["uv", "run", "--no-project", "printenv", "UV"], capture_output=True, text=True, check=True
-    ).stdout
+    which = ["uv", "run", "--no-project", "printenv", "UV"]
+    uv = subprocess.run(which, capture_output=True, text=True, check=True).stdout.strip()
     names = {
         "SKY": folder / "venv",
-        "UV": uv.strip(),
+        "UV": uv,
         "NODE_PATH": f"{folder}/shim:{python.parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "SLURM_CONF": folder / "slurm" / "slurm.conf",
         "PORT": SLURM + 50,
     }
     (folder / "names").write_text("".join(f"{name}={shlex.quote(str(value))}\n" for name, value in names.items()))
     kept = [*kept, python.parents[1], Path(uv).parent]
-    apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--propagation", "private"]
+    apart = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--propagation", "private"]
     with (folder / "hold.log").open("w") as log:
         hold = ["bash", str(SCRIPT), "hold", str(folder), *map(str, kept)]
         holder = subprocess.Popen([*apart, *hold], stdout=log, stderr=log)
@@ -174,6 +181,13 @@ def ended(bucket: Path, seconds: float) -> Path:
         time.sleep(1)
 
 
+def checkpointed(bucket: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not any(bucket.rglob("step_0000020")):
+        assert time.monotonic() < deadline, sorted(bucket.rglob("*"))
+        time.sleep(0.5)
+
+
 def digest(folder: Path) -> str:
     return str(json.loads((folder / "result.json").read_text())["state_digest"])
 
@@ -181,19 +195,19 @@ def digest(folder: Path) -> str:
 def test_two_nodes_that_sky_launches_train_to_the_bits_of_the_laptop(sky: Sky, train: Any, tmp_path: Path) -> None:
     (bucket := tmp_path / "bucket").mkdir()
     name = launched(train, sky, bucket, "steps=30", "launcher.managed=false")
-    alone = train(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
-    assert digest(ended(bucket, 180)) == alone["state_digest"]
+    laptop = train(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
+    assert digest(ended(bucket, 300)) == laptop["state_digest"]
     sky.ask("down", "--yes", name)
 
 
-def test_a_managed_job_that_loses_its_nodes_is_recovered(sky: Sky, train: Any, tmp_path: Path, begun: Any) -> None:
+def test_a_managed_job_that_loses_its_nodes_is_recovered(sky: Sky, train: Any, tmp_path: Path) -> None:
     (bucket := tmp_path / "bucket").mkdir()
     name = launched(train, sky, bucket, "steps=120", PAUSE)
-    begun(bucket, after=25)
+    checkpointed(bucket, 300)
     sky.slurm.ask("scancel", *sky.slurm.ask("squeue", "--noheader", "--format=%i").split())
     folder = ended(bucket, 300)
-    alone = train(*DIGITS, "steps=120", "cluster.processes=4").json("result.json")
-    assert digest(folder) == alone["state_digest"]
+    laptop = train(*DIGITS, "steps=120", "cluster.processes=4").json("result.json")
+    assert digest(folder) == laptop["state_digest"]
     assert len(json.loads((folder / "run_manifest.json").read_text())["attempts"]) == 2
     deadline = time.monotonic() + 120
     while (job := sky.job(name))["status"] != "SUCCEEDED":
