@@ -137,10 +137,11 @@ def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
     }
     (folder / "names").write_text("".join(f"{name}={shlex.quote(str(value))}\n" for name, value in names.items()))
     kept = [*kept, python.parents[1], Path(uv).parent]
-    apart = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--propagation", "private"]
+    ends = ["setpriv", "--pdeathsig", "KILL"]  # with this process, even if that is killed
+    apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--propagation", "private"]
     with (folder / "hold.log").open("w") as log:
         hold = ["bash", str(SCRIPT), "hold", str(folder), *map(str, kept)]
-        holder = subprocess.Popen([*apart, *hold], stdout=log, stderr=log)
+        holder = subprocess.Popen([*ends, *apart, *hold], stdout=log, stderr=log)
     try:
         while not (folder / "ready").exists():
             assert holder.poll() is None, (folder / "hold.log").read_text()
