@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from getpass import getuser
@@ -31,7 +31,7 @@ SlurmctldPidFile={folder}/run/slurmctld.pid
 SlurmdPidFile={folder}/run/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 MpiDefault=none
 SwitchType=switch/none
@@ -68,6 +68,7 @@ def _found(name: str) -> str | None:
 @dataclass(frozen=True)
 class Slurm:
     folder: Path
+    inside: Sequence[str] = ()  # what starts a daemon elsewhere, in namespaces that end with it
 
     @property
     def environment(self) -> dict[str, str]:
@@ -97,21 +98,24 @@ class Slurm:
 
 
 @contextmanager
-def running(folder: Path, *, port: int, nodes: int = 2) -> Iterator[Slurm]:
+def running(
+    folder: Path, *, port: int, nodes: int = 2, proctrack: str = "linuxproc", inside: Sequence[str] = ()
+) -> Iterator[Slurm]:
     """``port`` and as many as there are nodes after it are taken."""
-    slurm = Slurm(folder)
+    slurm = Slurm(folder, inside)
     for name in ("munge", "state", "run", "log"):
         (folder / name).mkdir(mode=0o700 if name == "state" else 0o755, parents=True)
     folder.chmod(0o755)
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
     shape = {"port": port, "first": port + 1, "last": port + nodes, "nodes": nodes}
-    names = {"folder": folder, "host": socket.gethostname().split(".")[0], "user": getuser()}
+    names = {"folder": folder, "proctrack": proctrack, "host": socket.gethostname().split(".")[0], "user": getuser()}
     (folder / "slurm.conf").write_text(_CONF.format(**shape, **names))
     try:
         _start(slurm, nodes)
         yield slurm
     finally:
-        _stop(folder)
+        if not inside:  # else their numbers are those of a namespace
+            _stop(folder)
 
 
 def _start(slurm: Slurm, nodes: int) -> None:
@@ -134,7 +138,7 @@ def _start(slurm: Slurm, nodes: int) -> None:
 def _run(slurm: Slurm, name: str, *words: str) -> None:
     path = _found(name)
     assert path is not None
-    subprocess.run([path, *words], env={**os.environ, **slurm.environment}, check=True, timeout=60)
+    subprocess.run([*slurm.inside, path, *words], env={**os.environ, **slurm.environment}, check=True, timeout=60)
 
 
 def _stop(folder: Path) -> None:
