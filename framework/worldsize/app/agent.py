@@ -25,7 +25,7 @@ from worldsize.app.attempts import run_attempts
 from worldsize.app.leave import leave
 from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings
-from worldsize.core import Plan
+from worldsize.core import Plan, Recipe
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.meeting import Other, gather, reach, read_key
@@ -115,7 +115,7 @@ def agent(run: RunDirectory) -> int:
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     waits = _waits(settings, launcher)
-    line = reach(place, _port(settings, run), read_key(run.path), facts=_facts(place), **waits)
+    line = reach(place, _port(settings, run), read_key(run.path), facts=facts_of(settings.recipe, place), **waits)
     return Follower(launcher, plan, place, line).follow()
 
 
@@ -126,7 +126,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             waits = _waits(settings, launcher)
             found = gather(place, _port(settings, run), read_key(run.path), **waits)
             others = [other for other, _ in found]
-            _check_alike(settings, _facts(place), [facts for _, facts in found])
+            check_alike(settings, facts_of(settings.recipe, place), [facts for _, facts in found])
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         lead = Lead(**own, node=place, others=others)
         code = 1
@@ -146,7 +146,7 @@ def _port(settings: Settings, run: RunDirectory) -> int:
     return int(settings.config["cluster"]["port"] or port_of(run.id + os.environ.get("SLURM_RESTART_COUNT", "")))
 
 
-def _facts(place: Node) -> dict[str, Any]:
+def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
     """What must be alike on all hosts, by name, and which host this is."""
     environment = capture_environment()
     return {
@@ -158,6 +158,7 @@ def _facts(place: Node) -> dict[str, Any]:
             "NCCL": environment["torch"]["nccl"],
             "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
             "code": code_digest(roots()),
+            "data": data_digest(recipe.files()),
         },
     }
 
@@ -174,7 +175,14 @@ def code_digest(roots: Sequence[Path]) -> str:
     return _digest(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
 
 
-def _check_alike(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+def data_digest(files: Mapping[str, Path]) -> str:
+    """Of names and sizes, or what is missing; the contents were hashed where the run was launched."""
+    if lost := [name for name in sorted(files) if not files[name].exists()]:
+        return f"without {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+    return _digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
+
+
+def check_alike(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
     """Raise WorldsizeError (or warn, by ``cluster.nodes_differ``) where a host differs from the first."""
     found = [
         f"{other['host']} (node {other['node']}) has {name} {other['alike'].get(name)}, {first['host']} has {value}"
