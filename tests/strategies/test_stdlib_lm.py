@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import Strategy
-from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
@@ -33,7 +32,6 @@ class _Seeded(StdlibLM):
 
 RECIPE = _Seeded(32, 2, 4, 16, 0.0, 400, sgd)
 STRATEGIES: dict[str, Strategy] = {
-    "ddp": DDP(),
     "zero": ZeRO(),
     "fsdp": FSDP(),
     "hsdp": FSDP(shard="node"),

@@ -40,8 +40,10 @@ def single(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def test_synchronous_training_ends_with_the_bits_of_one_process(
     train: Any, single: Any, optimizer: str, servers: int
 ) -> None:
+    """Each number of workers with each number of servers, under one optimizer or both."""
     expected = single(*OPTIMIZERS[optimizer])
-    for workers in (1, 2, 4):
+    left_out = (servers + list(OPTIMIZERS).index(optimizer)) % 3
+    for workers in (1, 2, 4)[:left_out] + (1, 2, 4)[left_out + 1 :]:
         size = (f"strategy.servers={servers}", f"cluster.processes={workers + servers}")
         assert digests(train(*DIGITS, *ELASTIC, *OPTIMIZERS[optimizer], SERVER, *size)) == expected, workers
 
