@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from worldsize.core import Cluster, ConfigError, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.contract import StrategyContract
+from worldsize.testing.contract import STEPS, StrategyContract, assert_close, reference, train
+from worldsize.testing.worlds import run_in_worlds
 
 
 class TestSingle(StrategyContract):
@@ -21,21 +25,10 @@ class TestDDP(StrategyContract):
     sizes = (3,)
 
 
-class TestDDPInOrder(StrategyContract):
-    strategy = DDP(reduce="ordered")
-    sizes = (3,)
-
-
 class TestDDPByNode(StrategyContract):
     strategy = DDP(reduce="hierarchical", bucket_mb=0.001)
     sizes = (4,)
     local_size = 2
-
-
-class TestDDPInInt8(StrategyContract):
-    strategy = DDP(compress="int8", bucket_mb=0.001)
-    sizes = (3,)
-    tolerance = 0.05
 
 
 class TestDDPInInt8AcrossNodes(StrategyContract):
@@ -45,29 +38,9 @@ class TestDDPInInt8AcrossNodes(StrategyContract):
     tolerance = 0.05
 
 
-class TestDDPInBF16(StrategyContract):
-    strategy = DDP(compress="bf16")
-    sizes = (2,)
-    tolerance = 0.01
-
-
-class TestDDPInFP16AcrossNodes(StrategyContract):
-    strategy = DDP(reduce="hierarchical", compress="fp16")
-    sizes = (4,)
-    local_size = 2
-    tolerance = 0.01
-
-
 class TestPowerSGD(StrategyContract):
     strategy = DDP(compress="powersgd", powersgd_rank=4)
     sizes = (3,)
-    tolerance = 0.2
-
-
-class TestPowerSGDAcrossNodes(StrategyContract):
-    strategy = DDP(reduce="hierarchical", compress="powersgd", powersgd_rank=4)
-    sizes = (4,)
-    local_size = 2
     tolerance = 0.2
 
 
@@ -86,27 +59,10 @@ class TestFSDPInOrder(StrategyContract):
     sizes = (3,)
 
 
-class TestFSDPWithCheckpointedActivations(StrategyContract):
-    strategy = FSDP(activation_checkpointing=True, reshard_after_forward=False)
-    sizes = (2,)
-
-
-class TestFSDPInBF16(StrategyContract):
-    strategy = FSDP(param_dtype="bf16", reduce_dtype="fp32")
-    sizes = (2,)
-    tolerance = 0.01
-
-
 class TestHSDP(StrategyContract):
     strategy = FSDP(shard="node")
     sizes = (4,)
     local_size = 2
-
-
-class TestHSDPOfTwo(StrategyContract):
-    strategy = FSDP(shard=2)
-    sizes = (4,)
-    impossible = 3
 
 
 class TestMeshOfTensorsAndStages(StrategyContract):
@@ -115,7 +71,22 @@ class TestMeshOfTensorsAndStages(StrategyContract):
     impossible = 6
 
 
-class TestMeshOfShardsAndStages(StrategyContract):
-    strategy = Mesh(data=2, pipeline=2, schedule="interleaved")
-    sizes = (4,)
-    impossible = 8
+@pytest.mark.parametrize(
+    ("strategy", "tolerance"),
+    [
+        (DDP(compress="int8", bucket_mb=0.001), 0.05),
+        (DDP(compress="bf16"), 0.01),
+        (DDP(reduce="hierarchical", compress="powersgd", powersgd_rank=4), 0.2),
+        (FSDP(activation_checkpointing=True, reshard_after_forward=False), 1e-5),
+        (FSDP(param_dtype="bf16", reduce_dtype="fp32"), 0.01),
+    ],
+    ids=str,
+)
+def test_other_options_reach_the_loss_of_one_process_as_well(strategy: Strategy, tolerance: float) -> None:
+    for found in run_in_worlds(lambda world: train(strategy, world, STEPS), 4, local_size=2):
+        assert_close("loss", found.losses[-1], reference().losses[-1], tolerance)
+
+
+def test_copies_of_two_shards_need_an_even_number_of_ranks() -> None:
+    with pytest.raises(ConfigError, match="3 processes do not divide into copies of 2 shards"):
+        FSDP(shard=2).roles(Cluster("test", 1, 3, "cpu", "gloo"))

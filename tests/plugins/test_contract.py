@@ -9,12 +9,6 @@ from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
 
 
-class TestLocalSGD(StrategyContract):
-    strategy = LocalSGD(inner_steps=3)
-    sizes = (1, 3)
-    tolerance = 0.3
-
-
 class TestDiLoCo(StrategyContract):
     strategy = DiLoCo(inner_steps=3, outer_lr=0.9, outer_momentum=0.1)
     sizes = (2, 3)

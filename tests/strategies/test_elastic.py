@@ -36,8 +36,9 @@ def digests(train: Any, *options: str) -> tuple[str, str]:
     return result["state_digest"], result["metrics_digest"]
 
 
-@pytest.mark.parametrize("recipe", [DIGITS, GPT], ids=["digits", "stdlib_lm"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [(DIGITS, "fp32"), (GPT, "fp32"), (GPT, "bf16")], ids=["digits", "stdlib_lm", "bf16"]
+)
 def test_one_two_four_and_eight_processes_end_with_the_same_bits(
     train: Any, recipe: tuple[str, ...], precision: str
 ) -> None:

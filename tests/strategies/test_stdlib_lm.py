@@ -44,8 +44,20 @@ def expected() -> Trained:
     return reference(RECIPE)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("fsdp", 2),
+        ("fsdp", 3),
+        ("fsdp", 4),
+        ("fsdp", 8),
+        ("zero", 3),
+        ("zero", 8),
+        ("hsdp", 4),
+        ("hsdp", 8),
+        ("mesh", 3),
+    ],
+)
 def test_the_loss_after_twenty_steps_is_that_of_one_process(name: str, size: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
