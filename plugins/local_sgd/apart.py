@@ -24,9 +24,8 @@ from worldsize.core import (
     World,
 )
 from worldsize.planning.spread import across, all_reduce_seconds, ring_share, whole_bytes
-from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.synchronous import alone
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,7 @@ class Apart(Strategy):
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)
         _make_equal(model, world)
-        inner = SynchronousReplica(
-            recipe,
-            world,
-            learning=Learning.of(recipe, model),
-            numerics=self.numerics,
-            accumulation=accumulation("flat", model, None),
-        )
+        inner = alone(recipe, model, world, self.numerics)
         return LocalReplica(inner, world, self.outer(recipe, inner.learning, world))
 
     @abstractmethod

@@ -26,6 +26,7 @@ from worldsize.checkpoints.format import folder_name, read, sync_folder, verify
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
+from worldsize.collectives.per_rank import local
 from worldsize.collectives.whole import holders
 from worldsize.core import CheckpointSaved, StateDict, World
 from worldsize.errors import CheckpointError
@@ -198,7 +199,7 @@ def _shares(
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local(tensor).detach()
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -19,4 +19,9 @@ def stacked(mine: Tensor, world: World) -> Tensor:
 
 def own(rows: Tensor) -> Tensor:
     """This rank's row of what :func:`stacked` gave."""
-    return (rows.to_local() if isinstance(rows, DTensor) else rows)[0]
+    return local(rows)[0]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

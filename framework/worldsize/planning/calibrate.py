@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from worldsize.core import MicroBatch, Numerics, Recipe, Workload, World
 from worldsize.engine.data import Order, micro_batches
-from worldsize.strategies.accumulation import accumulation
-from worldsize.strategies.learning import Learning
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.synchronous import SynchronousReplica, alone
 
 _WARM_UP, _STEPS = 2, 5
 
@@ -24,14 +22,10 @@ def calibrate(recipe: Recipe, numerics: Numerics, order: Order, kind: str) -> Wo
     """
     device = torch.device(kind)
     model = recipe.model().to(device)
-    learning = Learning.of(recipe, model)
-    world = World("worker", 0, 1, 0, 1, 0, 0, device)
-    replica = SynchronousReplica(
-        recipe, world, learning=learning, numerics=numerics, accumulation=accumulation("flat", model, None)
-    )
+    replica = alone(recipe, model, World("worker", 0, 1, 0, 1, 0, 0, device), numerics)
     batches = micro_batches(recipe.data("train"), order, device)
     times = [_timed(replica, next(batches)) for _ in range(_WARM_UP + _STEPS)]
-    parameters, optimizer = list(model.parameters()), learning.optimizer
+    parameters, optimizer = list(model.parameters()), replica.optimizer
     blocks = list(recipe.blocks(model))
     activation_bytes, boundary_bytes = _activations(recipe, model, blocks, next(batches)[0])
     return Workload(

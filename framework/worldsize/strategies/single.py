@@ -20,9 +20,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.planning.spread import whole_bytes
-from worldsize.strategies.accumulation import accumulation
-from worldsize.strategies.learning import Learning
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.synchronous import alone
 
 
 @final
@@ -46,6 +44,4 @@ class Single(Strategy):
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)
-        sums = accumulation(self.reduce, model, None)
-        learning = Learning.of(recipe, model)
-        return SynchronousReplica(recipe, world, learning=learning, numerics=self.numerics, accumulation=sums)
+        return alone(recipe, model, world, self.numerics, self.reduce)

@@ -16,13 +16,14 @@ from worldsize.core import (
     Numerics,
     Precision,
     Recipe,
+    Reduction,
     Replica,
     StateDict,
     StepResult,
     World,
 )
 from worldsize.reproducibility.seeds import seed_generators
-from worldsize.strategies.accumulation import Accumulation
+from worldsize.strategies.accumulation import Accumulation, accumulation
 from worldsize.strategies.learning import Learning
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,3 +126,11 @@ class SynchronousReplica(Replica):
         self.accumulation.resumed()
         if "strategy" in state:
             self.accumulation.load(state["strategy"])
+
+
+def alone(
+    recipe: Recipe, model: nn.Module, world: World, numerics: Numerics, reduce: Reduction = "flat"
+) -> SynchronousReplica:
+    """``model``, on ``world.device``, trained by this process with no other."""
+    sums = accumulation(reduce, model, None)
+    return SynchronousReplica(recipe, world, learning=Learning.of(recipe, model), numerics=numerics, accumulation=sums)

@@ -17,7 +17,7 @@ from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.elsewhere import PartialLearning, outline
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.synchronous import SynchronousReplica, alone
 
 
 @final
@@ -47,11 +47,11 @@ class ZeRO(Strategy):
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)
-        learning, module = Learning.of(recipe, model), model
-        if world.size > 1:
-            learning = _sharded(recipe, model, world)
-            options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
-            module = replicated(model, world, **options)
+        if world.size == 1:
+            return alone(recipe, model, world, self.numerics, self.reduce)
+        learning = _sharded(recipe, model, world)
+        options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
+        module = replicated(model, world, **options)
         sums = accumulation(self.reduce, module, world.group)
         return SynchronousReplica(
             recipe, world, learning=learning, numerics=self.numerics, accumulation=sums, module=module

@@ -24,6 +24,7 @@ from torch import Tensor
 from worldsize.checkpoints.load import load, newest, read_tensors
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
+from worldsize.collectives.per_rank import local
 from worldsize.collectives.whole import whole
 from worldsize.core import Cluster, ConfigError, Recipe, Replica, Strategy, World
 from worldsize.engine.data import Order, fetch, logical_ranks_of, micro_batches
@@ -92,7 +93,7 @@ def _save(replica: Replica, world: World, folder: Path, step: int) -> None:
 
 def _held(replica: Replica) -> list[Tensor]:
     tensors = [tensor for tensor in replica.state()["model"].values() if not tensor.is_meta]
-    return [(tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone() for tensor in tensors]
+    return [local(tensor).clone() for tensor in tensors]
 
 
 def _mean_loss(losses: Sequence[Tensor], world: World) -> float:

@@ -10,11 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.per_rank import local
 from worldsize.core import World
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_axes(tensor: Tensor) -> set[str]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from worldsize.collectives.per_rank import local
 from worldsize.core import Batch, MicroBatch, Recipe
 from worldsize.strategies.accumulation import Accumulation, Backward
-from worldsize.strategies.mesh.norm import MeshNorm, local
+from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.passing import receive, send
 from worldsize.strategies.mesh.stage import Stage
 

@@ -21,13 +21,11 @@ from worldsize.core import (
 )
 from worldsize.planning.cost import all_gather_seconds, bubble_share, message_seconds, ring_all_reduce_seconds
 from worldsize.planning.spread import link, ring_share, slowest
-from worldsize.strategies.accumulation import accumulation
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding
 from worldsize.strategies.mesh.pipeline import Kind
 from worldsize.strategies.mesh.rank import Rank
-from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.synchronous import alone
 from worldsize.strategies.wrapping import Wrap
 
 
@@ -179,13 +177,7 @@ class Mesh(Strategy):
         if world.size > 1:
             return self._rank(recipe, world).replica()
         model = recipe.model().to(world.device)
-        return SynchronousReplica(
-            recipe,
-            world,
-            learning=Learning.of(recipe, model),
-            numerics=self.numerics,
-            accumulation=accumulation("flat", model, None),
-        )
+        return alone(recipe, model, world, self.numerics)
 
     def _rank(self, recipe: Recipe, world: World) -> Rank:
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
