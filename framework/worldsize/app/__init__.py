@@ -9,7 +9,7 @@ from worldsize.errors import neighbours
 
 COMMANDS = {
     "train": "train a recipe; the same as train.py",
-    "plan": "show which rank does what; takes what train takes, and starts nothing",
+    "plan": "what a step costs under every strategy, and which rank does what; nothing is started",
     "resume": "go on with a run from its newest checkpoint",
     "status": "list runs and how they ended",
     "logs": "show what the processes of a run say, by rank; --follow it live",

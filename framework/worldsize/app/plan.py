@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.app.leave import leave
-from worldsize.app.train import CONFIG_ERROR
+from worldsize.app.train import refuse
 from worldsize.config.compose import compose_and_call, task_overrides
 from worldsize.core import Cluster, Numerics, Workload
 from worldsize.errors import ConfigError, WorldsizeError
@@ -64,21 +64,19 @@ def _seconds(text: str) -> float:
 
 def plan(arguments: Sequence[str], given: Given) -> int:
     """Exit code: 0, or that of a configuration that cannot run."""
-    refused: list[WorldsizeError] = []
+    codes = [0]
 
     def task(cfg: DictConfig) -> None:
         try:
             _show(cfg, given)
         except WorldsizeError as error:  # Hydra would print where it was raised
-            refused.append(error)
+            codes.append(refuse(error))
 
     try:
         compose_and_call(task, arguments)
     except WorldsizeError as error:
-        refused.append(error)
-    for each in refused:
-        print(each, file=sys.stderr)
-    return CONFIG_ERROR if refused else 0
+        codes.append(refuse(error))
+    return max(codes)
 
 
 def _show(cfg: DictConfig, given: Given) -> None:

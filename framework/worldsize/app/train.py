@@ -29,7 +29,7 @@ def train(arguments: Sequence[str]) -> int:
     try:
         compose_and_call(task, arguments)
     except WorldsizeError as error:
-        return _refuse(error)
+        return refuse(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return _swept(max(codes)) if codes else 0
@@ -42,7 +42,7 @@ def _swept(code: int) -> int:
     try:
         return code or submit_sweep()
     except WorldsizeError as error:
-        return _refuse(error)
+        return refuse(error)
 
 
 def _run(cfg: DictConfig) -> int:
@@ -52,9 +52,10 @@ def _run(cfg: DictConfig) -> int:
     try:
         return execute(cfg)
     except WorldsizeError as error:
-        return _refuse(error)
+        return refuse(error)
 
 
-def _refuse(error: WorldsizeError) -> int:
+def refuse(error: WorldsizeError) -> int:
+    """Say why; the exit code."""
     print(error, file=sys.stderr)
     return CONFIG_ERROR
