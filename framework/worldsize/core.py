@@ -345,6 +345,8 @@ class Duty:
 class Strategy(ABC):
     """How replicas agree. An immutable description: touches no device and no process group."""
 
+    reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")  # that its field `reduce` may name
+
     @abstractmethod
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         """Processes by role.

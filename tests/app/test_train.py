@@ -149,6 +149,10 @@ REFUSALS = {
     "no processes": (["cluster.processes=0"], "cluster.processes=0: a run needs at least 1 process."),
     "batch smaller than ranks": (["batch_size=2", "cluster.processes=3"], "batch_size=2 does not divide over 3"),
     "logical ranks": (["logical_ranks=3"], "3 logical ranks do not divide over 2 data-parallel workers."),
+    "sums by node": (
+        ["strategy=zero", "strategy.reduce=hierarchical"],
+        "strategy.reduce='hierarchical' is no way in which ZeRO sums. Known: flat, ordered.",
+    ),
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
     "no steps": (["steps=0"], "steps=0 must be 1 or more."),
     "unknown precision": (["precision=fp8"], "precision='fp8' is of the wrong type: it takes one of fp32, bf16, fp16."),

@@ -93,6 +93,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
     cluster = _cluster(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
+    _check_reduce(strategy)
     roles = strategy.roles(cluster)
     parts = strategy.data_parallel(cluster)
     logical_ranks = _logical_ranks(config, parts, strategy.default_micro_batches)
@@ -155,6 +156,15 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
     if config["launch"] not in ("run", "show", "write"):
         raise ConfigError(f"launch={config['launch']!r} is unknown. Known: run, show, write.")
+
+
+def _check_reduce(strategy: Strategy) -> None:
+    """A strategy without the field sums in its own way."""
+    wanted, known = getattr(strategy, "reduce", None), strategy.reductions
+    if wanted is not None and wanted not in known:
+        raise ConfigError(
+            f"strategy.reduce={wanted!r} is no way in which {type(strategy).__name__} sums{neighbours(wanted, known)}"
+        )
 
 
 def _logical_ranks(config: Mapping[str, Any], workers: int, each: int) -> int:

@@ -43,6 +43,8 @@ class DDP(Strategy):
     ``find_unused_parameters``: allow models in which some parameters get no gradient in a step.
     """
 
+    reductions = get_args(Reduction)
+
     numerics: Numerics = field(default_factory=Numerics)
     reduce: Reduction = "flat"
     compress: Compression = "none"
@@ -51,8 +53,6 @@ class DDP(Strategy):
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
-        if self.reduce not in get_args(Reduction):
-            raise ConfigError(f"strategy.reduce={self.reduce!r} is unknown. Known: {', '.join(get_args(Reduction))}.")
         if self.compress not in get_args(Compression):
             raise ConfigError(
                 f"strategy.compress={self.compress!r} is unknown. Known: {', '.join(get_args(Compression))}."
