@@ -1,7 +1,8 @@
 """Frames over a socket: Unix-domain inside a host, TCP with mutual TLS 1.3 between hosts.
 
 Addresses are texts, ``unix:/folder/name`` or ``tcp:host:port``. Nothing is copied on the way between a socket
-and a tensor: buffers are handed to the kernel as lists (scatter-gather).
+and a tensor: buffers are handed to the kernel as lists (scatter-gather). Inside a host large ones go through memory
+that both ends map, see :mod:`lane`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import socket
 import ssl
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from os import getuid
@@ -27,6 +28,7 @@ from worldsize.strategies.parameter_server.frames import (
     parse,
 )
 from worldsize.strategies.parameter_server.keys import Keys
+from worldsize.strategies.parameter_server.lane import AVAILABLE, LEAST, Lane, accept, offer
 
 _BUFFERS = 512  # in one system call; the kernel takes at most 1024
 _ROOM = 1 << 20  # bytes a Unix socket buffers, so that its ends wait less for each other; TCP finds its own size
@@ -45,6 +47,8 @@ class Channel:
         self._socket = connection
         self._tls = isinstance(connection, ssl.SSLSocket)
         self._header = bytearray(SIZE)
+        self._there: Lane | None = None
+        self._back: Lane | None = None
         self.identity = identity
 
     def wait_at_most(self, seconds: float) -> None:
@@ -52,15 +56,38 @@ class Channel:
         if self._tls:
             self._socket.settimeout(seconds)
             return
-        # not settimeout, which makes the socket non-blocking: a receive would return with every few KiB
-        bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, bound)
+        for connection in self._sockets():
+            _bound(connection, seconds)
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._socket, *(lane.line for lane in (self._there, self._back) if lane)]
+
+    def share(self, seconds: float) -> None:
+        """Where the peer is on this host, send large payloads through memory from now on. Raises LostError."""
+        if AVAILABLE and self._socket.family == socket.AF_UNIX:
+            self.send(Header(Operation.SHARE))
+            self._share(offer, seconds)
+
+    def accept_share(self, seconds: float) -> None:
+        """After the peer's :meth:`share`. Raises LostError or RefusedError."""
+        self._share(accept, seconds)
+
+    def _share(self, agree: Callable[[socket.socket], tuple[Lane, Lane]], seconds: float) -> None:
+        try:
+            self._there, self._back = agree(self._socket)
+        except OSError as error:
+            raise LostError(str(error)) from error
+        self.wait_at_most(seconds)
 
     def send(self, header: Header, payload: Sequence[memoryview] = ()) -> None:
         """Raises LostError."""
+        head, parts = memoryview(header.pack()), [part for part in payload if part.nbytes]
         try:
-            self._send([memoryview(header.pack()), *(part for part in payload if part.nbytes)])
+            if self._there and header.length >= LEAST:
+                self._send([head])
+                self._there.send(parts)
+            else:
+                self._send([head, *parts])
         except OSError as error:
             raise LostError(str(error)) from error
 
@@ -84,9 +111,11 @@ class Channel:
         return parse(self._header)
 
     def fill(self, parts: Sequence[memoryview]) -> None:
-        """Receive exactly as many bytes as ``parts`` hold. Raises LostError."""
+        """Receive one payload, which ``parts`` hold exactly. Raises LostError."""
         rest = [part for part in parts if part.nbytes]
         try:
+            if self._back and sum(part.nbytes for part in rest) >= LEAST:
+                return self._back.fill(rest)
             while rest:
                 received = self._receive(rest[:_BUFFERS])
                 if received == 0:
@@ -128,9 +157,17 @@ class Channel:
 
     def close(self) -> None:
         """Ends a receive of another thread, too."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        for connection in self._sockets():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+def _bound(connection: socket.socket, seconds: float) -> None:
+    # not settimeout, which makes the socket non-blocking: a receive would return with every few KiB
+    bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, bound)
 
 
 def _joined(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -80,6 +80,7 @@ class ShardLink:
         self._seen = 0
         self._pending: deque[_Push] = deque()
         self._channel, facts = dialer.connect(shard, "data", epoch=epoch)
+        self._channel.share(dialer.timeout)
         self.step = int(facts["step"])  # of the shard when this connection was made
 
     def push(
@@ -182,6 +183,7 @@ class ShardLink:
                 push.header = replace(push.header, sequence=number)
             self._sequence = taken + len(self._pending)
             with suppress(LostError):
+                self._channel.share(self._dialer.timeout)
                 for push in self._pending:
                     self._channel.send(push.header, push.payload)
                 return

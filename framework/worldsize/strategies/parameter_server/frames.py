@@ -56,6 +56,7 @@ class Operation(IntEnum):
     PULL_ROWS = 20  # ids (int64), sorted and each once; answered by WEIGHTS of shape [rows, dim]
     RESET = 16  # message: the step that is done; what has come of later ones is dropped; answered by DONE
     FACTS = 17  # answered by a MESSAGE
+    SHARE = 21  # not answered; then three descriptors, see :mod:`lane`
     REFUSED = 18  # message: why; the connection ends
 
 

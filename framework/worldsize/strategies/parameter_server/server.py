@@ -149,6 +149,8 @@ class Server:
                     self._pull(channel, header)
                 case Operation.PULL_ROWS:
                     self._pull_rows(channel, header)
+                case Operation.SHARE:
+                    channel.accept_share(self.timeout)
                 case _:
                     raise RefusedError(f"{header.operation.name} from a worker")
 
