@@ -54,11 +54,6 @@ class TestFSDP(StrategyContract):
     sizes = (3,)
 
 
-class TestFSDPInOrder(StrategyContract):
-    strategy = FSDP(reduce="ordered", wrap="size", wrap_parameters=100)
-    sizes = (3,)
-
-
 class TestHSDP(StrategyContract):
     strategy = FSDP(shard="node")
     sizes = (4,)
@@ -78,6 +73,7 @@ class TestMeshOfTensorsAndStages(StrategyContract):
         (DDP(compress="bf16"), 0.01),
         (DDP(reduce="hierarchical", compress="powersgd", powersgd_rank=4), 0.2),
         (FSDP(activation_checkpointing=True, reshard_after_forward=False), 1e-5),
+        (FSDP(reduce="ordered", wrap="size", wrap_parameters=100), 1e-5),
         (FSDP(param_dtype="bf16", reduce_dtype="fp32"), 0.01),
     ],
     ids=str,

@@ -130,8 +130,6 @@ def trained(strategy: Strategy, world: World) -> tuple[Losses, dict[str, Tensor]
         Mesh(tensor=2, numerics=CLIPPED),
         Mesh(pipeline=2),
         Mesh(pipeline=3, schedule="gpipe", split=[1, 4]),
-        Mesh(data=2, tensor=2, numerics=CLIPPED),
-        Mesh(tensor=2, pipeline=2),
         Mesh(data=2, pipeline=2, schedule="interleaved", numerics=CLIPPED),
         Mesh(data=2, tensor=2, pipeline=2, numerics=CLIPPED, activation_checkpointing=True),
     ],
