@@ -16,6 +16,8 @@ COMMANDS = {
     "cancel": "end a run, whatever launched it; it saves first",
     "reproduce": "re-create a run from its manifest, and say how exactly",
     "compare": "show where two runs differ, and by how much",
+    "report": "one HTML page of a run, a sweep or a scaling study",
+    "watch": "follow a running job live, from another shell",
     "agent": "play one host's part of a run; launchers start it",
     "workers": "add, remove and list workers of a running job",
 }

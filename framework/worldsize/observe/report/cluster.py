@@ -1,0 +1,98 @@
+"""The machines of a run, and which rank was where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from worldsize.observe.report.read import Record
+
+_GROUPS = 64  # of an axis that are shown
+
+
+@final
+@dataclass(frozen=True)
+class Rank:
+    rank: int
+    role: str
+    role_rank: int
+    node: int
+    device: str
+    straggled: int  # times
+
+
+@final
+@dataclass(frozen=True)
+class Node:
+    name: str
+    machine: str
+    ranks: tuple[Rank, ...]
+
+
+def nodes(record: Record) -> list[Node]:
+    """As the last attempt had them."""
+    cluster, hosts = record.manifest["cluster"], _hosts(record)
+    straggled = _straggled(record)
+    machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
+    found = []
+    for index in range(cluster["nodes"]):
+        placed = [each for each in cluster["ranks"] if each["node"] == index]
+        ranks = tuple(
+            Rank(**{**each, "straggled": straggled[each["role_rank"]] if each["role"] == "worker" else 0})
+            for each in placed
+        )
+        host = hosts[index] if hosts else ""
+        found.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), ranks))
+    return found
+
+
+def _straggled(record: Record) -> Counter[int]:
+    """How often each worker did."""
+    return Counter(event["rank"] for event in record.events if event.get("event") == "straggling" and "rank" in event)
+
+
+def _hosts(record: Record) -> Sequence[str]:
+    """Of the nodes: an attempt names the launching host first, whether it trains or not."""
+    named = record.attempts[-1]["hosts"] if record.attempts else []
+    count = record.manifest["cluster"]["nodes"]
+    return named[-count:] if len(named) >= count else []
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
+    memory = f"{hardware['memory'] / 2**30:.0f} GiB" if hardware.get("memory") else ""
+    gpus = [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in hardware.get("gpus") or ()]
+    return ", ".join(filter(None, (hardware.get("cpu"), f"{hardware.get('cores')} cores", memory, *gpus)))
+
+
+@final
+@dataclass(frozen=True)
+class Axis:
+    """Groups of ranks that work together, as texts; ``left_out``: how many are not shown."""
+
+    name: str
+    groups: tuple[str, ...]
+    left_out: int
+
+
+def axes(record: Record) -> list[Axis]:
+    """What the manifest has of them."""
+    found: Mapping[str, Sequence[Sequence[int]]] = record.manifest["cluster"].get("groups", {})
+    return [
+        Axis(name, tuple(_ranks(group) for group in groups[:_GROUPS]), max(0, len(groups) - _GROUPS))
+        for name, groups in found.items()
+    ]
+
+
+def _ranks(group: Sequence[int]) -> str:
+    """Neighbours as "0–7"."""
+    is_run = len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1))
+    return f"{group[0]}–{group[-1]}" if is_run else " ".join(map(str, group))
+
+
+def links(record: Record) -> list[tuple[str, str]]:
+    declared = record.manifest["cluster"]["links"]
+    return [
+        (tier, f"{each['bandwidth'] / 1e9:g} GB/s, {each['latency'] * 1e6:g} µs") for tier, each in declared.items()
+    ]

@@ -1,0 +1,115 @@
+"""Lines over steps: loss, metrics, rates; of one run or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, final
+from warnings import catch_warnings, simplefilter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worldsize.observe.report.read import Line, Record, column
+from worldsize.observe.report.svg import SERIES, Chart, draw, plain, series_colour, tip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Numbers = NDArray[np.float64]
+_POINTS = 300  # of a line; more are not seen
+_STYLES = ("-", "--", ":", "-.")
+
+
+@final
+class Curve:
+    """Values over steps; many become means of neighbours, NaN left out."""
+
+    def __init__(self, label: str, steps: Sequence[float], values: Sequence[float]) -> None:
+        self.label = label
+        self.last = next((value for value in reversed(values) if value == value), np.nan)
+        self.steps, self.values = thinned(steps), thinned(values)
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(np.isnan(self.values).all())
+
+
+def curve(label: str, lines: Sequence[Line], key: str) -> Curve:
+    return Curve(label, column(lines, "step"), column(lines, key))
+
+
+def metric(label: str, record: Record, name: str) -> Curve:
+    rows = [{"step": row["step"], name: row["metrics"].get(name)} for row in record.evaluations]
+    return curve(label, rows, name)
+
+
+def thinned(values: Sequence[float]) -> Numbers:
+    """At most ``_POINTS`` means of neighbours."""
+    array = np.asarray(values, dtype=np.float64)
+    return means(array[:, None], at_most=_POINTS)[:, 0] if array.size else array
+
+
+def means(values_nk: Numbers, *, at_most: int) -> Numbers:
+    """[n, k] → [m, k], m ≤ ``at_most``: means over equal groups of rows, the last one shorter; NaN does not count."""
+    group = -(-len(values_nk) // at_most)
+    missing = -len(values_nk) % group
+    padded = np.pad(values_nk, ((0, missing), (0, 0)), constant_values=np.nan)
+    with catch_warnings():
+        simplefilter("ignore", RuntimeWarning)  # a group of NaN alone
+        found: Numbers = np.nanmean(padded.reshape(-1, group, values_nk.shape[1]), axis=1)
+    return found
+
+
+def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]:
+    """The chart, or none if there is nothing to show. What has a unit is shown from zero."""
+    shown = [each for each in curves if not each.is_empty]
+    if not shown:
+        return []
+
+    def paint(axes: Axes) -> None:
+        for index, each in enumerate(shown):
+            style = _STYLES[index // SERIES % len(_STYLES)]
+            marker = "o" if len(each.steps) <= 12 else None
+            (line,) = axes.plot(
+                each.steps, each.values, style, color=series_colour(index), marker=marker, markersize=3.5
+            )
+            tip(line, f"{each.label}: last {each.last:.6g}{unit}")
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit.strip())
+        axes.margins(x=0.02)
+        if unit:
+            axes.set_ylim(bottom=0)
+
+    key = tuple((plain(each.label), f"c{index % SERIES + 1}") for index, each in enumerate(shown))
+    return [Chart(title, draw(title, paint), key=key if len(key) > 1 else ())]
+
+
+def run_curves(record: Record) -> list[Chart]:
+    """What a run logged about learning and speed."""
+    steps = record.steps
+    names = sorted({name for row in record.evaluations for name in row["metrics"]})
+    return [
+        *lines("Training loss", [curve("loss", steps, "loss")]),
+        *(each for name in names for each in lines(f"Test {plain(name)}", [metric(name, record, name)])),
+        *lines("Learning rate", [curve("lr", steps, "lr")]),
+        *lines("Gradient norm", [curve("norm", steps, "grad_norm")]),
+        *lines("Throughput", [curve("samples", steps, "samples_per_second")], unit=" samples/s"),
+    ]
+
+
+def common_curves(records: Mapping[str, Record]) -> list[Chart]:
+    """The same figures of several runs, laid over each other."""
+    names = sorted({name for record in records.values() for row in record.evaluations for name in row["metrics"]})
+    return [
+        *lines("Training loss", [curve(label, each.steps, "loss") for label, each in records.items()]),
+        *(
+            chart
+            for name in names
+            for chart in lines(f"Test {plain(name)}", [metric(label, each, name) for label, each in records.items()])
+        ),
+        *lines(
+            "Throughput",
+            [curve(label, each.steps, "samples_per_second") for label, each in records.items()],
+            unit=" samples/s",
+        ),
+    ]

@@ -1,0 +1,181 @@
+"""The page. Every text in it is untrusted: a name may be markup, so templates escape."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from worldsize.errors import WorldsizeError
+from worldsize.observe.report.cluster import axes, links, nodes
+from worldsize.observe.report.curves import common_curves, run_curves
+from worldsize.observe.report.ranks import rank_charts
+from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_below
+from worldsize.observe.report.scaling import read_study, study_charts
+from worldsize.observe.report.servers import hot_rows, server_charts, servers
+from worldsize.observe.report.sweep import read_sweep, typed
+from worldsize.observe.report.timeline import timeline
+
+
+def page(folders: Sequence[Path]) -> str:
+    """HTML of the run, the runs or the scaling study in ``folders``.
+
+    Raises:
+        WorldsizeError: there is nothing to report, or matplotlib is missing.
+    """
+    if len(folders) == 1 and (folders[0] / SCALING).exists():
+        return study_page(folders[0])
+    runs = [run for folder in folders for run in runs_below(folder)]
+    if not runs:
+        shown = ", ".join(map(str, folders))
+        raise WorldsizeError(f"no runs in {shown}. Name a run folder, a folder of runs, or that of a scaling study.")
+    return run_page(read_run(runs[0])) if len(runs) == 1 else sweep_page(runs)
+
+
+def run_page(record: Record) -> str:
+    return _rendered(
+        "run.html.j2",
+        run=record,
+        summary=summary(record),
+        curves=run_curves(record),
+        rank_charts=rank_charts(record),
+        timeline=timeline(record),
+        planted=[json.dumps(fault) for fault in record.manifest["config"].get("faults") or ()],
+        nodes=nodes(record),
+        axes=axes(record),
+        links=links(record),
+        servers=servers(record),
+        server_charts=server_charts(record),
+        hot_rows=hot_rows(record),
+        facts=facts(record),
+        config=json.dumps(record.manifest["config"], indent=2),
+        commands=commands(record),
+    )
+
+
+def sweep_page(folders: Sequence[Path]) -> str:
+    sweep = read_sweep(folders)
+    return _rendered("sweep.html.j2", sweep=sweep, typed=typed, curves=common_curves(sweep.runs))
+
+
+def study_page(folder: Path) -> str:
+    study = read_study(folder / SCALING)
+    return _rendered("scaling.html.j2", study=study, plots=study_charts(study), name=folder.name)
+
+
+def _rendered(template: str, **values: Any) -> str:
+    environment = Environment(
+        loader=PackageLoader("worldsize.observe.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(figure=figure, duration=duration, milliseconds=milliseconds, percent=percent, size=size)
+    return environment.get_template(template).render(**values)
+
+
+# ---------------------------------------------------------------- what a run is, in words
+
+
+def summary(record: Record) -> list[tuple[str, str]]:
+    """Name and figure of what one looks for first."""
+    results, last = record.results, record.steps[-1] if record.steps else {}
+    goodput = results.get("goodput") or {}
+    found = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
+    total = record.manifest["config"].get("steps")
+    found += [("steps", f"{last.get('step', 0):,} of {total:,}" if total else f"{last.get('step', 0):,}")]
+    if last:
+        found += [("loss", figure(last["loss"]))]
+    if rate := results.get("samples_per_second") or last.get("samples_per_second"):
+        found += [("samples/s", f"{rate:,.0f}")]
+    if goodput.get("total_seconds"):
+        found += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
+    if memory := results.get("peak_memory_bytes"):
+        found += [("peak memory", size(memory))]
+    return [
+        *found,
+        ("processes", str(record.manifest["cluster"]["processes"])),
+        ("attempts", str(len(record.attempts))),
+    ]
+
+
+def facts(record: Record) -> list[tuple[str, str]]:
+    """The manifest's summary: what was run, from which code, on what, and what may be expected of a repetition."""
+    manifest = record.manifest
+    config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
+    determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]
+    digest = record.results.get("state_digest")
+    found = {
+        "run": manifest["run_id"],
+        "re-creates": manifest["parent_run"],
+        "recipe": _target(config, "recipe"),
+        "strategy": _target(config, "strategy"),
+        "typed": " ".join(manifest["overrides"]),
+        "global batch": config.get("batch_size"),
+        "logical ranks": determinism.get("logical_ranks"),
+        "precision": config.get("precision"),
+        "seed": determinism.get("seed"),
+        "claim": f"{manifest['claim']['level']}: {manifest['claim']['why']}",
+        "commit": _commit(code),
+        "Python": f"{environment.get('python')}, {environment.get('platform')}",
+        "torch": ", ".join(f"{name} {value}" for name, value in torch.items() if value and name != "git"),
+        "data": data.get("sha256") and f"{len(data['files'])} files, {data['sha256'][:16]}",
+        "configuration": manifest["config_sha256"][:16],
+        "state": digest and digest[:16],
+        "checkpoints": ", ".join(record.results.get("checkpoints", ())),
+    }
+    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def _target(config: Mapping[str, Any], group: str) -> str:
+    return str((config.get(group) or {}).get("_target_", ""))
+
+
+def _commit(code: Mapping[str, Any]) -> str:
+    commit = code.get("commit") or (code.get("framework") or {}).get("commit")
+    changes = " with uncommitted changes (code.patch)" if code.get("dirty") else ""
+    return f"{commit}{changes}" if commit else ""
+
+
+def commands(record: Record) -> list[tuple[str, str]]:
+    """What each does, and the command."""
+    started = shlex.join(["worldsize", "train", *record.manifest["overrides"]])
+    again = shlex.join(["worldsize", "reproduce", str(record.folder / "run_manifest.json")])
+    return [("the same again, rebuilt and compared", again), ("how it was started", started)]
+
+
+# ---------------------------------------------------------------- figures in words
+
+
+def figure(value: Any) -> str:
+    found = number(value)
+    if found != found:
+        return "–"
+    return f"{found:,.0f}" if abs(found) >= 1000 else f"{found:.4g}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}" if share == share else "–"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 2:
+        return f"{seconds:.3g} s"
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{figure(1e3 * seconds)} ms" if seconds == seconds else "–"
+
+
+def size(count: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"

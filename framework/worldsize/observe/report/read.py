@@ -1,0 +1,114 @@
+"""What a run folder tells, at whatever moment it is looked at. Of the configuration only what the manifest has of it,
+from which secrets were taken out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.manifest import NAME, look
+
+SCALING = "scaling.json"
+Line = Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Record:
+    """A run: its manifest, the lines of metrics.jsonl by kind, those of each rank's timing, and its events."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    steps: Sequence[Line]
+    evaluations: Sequence[Line]
+    timing: Mapping[int, Sequence[Line]]
+    events: Sequence[Line]
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        return list(self.manifest["attempts"])
+
+    @property
+    def state(self) -> str:
+        return str(self.attempts[-1]["exit_reason"]) if self.attempts else "not started"
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Empty until an attempt has ended."""
+        return self.manifest["results"] or {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the end of the run, else of the last evaluation."""
+        found = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
+        return {name: number(value) for name, value in found.items()}
+
+
+def read_run(folder: Path) -> Record:
+    """The run in ``folder``.
+
+    Raises:
+        WorldsizeError: there is none, or its manifest was edited.
+    """
+    logged = rows(folder / "metrics.jsonl")
+    return Record(
+        folder=folder,
+        manifest=look(folder),
+        steps=[row for row in logged if row.get("event") == "step"],
+        evaluations=[row for row in logged if row.get("event") == "evaluation"],
+        timing={_rank(path): rows(path) for path in sorted((folder / "timing").glob("worker_*.jsonl"))},
+        events=rows(folder / "events.jsonl"),
+    )
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.removeprefix("worker_"))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that may still grow; one that is cut off or damaged is left out."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [row for row in map(_parsed, lines) if isinstance(row, dict)]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The run that ``folder`` is, else the runs in it; of a sweep's folder, which has none, those that name it."""
+    if (folder / NAME).exists():
+        return [folder]
+    inside = sorted(path.parent for path in folder.rglob(NAME))
+    return inside or [path for path in _siblings(folder) if _group(path) == folder.name]
+
+
+def _siblings(folder: Path) -> list[Path]:
+    """Runs of the root that sweeps lie in, as ``runs/sweeps/<sweep>`` does."""
+    return sorted(path.parent for path in folder.parents[1].rglob(NAME)) if folder.parent.name == "sweeps" else []
+
+
+def _group(run: Path) -> str:
+    try:
+        return Path(look(run)["config"]["run"]["group"] or "").name
+    except WorldsizeError:
+        return ""
+
+
+def number(value: Any) -> float:
+    """NaN where there is none; ``metrics.jsonl`` writes infinities and NaN as words."""
+    found = math.nan if value is None else float(value)
+    return found if math.isfinite(found) else math.nan
+
+
+def column(lines: Iterable[Line], key: str) -> list[float]:
+    return [number(line.get(key)) for line in lines]

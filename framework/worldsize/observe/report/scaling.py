@@ -1,0 +1,179 @@
+"""A scaling study: measured, predicted and ideal."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from worldsize.errors import WorldsizeError
+from worldsize.observe.report.ranks import PHASES
+from worldsize.observe.report.read import number
+from worldsize.observe.report.svg import SERIES, Chart, colour, draw, plain, series_colour, tip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SCHEMA = 1
+
+
+@final
+@dataclass(frozen=True)
+class Point:
+    """One measured world size. Seconds are a step's; NaN where it was not measured or predicted."""
+
+    series: str
+    strategy: str
+    world_size: int
+    step_seconds: float
+    spread_seconds: float
+    predicted_seconds: float
+    samples_per_second: float
+    efficiency: float
+    phases: Mapping[str, float]
+    is_knee: bool
+
+    @property
+    def predicted_samples(self) -> float:
+        """A second."""
+        return self.samples_per_second * self.step_seconds / self.predicted_seconds
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted_seconds / self.step_seconds - 1
+
+
+@final
+@dataclass(frozen=True)
+class Study:
+    facts: Mapping[str, Any]
+    series: Mapping[str, Sequence[Point]]
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for points in self.series.values() for point in points]
+
+
+def read_study(path: Path) -> Study:
+    """The file that ``worldsize scale`` wrote.
+
+    Raises:
+        WorldsizeError: it is damaged, or of a newer schema.
+    """
+    try:
+        facts = json.loads(path.read_text())
+        schema = int(facts["schema"])
+        series: defaultdict[str, list[Point]] = defaultdict(list)
+        for each in sorted(facts["points"], key=lambda point: int(point["world_size"])):
+            point = _point(each, facts.get("knee") or {})
+            series[point.series].append(point)
+    except (ValueError, KeyError, TypeError) as error:
+        raise WorldsizeError(f"{path} is no scaling study: {error!r}. Measure again: worldsize scale.") from None
+    if schema > _SCHEMA:
+        raise WorldsizeError(f"{path} has schema {schema}; this worldsize reads {_SCHEMA}. Upgrade worldsize.")
+    return Study(facts, dict(series))
+
+
+def _point(each: Mapping[str, Any], knee: Mapping[str, int]) -> Point:
+    strategy, accumulation = str(each["strategy"]), each.get("accumulation") or 1
+    series = strategy if accumulation == 1 else f"{strategy}, {accumulation} micro-batches"
+    return Point(
+        series=series,
+        strategy=strategy,
+        world_size=int(each["world_size"]),
+        **{name: number(each.get(name)) for name in _FIGURES},
+        phases={name: number(seconds) for name, seconds in (each.get("phases") or {}).items()},
+        is_knee=knee.get(series, knee.get(strategy)) == each["world_size"],
+    )
+
+
+_FIGURES = ("step_seconds", "spread_seconds", "predicted_seconds", "samples_per_second", "efficiency")
+
+
+def study_charts(study: Study) -> list[Chart]:
+    key = tuple((plain(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
+    return [
+        Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), _LEGEND, key),
+        Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), _RELATIVE, key),
+        *(
+            Chart(title, draw(title, partial(_phases, points=points), height=260), "Medians.", _PHASE_KEY)
+            for name, points in study.series.items()
+            if all(set(PHASES) <= set(point.phases) for point in points)
+            for title in [f"Anatomy of a step: {plain(name)}"]
+        ),
+    ]
+
+
+_LEGEND = "Dots: measured, with spread. Dashed: predicted. Dotted: ideal. Ring: the knee."
+_RELATIVE = "Measured, against the smallest world size. Ring: the knee."
+_PHASE_KEY = tuple((name, f"c{index + 1}") for index, name in enumerate(PHASES))
+
+
+def _throughput(axes: Axes, study: Study) -> None:
+    for index, (name, points) in enumerate(study.series.items()):
+        shade, sizes = series_colour(index), [point.world_size for point in points]
+        rates = [point.samples_per_second for point in points]
+        ideal = [rates[0] * size / sizes[0] for size in sizes]
+        spread = [
+            rate * point.spread_seconds / point.step_seconds / 2 for rate, point in zip(rates, points, strict=True)
+        ]
+        axes.plot(sizes, ideal, ":", color=colour("muted"), linewidth=1)
+        axes.plot(sizes, [point.predicted_samples for point in points], "--", color=shade)
+        axes.errorbar(sizes, rates, spread, color=shade, linestyle="none", capsize=3)
+        (line,) = axes.plot(sizes, rates, "o-", color=shade, markersize=4)
+        tip(line, f"{name}: " + ", ".join(f"{point.world_size}: {point.samples_per_second:,.0f}" for point in points))
+        _ring(axes, points, rates)
+    axes.set_yscale("log", base=10, subs=(2, 5))
+    for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatted("{x:,.0f}")
+    axes.set_ylabel("samples/s")
+    _world_sizes(axes, study)
+
+
+def _efficiency(axes: Axes, study: Study) -> None:
+    for index, (name, points) in enumerate(study.series.items()):
+        shares = [100 * point.efficiency for point in points]
+        (line,) = axes.plot(
+            [point.world_size for point in points], shares, "o-", color=series_colour(index), markersize=4
+        )
+        tip(line, f"{name}: " + ", ".join(f"{point.world_size}: {point.efficiency:.1%}" for point in points))
+        _ring(axes, points, shares)
+    axes.axhline(100, color=colour("muted"), linestyle=":", linewidth=1)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("%")
+    _world_sizes(axes, study)
+
+
+def _ring(axes: Axes, points: Sequence[Point], heights: Sequence[float]) -> None:
+    for point, height in zip(points, heights, strict=True):
+        if point.is_knee:
+            look = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": colour("ink")}
+            (ring,) = axes.plot([point.world_size], [height], "o", **look)
+            tip(ring, f"{point.series}: the knee is at {point.world_size}")
+
+
+def _world_sizes(axes: Axes, study: Study) -> None:
+    sizes = sorted({point.world_size for point in study.points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, labels=[str(size) for size in sizes], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("processes")
+
+
+def _phases(axes: Axes, points: Sequence[Point]) -> None:
+    bottoms = [0.0] * len(points)
+    for index, phase in enumerate(PHASES):
+        heights = [1e3 * point.phases[phase] for point in points]
+        bars = axes.bar(range(len(points)), heights, 0.7, bottom=bottoms, color=series_colour(index))
+        for bar, point, height in zip(bars, points, heights, strict=True):
+            tip(bar, f"{phase} at {point.world_size}: {height:.3g} ms")
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.set_xticks(range(len(points)), [str(point.world_size) for point in points])
+    axes.grid(visible=False, axis="x")
+    axes.set_xlabel("processes")
+    axes.set_ylabel("ms")

@@ -1,0 +1,90 @@
+"""Load of parameter servers, where the strategy tells it with each logged step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from worldsize.observe.report.curves import Curve, lines
+from worldsize.observe.report.read import Line, Record, number
+from worldsize.observe.report.svg import Chart
+
+_HOTTEST = 10
+
+
+@final
+@dataclass(frozen=True)
+class Server:
+    """Totals of a server over the run."""
+
+    name: str
+    pushes: int
+    pulls: int
+    bytes_in: int
+    bytes_out: int
+    longest_queue: int
+    lost_updates: int
+
+
+@final
+@dataclass(frozen=True)
+class HotRows:
+    """Rows of a table that were pushed most often, in a sample, with how often."""
+
+    table: str
+    rows: tuple[tuple[int, int], ...]
+
+
+def servers(record: Record) -> list[Server]:
+    loads = _loads(record)
+    return [_total(f"server {index}", [line for _, line in loads[index]]) for index in sorted(loads)]
+
+
+def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
+    """By server: steps, and what it did up to there since the line before."""
+    found: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
+    for line in record.steps:
+        for index, load in enumerate(line.get("facts", {}).get("servers", [])):
+            found[index].append((line["step"], load))
+    return found
+
+
+def _total(name: str, loads: Sequence[Line]) -> Server:
+    def total(key: str) -> int:
+        return sum(int(load.get(key, 0)) for load in loads)
+
+    queue, lost = (max(int(load.get(key, 0)) for load in loads) for key in ("longest_queue", "lost_updates"))
+    return Server(name, *map(total, ("pushes", "pulls", "bytes_in", "bytes_out")), queue, lost)
+
+
+def hot_rows(record: Record) -> list[HotRows]:
+    counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for line in record.steps:
+        for load in line.get("facts", {}).get("servers", []):
+            for name, table in load.get("tables", {}).items():
+                counts[name].update(dict(table["hottest"]))
+    return [HotRows(name, tuple(rows.most_common(_HOTTEST))) for name, rows in sorted(counts.items()) if rows]
+
+
+def server_charts(record: Record) -> list[Chart]:
+    return [
+        *lines("Received by servers", _rates(record, "bytes_in", 1e-6), unit=" MB/s"),
+        *lines("Sent by servers", _rates(record, "bytes_out", 1e-6), unit=" MB/s"),
+        *lines("Requests to servers", _rates(record, "pushes", 1.0), unit=" pushes/s"),
+        *lines("Longest queue at servers", _curves(record, lambda load: number(load["longest_queue"])), unit=" pushes"),
+    ]
+
+
+def _rates(record: Record, key: str, scale: float) -> list[Curve]:
+    return _curves(record, lambda load: scale * number(load[key]) / (load["seconds"] or math.nan))
+
+
+def _curves(record: Record, figure: Callable[[Line], float]) -> list[Curve]:
+    loads = _loads(record)
+    return [
+        Curve(f"server {index}", [step for step, _ in loads[index]], [figure(load) for _, load in loads[index]])
+        for index in sorted(loads)
+    ]

@@ -1,0 +1,56 @@
+"""Several runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from worldsize.errors import WorldsizeError
+from worldsize.observe.report.read import Record, read_run
+
+
+@final
+@dataclass(frozen=True)
+class Sweep:
+    """``runs`` by label: what was typed for each and not for all. ``refused``: folders that could not be read, why."""
+
+    runs: Mapping[str, Record]
+    keys: Sequence[str]  # what differs
+    refused: Mapping[str, str]
+
+    @property
+    def metrics(self) -> list[str]:
+        return sorted({name for record in self.runs.values() for name in record.metrics})
+
+
+def read_sweep(folders: Sequence[Path]) -> Sweep:
+    found, refused = [], {}
+    for folder in folders:
+        try:
+            found.append(read_run(folder))
+        except WorldsizeError as error:
+            refused[folder.name] = str(error)
+    keys = differing([typed(record) for record in found])
+    return Sweep({_label(record, keys, found): record for record in found}, keys, refused)
+
+
+def typed(record: Record) -> dict[str, str]:
+    """Overrides of the run, by key."""
+    pairs = (word.lstrip("+").partition("=") for word in record.manifest["overrides"])
+    return {key: value for key, _, value in pairs}
+
+
+def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:
+    """Keys whose values are not the same everywhere, as they first appear."""
+    keys = dict.fromkeys(key for each in all_typed for key in each)
+    return [key for key in keys if len({each.get(key) for each in all_typed}) > 1]
+
+
+def _label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
+    """What differs; the run's folder too where that is not enough."""
+    mine = typed(record)
+    words = " ".join(f"{key}={mine[key]}" for key in keys if key in mine)
+    twins = [other for other in others if all(typed(other).get(key) == mine.get(key) for key in keys)]
+    return f"{words} {record.folder.name}".strip() if len(twins) > 1 or not words else words

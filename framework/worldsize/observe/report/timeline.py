@@ -1,0 +1,128 @@
+"""What happened to a run, when: attempts, failures, restarts, stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, final
+
+from worldsize.observe.report.read import Line, Record
+
+_MARKS = 100  # that are shown
+_GOOD = ("completed", "running")
+
+
+@final
+@dataclass(frozen=True)
+class Bar:
+    """An attempt: ``start``, ``first`` (its first step; None: it came to none) and ``end`` in percent of the run."""
+
+    label: str
+    start: float
+    first: float | None
+    end: float
+    is_good: bool
+
+
+@final
+@dataclass(frozen=True)
+class Mark:
+    """What happened ``seconds`` after the start, which is at ``at`` percent of the run."""
+
+    at: float
+    seconds: float
+    text: str
+    is_good: bool
+
+
+@final
+@dataclass(frozen=True)
+class Timeline:
+    seconds: float
+    bars: tuple[Bar, ...]
+    marks: tuple[Mark, ...]
+    left_out: int  # marks, the last ones
+
+    @property
+    def ticks(self) -> list[float]:
+        """Seconds at quarters."""
+        return [self.seconds * quarter / 4 for quarter in range(5)]
+
+
+def timeline(record: Record) -> Timeline | None:
+    """None of a run that has not begun."""
+    if not record.attempts:
+        return None
+    spans = _spans(record)
+    start, end = spans[0][0], max(end for _, end in spans)
+    seconds = max(end - start, 1e-9)
+
+    def at(time: float) -> float:
+        return round(min(max(100 * (time - start) / seconds, 0.0), 100.0), 2)
+
+    bars = []
+    for attempt, (begun, ended) in zip(record.attempts, spans, strict=True):
+        first = attempt["first_step_at"]
+        label, is_good = f"attempt {attempt['number']}: {attempt['exit_reason']}", attempt["exit_reason"] in _GOOD
+        bars.append(Bar(label, at(begun), None if first is None else at(first), at(ended), is_good))
+    facts = sorted([*_of_attempts(record, spans), *_of_events(record.events)])
+    marks = [Mark(at(time), time - start, text, is_good) for time, text, is_good in facts[:_MARKS]]
+    return Timeline(seconds, tuple(bars), tuple(marks), max(0, len(facts) - _MARKS))
+
+
+def _spans(record: Record) -> list[tuple[float, float]]:
+    """Unix times of each attempt's start and end; one whose end nobody noted lasted until the next, or lasts still."""
+    starts = [float(attempt["start_at"]) for attempt in record.attempts]
+    following = [*starts[1:], max(starts[-1], _last_sign(record))]
+    ends = [attempt["end_at"] or after for attempt, after in zip(record.attempts, following, strict=True)]
+    return list(zip(starts, ends, strict=True))
+
+
+def _last_sign(record: Record) -> float:
+    """Unix time at which a step or an event was last noted."""
+    files = [record.folder / name for name in ("metrics.jsonl", "events.jsonl")]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+Fact = tuple[float, str, bool]
+
+
+def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[Fact]:
+    for attempt, (begun, ended) in zip(record.attempts, spans, strict=True):
+        name, count = f"attempt {attempt['number']}", attempt["world_size"]
+        yield begun, f"{name} begins: {count} processes on {', '.join(dict.fromkeys(attempt['hosts']))}", True
+        if attempt["first_step_at"] is not None:
+            yield attempt["first_step_at"], f"{name}: first step", True
+        if attempt["end_at"] is not None:
+            yield ended, f"{name} ends: {_ending(attempt)}", attempt["exit_reason"] in _GOOD
+    for earlier, later in pairwise(record.attempts):
+        if earlier["steps"] and later["steps"] and later["first_step_at"] is not None and earlier["end_at"]:
+            lost = earlier["steps"][1] - later["steps"][0]
+            recovery = later["first_step_at"] - earlier["end_at"]
+            yield later["first_step_at"], f"recovered in {recovery:.1f} s; {lost} steps were done again", True
+
+
+def _ending(attempt: Mapping[str, Any]) -> str:
+    step = f" after step {attempt['steps'][1]}" if attempt["steps"] else ""
+    code = "" if attempt["exit_code"] in (0, None) else f" (exit code {attempt['exit_code']})"
+    return f"{attempt['exit_reason']}{step}{code}"
+
+
+def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
+    for event in events:
+        if isinstance(event.get("time"), int | float):
+            yield event["time"], told(event), False
+
+
+def told(event: Line) -> str:
+    """An event of ``events.jsonl`` in words."""
+    known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since"}
+    words = [f"step {event.get('step')}: {event.get('event')}"]
+    if "rank" in event:
+        words.append(f"rank {event['rank']}")
+    if "slower" in event:
+        words.append(f"{event['slower']} × as slow as the others")
+    words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
+    words += [f"since step {event['since']}"] if event.get("since") is not None else []
+    return ", ".join([*words, *(f"{name} {value}" for name, value in event.items() if name not in known)])
