@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PROGRAM = shutil.which("chromium")
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
+)
 _PIPES = 'exec "${@:3}" 3<&"$1" 4>&"$2"'  # Chromium reads descriptor 3 and writes 4
 
 

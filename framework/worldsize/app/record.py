@@ -62,7 +62,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "code": {key: value for key, value in code.items() if key != "patch"},
         "environment": {**capture_environment(), **_lock(run, clean), "image": None},
         "hardware": [hardware()],
-        "cluster": _shape(plan),
+        "cluster": {**_shape(plan), "groups": settings.strategy.groups(plan.cluster)},
         "determinism": _determinism(settings),
         "data": fingerprint(settings.recipe.files()),
         "results": None,

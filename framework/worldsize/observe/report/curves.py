@@ -30,8 +30,9 @@ class Curve:
         self.steps, self.values = thinned(steps), thinned(values)
 
     @property
-    def is_empty(self) -> bool:
-        return bool(np.isnan(self.values).all())
+    def is_point(self) -> bool:
+        """One value, or none: no curve."""
+        return int(np.isfinite(self.values).sum()) < 2
 
 
 def curve(label: str, lines: Sequence[Line], key: str) -> Curve:
@@ -61,8 +62,8 @@ def means(values_nk: Numbers, *, at_most: int) -> Numbers:
 
 
 def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]:
-    """The chart, or none if there is nothing to show. What has a unit is shown from zero."""
-    shown = [each for each in curves if not each.is_empty]
+    """The chart, or none if nothing was logged twice. What has a unit is shown from zero."""
+    shown = [each for each in curves if not each.is_point]
     if not shown:
         return []
 

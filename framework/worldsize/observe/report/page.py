@@ -88,7 +88,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
     goodput = results.get("goodput") or {}
     found = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
     total = record.manifest["config"].get("steps")
-    found += [("steps", f"{last.get('step', 0):,} of {total:,}" if total else f"{last.get('step', 0):,}")]
+    found += [("steps", f"{last.get('step', 0):,} / {total:,}" if total else f"{last.get('step', 0):,}")]
     if last:
         found += [("loss", figure(last["loss"]))]
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):

@@ -91,7 +91,7 @@ Fact = tuple[float, str, bool]
 def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[Fact]:
     for attempt, (begun, ended) in zip(record.attempts, spans, strict=True):
         name, count = f"attempt {attempt['number']}", attempt["world_size"]
-        yield begun, f"{name} begins: {count} processes on {', '.join(dict.fromkeys(attempt['hosts']))}", True
+        yield begun, f"{name} begins: world size {count}, on {', '.join(dict.fromkeys(attempt['hosts']))}", True
         if attempt["first_step_at"] is not None:
             yield attempt["first_step_at"], f"{name}: first step", True
         if attempt["end_at"] is not None:
@@ -100,7 +100,8 @@ def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[F
         if earlier["steps"] and later["steps"] and later["first_step_at"] is not None and earlier["end_at"]:
             lost = earlier["steps"][1] - later["steps"][0]
             recovery = later["first_step_at"] - earlier["end_at"]
-            yield later["first_step_at"], f"recovered in {recovery:.1f} s; {lost} steps were done again", True
+            again = f"; {lost} steps are done again" if lost > 0 else ""
+            yield later["first_step_at"], f"recovered in {recovery:.1f} s{again}", True
 
 
 def _ending(attempt: Mapping[str, Any]) -> str:
