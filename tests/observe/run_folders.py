@@ -20,7 +20,7 @@ def write_run(
     steps: int = 200,
     ranks: int = 4,
     nodes: int = 2,
-    attempts: Sequence[Mapping[str, Any]] | None = None,
+    attempts: Sequence[dict[str, Any]] | None = None,
     phases: bool = True,
     servers: int = 0,
     loss: float = 2.0,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from worldsize.errors import WorldsizeError
+from worldsize.reproducibility.lock import is_locked
 from worldsize.reproducibility.manifest import look
 from worldsize.run_directory import RunDirectory
 
@@ -39,7 +40,7 @@ def lines(run: RunDirectory, ranks: list[int] | None, *, follow: bool) -> Iterat
     """
     read: dict[Path, int] = {}
     while True:
-        ended = not _is_alive(run)
+        ended = not is_alive(run)
         for path in sorted((run.path / "logs").glob("*.log")):
             prefix, rank = _prefix(path)
             if ranks is None or rank in ranks:
@@ -65,11 +66,12 @@ def _new(path: Path, read: dict[Path, int], *, whole: bool) -> list[str]:
     return data.decode(errors="replace").splitlines()
 
 
-def _is_alive(run: RunDirectory) -> bool:
+def is_alive(run: RunDirectory) -> bool:
+    """Whether the run is being trained, waits for a scheduler, or is about to be started again."""
     manifest = look(run.path)
     last = manifest["attempts"][-1]["exit_reason"] if manifest["attempts"] else None
     if manifest.get("jobs") and last in (None, "preempted"):
         from worldsize.worker import read_settings  # imports torch, which takes seconds
 
         return read_settings(run).launcher.state(manifest["jobs"][-1]["id"]) is not None
-    return last == "running"
+    return last == "running" or (last != "completed" and is_locked(run.path))

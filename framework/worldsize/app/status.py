@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,21 @@ def _row(run: Path) -> tuple[str, ...]:
     except WorldsizeError as error:
         return (str(run), "", "", "", "", str(error))
     attempts: list[dict[str, Any]] = manifest["attempts"]
-    last = attempts[-1] if attempts else {"start": "", "exit_reason": "not started"}
+    last = attempts[-1] if attempts else {"start": ""}
     size = str(last.get("world_size", ""))
-    job = manifest["jobs"][-1]["id"] if manifest.get("jobs") else None
-    told = _told(RunDirectory(run), job) if job and last["exit_reason"] in ("running", "not started") else None
-    return (str(run), last["start"], size, str(len(attempts)), job or "", told or last["exit_reason"])
+    return (str(run), last["start"], size, str(len(attempts)), _job(manifest) or "", state_of(run, manifest))
+
+
+def state_of(run: Path, manifest: Mapping[str, Any]) -> str:
+    """How the run ended, or what its scheduler says as long as it has not."""
+    reason = str(manifest["attempts"][-1]["exit_reason"]) if manifest["attempts"] else "not started"
+    job = _job(manifest)
+    told = _told(RunDirectory(run), job) if job and reason in ("running", "not started") else None
+    return told or reason
+
+
+def _job(manifest: Mapping[str, Any]) -> str | None:
+    return manifest["jobs"][-1]["id"] if manifest.get("jobs") else None
 
 
 def _told(run: RunDirectory, job: str) -> str | None:

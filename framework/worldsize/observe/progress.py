@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from threading import Event as Flag
@@ -23,7 +24,7 @@ class Progress:
     """A context: one live line on a terminal, else plain lines."""
 
     def __init__(self, metrics: Path, steps: int, console: Console) -> None:
-        self._view = _Live(steps, console) if console.is_terminal else _Plain(steps, console)
+        self._view = _Live(steps, console) if console.is_terminal else Plain(steps, console)
         self._tail = Tail(metrics)
         self._ended = Flag()
         self._thread = Thread(target=self._follow, name="progress", daemon=True)
@@ -48,16 +49,23 @@ class Progress:
 
 @final
 class Tail:
-    """The complete lines that a growing file has gained since the last look, or since this was made."""
+    """The complete lines that a growing file has gained since the last look, or since this was made.
 
-    def __init__(self, path: Path) -> None:
+    ``whole``: from its beginning. A file that another one took the place of is read from its beginning too.
+    """
+
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset, self._file = (path.stat().st_size, path.stat().st_ino) if path.exists() else (0, 0)
+        if whole:
+            self._offset = 0
 
     def read(self) -> list[str]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            if (found := os.fstat(file.fileno()).st_ino) != self._file:
+                self._file, self._offset = found, 0
             file.seek(self._offset)
             grown = file.read()
         complete = grown[: grown.rfind(b"\n") + 1]
@@ -80,13 +88,13 @@ class _Live:
 
     def show(self, row: dict[str, Any]) -> None:
         if row["event"] == "step":
-            self._bar.update(self._task, completed=row["step"], figures=_figures(row))
+            self._bar.update(self._task, completed=row["step"], figures=figures(row))
         else:
             self._bar.console.print(_evaluation(row))
 
 
 @final
-class _Plain:
+class Plain:
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console, self._shown = steps, console, 0.0
 
@@ -102,11 +110,11 @@ class _Plain:
         elif row["step"] == self._steps or time.monotonic() - self._shown > _PLAIN_EVERY:
             self._shown = time.monotonic()
             left = (self._steps - row["step"]) * row["samples"] / row["step"] / row["samples_per_second"]
-            text = f"step {row['step']}/{self._steps}  {_figures(row)}  ETA {left:.0f} s"
+            text = f"step {row['step']}/{self._steps}  {figures(row)}  ETA {left:.0f} s"
             self._console.print(text, highlight=False)
 
 
-def _figures(row: dict[str, Any]) -> str:
+def figures(row: dict[str, Any]) -> str:
     return f"loss {float(row['loss']):.4f}  {row['samples_per_second']:,.0f} samples/s"
 
 

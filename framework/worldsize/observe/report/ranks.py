@@ -56,7 +56,7 @@ def heat_map(title: str, seconds: Mapping[int, Mapping[int, float]], events: Seq
         axes.grid(visible=False)
         axes.set_xlabel("step")
         axes.set_ylabel("rank")
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="y", integer=True)
         scale = axes.inset_axes((1.03, 0, 0.04, 1))
         scale.imshow(np.linspace(high, low, 64)[:, None], extent=(0, 1, low, high or 1), **look)
         scale.grid(visible=False)

@@ -74,14 +74,16 @@ def _rank(path: Path) -> int:
 def rows(path: Path) -> list[dict[str, Any]]:
     """The lines of a file that may still grow; one that is cut off or damaged is left out."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [row for row in map(_parsed, lines) if isinstance(row, dict)]
+    return [row for row in map(parsed, lines) if row]
 
 
-def _parsed(line: str) -> Any:
+def parsed(line: str) -> dict[str, Any]:
+    """Empty where the line is no JSON object."""
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except ValueError:
-        return None
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def runs_below(folder: Path) -> list[Path]:

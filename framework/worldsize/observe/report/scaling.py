@@ -152,7 +152,7 @@ def _efficiency(axes: Axes, study: Study) -> None:
 def _ring(axes: Axes, points: Sequence[Point], heights: Sequence[float]) -> None:
     for point, height in zip(points, heights, strict=True):
         if point.is_knee:
-            look = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": colour("ink")}
+            look: dict[str, Any] = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": colour("ink")}
             (ring,) = axes.plot([point.world_size], [height], "o", **look)
             tip(ring, f"{point.series}: the knee is at {point.world_size}")
 

@@ -53,11 +53,9 @@ def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
 
 
 def _total(name: str, loads: Sequence[Line]) -> Server:
-    def total(key: str) -> int:
-        return sum(int(load.get(key, 0)) for load in loads)
-
-    queue, lost = (max(int(load.get(key, 0)) for load in loads) for key in ("longest_queue", "lost_updates"))
-    return Server(name, *map(total, ("pushes", "pulls", "bytes_in", "bytes_out")), queue, lost)
+    sums = {key: sum(int(load[key]) for load in loads) for key in ("pushes", "pulls", "bytes_in", "bytes_out")}
+    most = {key: max(int(load[key]) for load in loads) for key in ("longest_queue", "lost_updates")}
+    return Server(name, **sums, **most)
 
 
 def hot_rows(record: Record) -> list[HotRows]:

@@ -80,7 +80,8 @@ def draw(title: str, paint: Callable[[Axes], None], *, height: float = 210.0) ->
 _METADATA = ("Creator", "Date", "Format", "Type")
 
 
-def _style() -> dict[str, Any]:
+def _style() -> Any:
+    """Settings of matplotlib, whose own type for them is a list of all names."""
     ink, muted, line = map(colour, ("ink", "muted", "line"))
     return {
         "svg.fonttype": "none",

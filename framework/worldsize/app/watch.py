@@ -1,0 +1,90 @@
+"""``worldsize watch RUN``: a running job live, from any shell that sees its folder; ends with the run's exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from worldsize.app.logs import is_alive
+from worldsize.app.status import state_of
+from worldsize.errors import WorldsizeError
+from worldsize.observe.progress import Plain
+from worldsize.observe.report.svg import plain
+from worldsize.observe.report.timeline import told
+from worldsize.observe.watch import Watched, screen
+from worldsize.reproducibility.manifest import look
+from worldsize.run_directory import RunDirectory
+
+_POLL = 0.5  # seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize watch", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    run = RunDirectory(parser.parse_args().run.resolve())
+    try:
+        sys.exit(watch(run, Console()))
+    except WorldsizeError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] = time.sleep) -> int:
+    """Show the run until it has ended; the exit code of its last attempt, 1 if it was killed or never began.
+
+    Raises:
+        WorldsizeError: this is no run.
+    """
+    watched = Watched(run.path)
+    with _live(console) if console.is_terminal else _lines(console, run) as show:
+        while True:
+            alive = is_alive(run)  # before the look: what was written until the end is shown
+            watched.look()
+            manifest = look(run.path)
+            show(watched, manifest, state_of(run.path, manifest))
+            if not alive:
+                return _exit_code(manifest)
+            wait(_POLL)
+
+
+Show = Callable[[Watched, dict[str, Any], str], None]
+
+
+@contextmanager
+def _live(console: Console) -> Iterator[Show]:
+    with Live(console=console, auto_refresh=False) as view:
+        yield lambda watched, manifest, state: view.update(screen(watched, manifest, state), refresh=True)
+
+
+@contextmanager
+def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
+    """A line for each change of state, evaluation and event, and for steps now and then."""
+    steps = Plain(look(run.path)["config"].get("steps") or 0, console)
+    seen = [""]
+
+    def show(watched: Watched, manifest: dict[str, Any], state: str) -> None:
+        now = f"attempt {len(manifest['attempts'])}: {state}"
+        if now != seen[-1]:
+            seen.append(now)
+            console.print(now, highlight=False, markup=False)
+        for row in watched.news:
+            if row.get("event") in ("step", "evaluation"):
+                steps.show(dict(row))
+            else:
+                console.print(plain(told(row), at_most=200), highlight=False, markup=False)
+
+    yield show
+
+
+def _exit_code(manifest: dict[str, Any]) -> int:
+    code = manifest["attempts"][-1]["exit_code"] if manifest["attempts"] else None
+    return 1 if code is None else int(code)

@@ -1,0 +1,107 @@
+"""A running job as its files show it: nothing is asked of its processes, so any host that sees the folder can look."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from worldsize.observe.progress import Tail, figures
+from worldsize.observe.report.read import number, parsed
+from worldsize.observe.report.svg import plain
+from worldsize.observe.report.timeline import told
+
+_EVENTS = 6  # the last ones
+_RANKS = 16  # the slowest, where there are more
+_END = 4096  # bytes of a file that hold its last line
+
+
+@final
+class Watched:
+    """``news``: rows of metrics.jsonl and of events.jsonl since the look before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics = Tail(folder / "metrics.jsonl", whole=True)
+        self._told = Tail(folder / "events.jsonl", whole=True)
+        self.step: Mapping[str, Any] | None = None
+        self.evaluation: Mapping[str, Any] | None = None
+        self.events: list[Mapping[str, Any]] = []
+        self.news: list[Mapping[str, Any]] = []
+
+    def look(self) -> None:
+        rows = [row for row in map(parsed, self._metrics.read()) if row]
+        events = [row for row in map(parsed, self._told.read()) if row]
+        self.news = [*rows, *events]
+        for row in rows:
+            if row.get("event") == "step":
+                self.step = row
+            else:
+                self.evaluation = row
+        self.events = [*self.events, *events][-_EVENTS:]
+
+    def own_seconds(self, rank: int) -> float:
+        """What the rank itself took for its last logged step; NaN where runs do not tell it."""
+        row = last_row(self._folder / "timing" / f"worker_{rank:05d}.jsonl")
+        return number(row.get("data_seconds")) + number(row.get("compute_seconds"))
+
+
+def last_row(path: Path) -> Mapping[str, Any]:
+    """Of a file of lines that may be growing; empty if it has none."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((row for line in reversed(lines) if (row := parsed(line))), {})
+
+
+def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> RenderableType:
+    parts: list[RenderableType] = [_header(manifest, state)]
+    if step := watched.step:
+        parts += [_progress(step, manifest["config"].get("steps") or step["step"]), _ranks(watched, step)]
+    if evaluation := watched.evaluation:
+        words = "  ".join(f"{name} {number(value):.4f}" for name, value in evaluation["metrics"].items())
+        parts.append(Text(f"test after step {evaluation['step']}: {plain(words)}"))
+    parts += [Text(plain(told(event), at_most=200), style="red") for event in watched.events]
+    return Group(*parts)
+
+
+def _header(manifest: Mapping[str, Any], state: str) -> Text:
+    attempts: Sequence[Mapping[str, Any]] = manifest["attempts"]
+    hosts = ", ".join(dict.fromkeys(attempts[-1]["hosts"])) if attempts else ""
+    size = manifest["cluster"]["processes"]
+    text = f"{manifest['run_id']}  attempt {len(attempts)}  world size {size}  {hosts}"
+    return Text.assemble((state, "green" if state == "completed" else "bold"), "  ", plain(text, at_most=200))
+
+
+def _progress(step: Mapping[str, Any], steps: int) -> Table:
+    left = (steps - step["step"]) * step["samples"] / step["step"] / step["samples_per_second"]
+    row = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=steps, completed=step["step"], width=30)
+    row.add_row(f"step {step['step']}/{steps}", bar, figures(dict(step)), f"ETA {left:.0f} s")
+    return row
+
+
+def _ranks(watched: Watched, step: Mapping[str, Any]) -> Table:
+    """The slowest rank is the one that takes longest itself, if that is known: a step waits for all."""
+    seconds = [(number(each), watched.own_seconds(rank)) for rank, each in enumerate(step["step_seconds"])]
+    order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank]), reverse=True)
+    table = Table("rank", "step", "own: data and compute", "", box=None, pad_edge=False)
+    for rank in sorted(order[:_RANKS]):
+        is_slowest = rank == order[0] and len(order) > 1
+        cells = [f"{1e3 * each:.2f} ms" if each == each else "" for each in seconds[rank]]
+        table.add_row(str(rank), *cells, "slowest" if is_slowest else "", style="yellow" if is_slowest else None)
+    if len(order) > _RANKS:
+        table.caption = f"the slowest {_RANKS} of {len(order)}"
+    return table
+
+
+def _slowness(step: float, own: float) -> float:
+    return own if own == own else step
