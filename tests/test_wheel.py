@@ -26,6 +26,8 @@ def test_the_wheel_has_the_configuration_the_recipes_the_plugins_and_the_type_ma
     assert {
         "worldsize/py.typed",
         "worldsize/reproducibility/run_manifest.schema.json",
+        "worldsize/observe/report/templates/run.html.j2",
+        "worldsize/observe/report/templates/style.css",
         "worldsize/conf/config.yaml",
         "worldsize/bundled/recipes/digits/recipe.py",
         "worldsize/bundled/plugins/diloco/conf/strategy/diloco.yaml",

@@ -11,7 +11,7 @@ from typing import Any
 from worldsize.reproducibility.manifest import write_manifest
 
 START = 1_795_000_000.0
-HOSTILE = "<script>alert('x')</script>&\"$_{"
+HOSTILE = "<script>alert('x')</script>&\"$_{\ud800"
 
 
 def write_run(
@@ -30,6 +30,7 @@ def write_run(
 ) -> Path:
     """A run of ``steps`` steps, every one logged; the last rank computes 20 % longer."""
     (folder / "timing").mkdir(parents=True)
+    (folder / "config.yaml").write_text("key: never-to-be-shown\n")
     own = [0.010 * (1.2 if rank == ranks - 1 else 1 + 0.01 * rank) for rank in range(ranks)]
     lines = []
     for step in range(1, steps + 1):
@@ -41,7 +42,9 @@ def write_run(
     for rank in range(ranks):
         timing = [_timing(step, own[rank], max(own), phases) for step in range(1, steps + 1)]
         _write_lines(folder / "timing" / f"worker_{rank:05d}.jsonl", timing)
-    facts = _manifest(folder.name, ranks, nodes, servers, list(attempts or [attempt(1, steps=[0, steps])]))
+    facts = _manifest(
+        folder.name, ranks, nodes, servers, [attempt(1, steps=[0, steps])] if attempts is None else list(attempts)
+    )
     write_manifest(folder / "run_manifest.json", {**facts, "overrides": list(overrides), **manifest})
     return folder
 

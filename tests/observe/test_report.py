@@ -1,0 +1,260 @@
+"""The page of a run, a sweep and a scaling study: what it says, and that a browser shows it without a word."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import nullcontext
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.observe.browser import PROGRAM, browser
+from tests.observe.run_folders import HOSTILE, START, attempt, write_run
+from worldsize.errors import WorldsizeError
+from worldsize.observe.report.curves import means
+from worldsize.observe.report.page import page, run_page
+from worldsize.observe.report.ranks import anatomy
+from worldsize.observe.report.read import read_run, rows, runs_below
+from worldsize.observe.report.scaling import read_study
+from worldsize.observe.report.sweep import read_sweep
+from worldsize.observe.report.timeline import timeline
+from worldsize.reproducibility.lock import RunLock
+
+
+class Shown(HTMLParser):
+    """Elements, ids and texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two failures, servers, a straggler, and names that are markup."""
+    attempts = [
+        attempt(1, steps=[0, 90], reason="failed"),
+        attempt(2, steps=[80, 150], reason="failed", hosts=[HOSTILE, "gpu-b"]),
+        attempt(3, steps=[150, 200], hosts=["gpu-a", HOSTILE]),
+    ]
+    words = ["recipe=digits", f"note={HOSTILE}"]
+    root = tmp_path_factory.mktemp("eventful")
+    run = write_run(root / "run", ranks=6, servers=2, attempts=attempts, overrides=words, metric=HOSTILE)
+    event = {"event": "straggling", "step": 40, "rank": 5, "host": "gpu-b", "cause": "compute", "slower": 1.2}
+    (run / "events.jsonl").write_text(json.dumps({**event, "time": START + 30, "note": HOSTILE}) + "\n")
+    return run
+
+
+@pytest.fixture(scope="module")
+def text(eventful: Path) -> str:
+    return page([eventful])
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    points = [_point(size, 0.1 / size + 0.005 * (size > 1)) for size in (4, 1, 2)]
+    facts = {"schema": 1, "recipe": "digits", "mode": "strong", "points": points, "knee": {"ddp": 2}, "cluster": {}}
+    (folder / "scaling.json").write_text(json.dumps({**facts, "command": f"worldsize scale {HOSTILE}"}))
+    return folder
+
+
+def _point(size: int, seconds: float) -> dict[str, Any]:
+    phases = {"data": 0.001, "compute": 0.1 / size, "communication": 0.004, "update": 0.001}
+    speed = {"samples_per_second": 96 / seconds, "efficiency": 0.1 / size / seconds}
+    measured = {"step_seconds": seconds, "spread_seconds": 0.001, "phases": phases, **speed}
+    predicted = None if size == 4 else 1.1 * seconds
+    return {"strategy": "ddp", "world_size": size, "accumulation": 1, **measured, "predicted_seconds": predicted}
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def test_a_line_that_was_cut_off_or_is_no_object_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b'{"step": 1}\nnull\n\xff\n{"step": 2}\n{"st')
+    assert rows(tmp_path / "file") == [{"step": 1}, {"step": 2}]
+    assert rows(tmp_path / "absent") == []
+
+
+def test_many_rows_become_means_of_neighbours_without_those_that_are_missing() -> None:
+    values_nk = np.arange(14.0).reshape(7, 2)
+    values_nk[0, 0] = np.nan
+    expected = [
+        [values_nk[1, 0], values_nk[0:2, 1].mean()],
+        *(values_nk[a : a + 2].mean(axis=0) for a in (2, 4)),
+        values_nk[6],
+    ]
+    assert means(values_nk, at_most=4).tolist() == np.array(expected).tolist()
+
+
+def test_the_time_line_has_attempts_where_they_were_and_says_what_a_failure_cost(eventful: Path) -> None:
+    found = timeline(read_run(eventful))
+    assert found is not None
+    assert found.seconds == 190
+    assert [(bar.start, bar.first, bar.end) for bar in found.bars] == [
+        (0.0, 2.11, 31.58),
+        (34.21, 36.32, 65.79),
+        (68.42, 70.53, 100.0),
+    ]
+    told = {round(mark.seconds): mark.text for mark in found.marks}
+    assert told[60] == "attempt 1 ends: failed after step 90 (exit code 1)"
+    assert told[30].startswith("step 40: straggling, rank 5, 1.2 × as slow as the others, host gpu-b, cause compute")
+    assert "recovered in 9.0 s; 10 steps are done again" in [mark.text for mark in found.marks]
+
+
+def test_the_anatomy_has_the_phases_that_ranks_measured(tmp_path: Path) -> None:
+    (chart,) = anatomy(read_run(write_run(tmp_path / "run", ranks=2)))
+    assert [label for label, _ in chart.key] == ["data 1 ms", "compute 11 ms", "communication 3 ms", "update 1 ms"]
+
+
+def test_without_phases_the_anatomy_is_the_step_and_the_wait_for_data(tmp_path: Path) -> None:
+    (chart,) = anatomy(read_run(write_run(tmp_path / "run", ranks=2, phases=False)))
+    assert [label for label, _ in chart.key] == ["data 1 ms", "step 15 ms"]
+
+
+def test_runs_of_a_sweep_are_named_by_what_was_typed_for_each_alone(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"{rate}", overrides=["recipe=digits", f"lr={rate}"], steps=3) for rate in (1, 2)]
+    folders.append(write_run(tmp_path / "again", overrides=["recipe=digits", "lr=2"], steps=3))
+    sweep = read_sweep([*folders, tmp_path / "absent"])
+    assert list(sweep.runs) == ["lr=1", "lr=2 2", "lr=2 again"]
+    assert "cannot be read" in sweep.refused["absent"]
+
+
+def test_a_folder_means_its_run_or_the_runs_in_it_or_those_of_the_sweep(tmp_path: Path) -> None:
+    sweep, runs = tmp_path / "runs" / "sweeps" / "one", tmp_path / "runs" / "digits"
+    sweep.mkdir(parents=True)
+    of_sweep = write_run(runs / "a", steps=1, config={"run": {"group": "runs/sweeps/one"}})
+    other = write_run(runs / "b", steps=1)
+    assert runs_below(other) == [other]
+    assert runs_below(runs) == [of_sweep, other]
+    assert runs_below(sweep) == [of_sweep]
+
+
+def test_a_scaling_study_is_sorted_and_knows_how_wrong_the_prediction_was(study: Path) -> None:
+    points = read_study(study / "scaling.json").points
+    assert [point.world_size for point in points] == [1, 2, 4]
+    assert [point.is_knee for point in points] == [False, True, False]
+    assert points[1].error == pytest.approx(0.1)
+    assert points[1].predicted_samples == pytest.approx(points[1].samples_per_second / 1.1)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"schema": 1}', '{"schema": 9, "points": []}'])
+def test_a_scaling_study_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "scaling.json").write_text(damage)
+    with pytest.raises(WorldsizeError, match=r"Measure again|Upgrade worldsize"):
+        page([tmp_path])
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_names_that_are_markup_are_shown_as_text(text: str) -> None:
+    shown = Shown(text)
+    assert "script" not in shown.tags
+    assert shown.text.count(HOSTILE) >= 4  # a metric, a host, an override, an event
+    assert "never-to-be-shown" not in text
+
+
+def test_a_page_is_a_function_of_the_run(eventful: Path, text: str) -> None:
+    assert page([eventful]) == text
+
+
+def test_every_colour_of_a_chart_is_the_pages_and_no_id_is_there_twice(text: str) -> None:
+    charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(charts) >= 10
+    assert all(re.findall(r"(?:fill|stroke): #\w+", chart) == [] for chart in charts)
+    assert all("var(--c1)" in chart or "<image" in chart for chart in charts)
+    ids = Shown(text).ids
+    assert len(ids) == len(set(ids)) > 10
+
+
+@pytest.mark.parametrize("state", ["not started", "running", "killed", "failed", "cut off"])
+def test_a_run_is_shown_in_whatever_state_it_is(tmp_path: Path, state: str) -> None:
+    unended = {"end_at": None, "exit_code": None}
+    attempts = {
+        "not started": [],
+        "running": [attempt(1, steps=[0, 1], reason="failed"), attempt(2, steps=None, reason="running", **unended)],
+        "killed": [attempt(1, steps=None, reason="running", **unended)],
+        "failed": [attempt(1, steps=None, reason="failed")],
+        "cut off": [attempt(1, steps=[0, 3])],
+    }[state]
+    run = write_run(tmp_path / "run", steps=3, attempts=attempts)
+    if state == "cut off":
+        (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()[:-40])
+    else:
+        (run / "metrics.jsonl").unlink()
+    with RunLock(run) if state == "running" else nullcontext():
+        shown = Shown(page([run]))
+    assert {"cut off": "completed"}.get(state, state) in shown.text
+
+
+def test_without_matplotlib_the_extra_is_named(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(WorldsizeError, match=re.escape("pip install 'worldsize[report]'")):
+        run_page(read_run(eventful))
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
+def test_a_browser_shows_the_pages_at_any_width_and_asks_for_nothing(
+    eventful: Path, study: Path, tmp_path: Path
+) -> None:
+    for rate in (1, 2):
+        write_run(tmp_path / "sweep" / f"{HOSTILE.replace('/', '')[:5]}{rate}", overrides=[f"lr={rate}"])
+    pages = [tmp_path / name for name in ("run.html", "study.html", "sweep.html")]
+    for path, folder in zip(pages, (eventful, study, tmp_path / "sweep"), strict=True):
+        path.write_text(page([folder]), errors="replace")
+    backgrounds = set()
+    with browser(tmp_path / "profile") as tab:
+        for path in pages:
+            for theme in ("light", "dark"):
+                for width in (1280, 400):
+                    tab.show(path, theme=theme, width=width)
+                    assert tab.complaints == []
+                    assert [url for url in tab.requests if not url.startswith("data:")] == [path.as_uri()]
+                    assert tab.evaluate("document.documentElement.scrollWidth") == width
+                    assert tab.evaluate("document.querySelectorAll('svg text').length") > 10
+                    backgrounds.add((theme, tab.evaluate("getComputedStyle(document.body).backgroundColor")))
+    assert len(backgrounds) == 2
+    assert len({colour for _, colour in backgrounds}) == 2
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_a_run_that_was_trained_is_reported_and_watched(
+    train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
+) -> None:
+    run = train("recipe=digits", "steps=6", "cluster.processes=2", "cluster.threads=1", "log_every=2")
+    environment = {**environment_without_wandb, "COLUMNS": "200"}
+    done = command("report", str(run.folder), cwd=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(run.folder / "report.html")
+    shown = Shown((run.folder / "report.html").read_text())
+    accuracy = run.json("result.json")["metrics"]["accuracy"]
+    assert f"{accuracy:.4g}" in shown.text
+    assert "data groups" in shown.text
+    watched = command("watch", str(run.folder), cwd=tmp_path, environment=environment)
+    assert watched.returncode == 0, watched.stderr
+    assert "attempt 1: completed" in watched.stdout
+    assert f"step 6  test: accuracy {accuracy:.4f}" in watched.stdout
+
+
+def test_a_folder_without_runs_is_refused(command: Any, tmp_path: Path) -> None:
+    done = command("report", str(tmp_path), cwd=tmp_path, environment={})
+    assert done.returncode == 1
+    assert "no runs in" in done.stderr

@@ -1,0 +1,114 @@
+"""``worldsize watch``: what it says of a run that goes on, fails, starts again and ends."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.observe.run_folders import write_run
+from worldsize.app.logs import is_alive
+from worldsize.app.watch import watch
+from worldsize.observe.progress import Tail
+from worldsize.observe.watch import Watched, screen
+from worldsize.reproducibility.lock import RunLock
+from worldsize.reproducibility.manifest import begin_attempt, end_attempt, look
+from worldsize.run_directory import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    """At step 30 of 200, in its first attempt, by this process."""
+    folder = write_run(tmp_path / "digits" / "run", steps=30, ranks=20, attempts=[])
+    begin_attempt(folder / "run_manifest.json", hosts=["gpu-a"], world_size=20)
+    with RunLock(folder):
+        yield RunDirectory(folder)
+
+
+def told(run: RunDirectory, **facts: object) -> None:
+    with run.metrics.open("a") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
+def end(run: RunDirectory, reason: str, code: int) -> None:
+    end_attempt(run.manifest, {}, exit_reason=reason, exit_code=code, steps=None, first_step_at=None)
+
+
+def acts(*each: Callable[[], object]) -> Callable[[float], None]:
+    """A wait in which the next of these things happens."""
+    left = iter(each)
+    return lambda _: (next(left)(), None)[1]
+
+
+def test_the_slowest_is_the_rank_that_takes_longest_itself(run: RunDirectory) -> None:
+    watched, out = Watched(run.path), io.StringIO()
+    watched.look()
+    Console(file=out, width=160).print(screen(watched, look(run.path), "running"))
+    (line,) = [line for line in out.getvalue().splitlines() if line.endswith("slowest")]
+    assert line.split()[0] == "19"  # whose computing write_run makes longer
+    assert "the slowest 16 of 20" in out.getvalue()
+    assert "step 30/200" in out.getvalue()
+
+
+def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_the_runs(run: RunDirectory) -> None:
+    out = io.StringIO()
+    event = {"event": "straggling", "step": 31, "rank": 19, "host": "gpu-b\x1b[31m", "cause": "data", "slower": 1.3}
+
+    def straggles() -> None:
+        (run.path / "events.jsonl").write_text(json.dumps({**event, "time": 1.0}) + "\n")
+        told(run, event="evaluation", step=31, metrics={"accuracy": 0.25})
+
+    def again() -> None:
+        begin_attempt(run.manifest, hosts=["gpu-a"], world_size=20)
+
+    steps = acts(straggles, lambda: end(run, "failed", 1), again, lambda: end(run, "completed", 0))
+    code = watch(run, Console(file=out, width=200), wait=steps)
+    lines = out.getvalue().splitlines()
+    assert code == 0
+    assert [line for line in lines if line.startswith("attempt")] == [
+        "attempt 1: running",
+        "attempt 1: failed",
+        "attempt 2: running",
+        "attempt 2: completed",
+    ]
+    assert "step 31  test: accuracy 0.2500" in lines
+    (line,) = [line for line in lines if "straggling" in line]
+    assert line == "step 31: straggling, rank 19, 1.3 × as slow as the others, host gpu-b�[31m, cause data"
+
+
+def test_on_a_terminal_the_last_view_stays(run: RunDirectory) -> None:
+    out = io.StringIO()
+    end(run, "preempted", 75)
+    begin_attempt(run.manifest, hosts=["gpu-a"], world_size=20)
+    console = Console(file=out, width=160, force_terminal=True)
+    assert watch(run, console, wait=acts(lambda: end(run, "completed", 0))) == 0
+    assert "attempt 2" in out.getvalue()
+    assert "completed" in out.getvalue()
+
+
+@pytest.mark.parametrize(("reason", "code", "expected"), [("failed", 1, 1), ("preempted", 75, 75), ("killed", None, 1)])
+def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, reason: str, code: int, expected: int) -> None:
+    folder = write_run(tmp_path / "run", steps=3, attempts=[])
+    begin_attempt(folder / "run_manifest.json", hosts=["a"], world_size=4)
+    end(RunDirectory(folder), reason, code)
+    assert watch(RunDirectory(folder), Console(file=io.StringIO()), wait=acts()) == expected
+
+
+def test_a_failed_run_lives_as_long_as_its_launcher_may_start_it_again(run: RunDirectory) -> None:
+    end(run, "failed", 1)
+    assert is_alive(run)
+    end(run, "completed", 0)
+    assert not is_alive(run)
+
+
+def test_a_file_that_another_took_the_place_of_is_read_from_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("one\ntwo\n")
+    tail = Tail(tmp_path / "file", whole=True)
+    assert tail.read() == ["one", "two"]
+    (tmp_path / "new").write_text("three\nfour\nfive\n")
+    (tmp_path / "new").replace(tmp_path / "file")
+    assert tail.read() == ["three", "four", "five"]
