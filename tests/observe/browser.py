@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -49,8 +48,11 @@ class Page:
         return answer["result"]
 
     def _next(self) -> dict[str, Any]:
-        letters = iter(lambda: self.back.read(1), b"\0")
-        message: dict[str, Any] = json.loads(b"".join(letters))
+        text = b""
+        while not text.endswith(b"\0"):
+            text += (letter := self.back.read(1))
+            assert letter, "the browser has ended"
+        message: dict[str, Any] = json.loads(text[:-1])
         self._note(message.get("method"), message.get("params", {}))
         return message
 
@@ -75,14 +77,6 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
-
-    def picture(self) -> bytes:
-        """PNG of the whole page."""
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
-
-    def printed(self) -> bytes:
-        """PDF."""
-        return base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"])
 
 
 @contextmanager

@@ -75,6 +75,7 @@ def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_the_runs(
         "attempt 2: running",
         "attempt 2: completed",
     ]
+    assert "step 30/200" in lines[1]
     assert "step 31  test: accuracy 0.2500" in lines
     (line,) = [line for line in lines if "straggling" in line]
     assert line == "step 31: straggling, rank 19, 1.3 × as slow as the others, host gpu-b�[31m, cause data"

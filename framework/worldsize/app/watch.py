@@ -69,13 +69,14 @@ def _live(console: Console) -> Iterator[Show]:
 def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
     """A line for each change of state, evaluation and event, and for steps now and then."""
     steps = Plain(look(run.path)["config"].get("steps") or 0, console)
-    seen = [""]
+    seen: set[str] = set()
 
     def show(watched: Watched, manifest: dict[str, Any], state: str) -> None:
-        now = f"attempt {len(manifest['attempts'])}: {state}"
-        if now != seen[-1]:
-            seen.append(now)
-            console.print(now, highlight=False, markup=False)
+        reasons = [each["exit_reason"] for each in manifest["attempts"]]
+        for number, reason in enumerate([*reasons[:-1], state], start=1):
+            if (line := f"attempt {number}: {reason}") not in seen:
+                seen.add(line)
+                console.print(line, highlight=False, markup=False)
         for row in watched.news:
             if row.get("event") in ("step", "evaluation"):
                 steps.show(dict(row))

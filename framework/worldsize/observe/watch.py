@@ -24,7 +24,7 @@ _END = 4096  # bytes of a file that hold its last line
 
 @final
 class Watched:
-    """``news``: rows of metrics.jsonl and of events.jsonl since the look before."""
+    """``news``: the last step, the evaluations and the events since the look before."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,12 +38,12 @@ class Watched:
     def look(self) -> None:
         rows = [row for row in map(parsed, self._metrics.read()) if row]
         events = [row for row in map(parsed, self._told.read()) if row]
-        self.news = [*rows, *events]
         for row in rows:
             if row.get("event") == "step":
                 self.step = row
             else:
                 self.evaluation = row
+        self.news = [row for row in [*rows, *events] if row.get("event") != "step" or row is self.step]
         self.events = [*self.events, *events][-_EVENTS:]
 
     def own_seconds(self, rank: int) -> float:
@@ -77,7 +77,9 @@ def _header(manifest: Mapping[str, Any], state: str) -> Text:
     attempts: Sequence[Mapping[str, Any]] = manifest["attempts"]
     hosts = ", ".join(dict.fromkeys(attempts[-1]["hosts"])) if attempts else ""
     size = manifest["cluster"]["processes"]
-    text = f"{manifest['run_id']}  attempt {len(attempts)}  world size {size}  {hosts}"
+    earlier = ", ".join(each["exit_reason"] for each in attempts[:-1])
+    count = f"attempt {len(attempts)}" + f" (before: {earlier})" * bool(earlier)
+    text = f"{manifest['run_id']}  {count}  world size {size}  {hosts}"
     return Text.assemble((state, "green" if state == "completed" else "bold"), "  ", plain(text, at_most=200))
 
 
@@ -93,7 +95,8 @@ def _ranks(watched: Watched, step: Mapping[str, Any]) -> Table:
     """The slowest rank is the one that takes longest itself, if that is known: a step waits for all."""
     seconds = [(number(each), watched.own_seconds(rank)) for rank, each in enumerate(step["step_seconds"])]
     order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank]), reverse=True)
-    table = Table("rank", "step", "own: data and compute", "", box=None, pad_edge=False)
+    is_known = any(own == own for _, own in seconds)
+    table = Table("rank", "step", "own: data and compute" if is_known else "", "", box=None, pad_edge=False)
     for rank in sorted(order[:_RANKS]):
         is_slowest = rank == order[0] and len(order) > 1
         cells = [f"{1e3 * each:.2f} ms" if each == each else "" for each in seconds[rank]]

@@ -42,6 +42,12 @@ class Point:
         """A second."""
         return self.samples_per_second * self.step_seconds / self.predicted_seconds
 
+    def phase_seconds(self, phase: str) -> float:
+        """0 of one that was not measured; "rest" is what the others leave of the step."""
+        if phase == "rest":
+            return max(0.0, self.step_seconds - sum(self.phases.values()))
+        return self.phases.get(phase, 0.0)
+
     @property
     def error(self) -> float:
         """Of the prediction, relative to what was measured."""
@@ -100,25 +106,19 @@ def study_charts(study: Study) -> list[Chart]:
     return [
         Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), _LEGEND, key),
         Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), _RELATIVE, key),
-        *(
-            Chart(title, draw(title, partial(_phases, points=points), height=260), "Medians.", _PHASE_KEY)
-            for name, points in study.series.items()
-            if all(set(PHASES) <= set(point.phases) for point in points)
-            for title in [f"Anatomy of a step: {plain(name)}"]
-        ),
+        *(_anatomy(name, points) for name, points in study.series.items() if any(point.phases for point in points)),
     ]
 
 
 _LEGEND = "Dots: measured, with spread. Dashed: predicted. Dotted: ideal. Ring: the knee."
-_RELATIVE = "Measured, against the smallest world size. Ring: the knee."
-_PHASE_KEY = tuple((name, f"c{index + 1}") for index, name in enumerate(PHASES))
+_RELATIVE = "Samples a second of each process, against the smallest world size. Ring: the knee."
 
 
 def _throughput(axes: Axes, study: Study) -> None:
     for index, (name, points) in enumerate(study.series.items()):
         shade, sizes = series_colour(index), [point.world_size for point in points]
         rates = [point.samples_per_second for point in points]
-        ideal = [rates[0] * size / sizes[0] for size in sizes]
+        ideal = [point.samples_per_second / point.efficiency for point in points]
         spread = [
             rate * point.spread_seconds / point.step_seconds / 2 for rate, point in zip(rates, points, strict=True)
         ]
@@ -165,11 +165,21 @@ def _world_sizes(axes: Axes, study: Study) -> None:
     axes.set_xlabel("processes")
 
 
-def _phases(axes: Axes, points: Sequence[Point]) -> None:
+def _anatomy(name: str, points: Sequence[Point]) -> Chart:
+    """The phases that were measured; what they leave of the step, where that is not all."""
+    title = f"Anatomy of a step: {plain(name)}"
+    known = [phase for phase in PHASES if any(phase in point.phases for point in points)]
+    shades = {phase: f"c{PHASES.index(phase) + 1}" for phase in known}
+    shades |= {"rest": "muted"} if len(known) < len(PHASES) else {}
+    paint = partial(_phases, points=points, shades=shades)
+    return Chart(title, draw(title, paint, height=260), "Medians.", tuple(shades.items()))
+
+
+def _phases(axes: Axes, points: Sequence[Point], shades: Mapping[str, str]) -> None:
     bottoms = [0.0] * len(points)
-    for index, phase in enumerate(PHASES):
-        heights = [1e3 * point.phases[phase] for point in points]
-        bars = axes.bar(range(len(points)), heights, 0.7, bottom=bottoms, color=series_colour(index))
+    for phase, shade in shades.items():
+        heights = [1e3 * point.phase_seconds(phase) for point in points]
+        bars = axes.bar(range(len(points)), heights, 0.7, bottom=bottoms, color=colour(shade))
         for bar, point, height in zip(bars, points, heights, strict=True):
             tip(bar, f"{phase} at {point.world_size}: {height:.3g} ms")
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
