@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,7 +17,6 @@ class Rank:
     rank: int
     role: str
     role_rank: int
-    node: int
     device: str
     straggled: int  # times
 
@@ -34,23 +32,19 @@ class Node:
 def nodes(record: Record) -> list[Node]:
     """As the last attempt had them."""
     cluster, hosts = record.manifest["cluster"], _hosts(record)
-    straggled = _straggled(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
     found = []
     for index in range(cluster["nodes"]):
-        placed = [each for each in cluster["ranks"] if each["node"] == index]
-        ranks = tuple(
-            Rank(**{**each, "straggled": straggled[each["role_rank"]] if each["role"] == "worker" else 0})
-            for each in placed
-        )
         host = hosts[index] if hosts else ""
+        ranks = tuple(_rank(each, record) for each in cluster["ranks"] if each["node"] == index)
         found.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), ranks))
     return found
 
 
-def _straggled(record: Record) -> Counter[int]:
-    """How often each worker did."""
-    return Counter(event["rank"] for event in record.events if event.get("event") == "straggling" and "rank" in event)
+def _rank(place: Mapping[str, Any], record: Record) -> Rank:
+    role, number = place["role"], place["role_rank"]
+    straggled = sum(each["rank"] == number for each in record.stragglers) if role == "worker" else 0
+    return Rank(place["rank"], role, number, place["device"], straggled)
 
 
 def _hosts(record: Record) -> Sequence[str]:

@@ -74,7 +74,7 @@ def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]
             (line,) = axes.plot(
                 each.steps, each.values, style, color=series_colour(index), marker=marker, markersize=3.5
             )
-            tip(line, f"{each.label}: last {each.last:.6g}{unit}")
+            tip(line, f"{each.label}: {each.last:.6g}{unit}")
         axes.set_xlabel("step")
         axes.set_ylabel(unit.strip())
         axes.margins(x=0.02)
@@ -87,30 +87,18 @@ def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]
 
 def run_curves(record: Record) -> list[Chart]:
     """What a run logged about learning and speed."""
-    steps = record.steps
-    names = sorted({name for row in record.evaluations for name in row["metrics"]})
     return [
-        *lines("Training loss", [curve("loss", steps, "loss")]),
-        *(each for name in names for each in lines(f"Test {plain(name)}", [metric(name, record, name)])),
-        *lines("Learning rate", [curve("lr", steps, "lr")]),
-        *lines("Gradient norm", [curve("norm", steps, "grad_norm")]),
-        *lines("Throughput", [curve("samples", steps, "samples_per_second")], unit=" samples/s"),
+        *common_curves({"last": record}),
+        *lines("Learning rate", [curve("last", record.steps, "lr")]),
+        *lines("Gradient norm", [curve("last", record.steps, "grad_norm")]),
     ]
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
-    """The same figures of several runs, laid over each other."""
+    """Figures that runs have in common, laid over each other."""
     names = sorted({name for record in records.values() for row in record.evaluations for name in row["metrics"]})
-    return [
-        *lines("Training loss", [curve(label, each.steps, "loss") for label, each in records.items()]),
-        *(
-            chart
-            for name in names
-            for chart in lines(f"Test {plain(name)}", [metric(label, each, name) for label, each in records.items()])
-        ),
-        *lines(
-            "Throughput",
-            [curve(label, each.steps, "samples_per_second") for label, each in records.items()],
-            unit=" samples/s",
-        ),
-    ]
+    rates = [curve(label, each.steps, "samples_per_second") for label, each in records.items()]
+    charts = lines("Training loss", [curve(label, each.steps, "loss") for label, each in records.items()])
+    for name in names:
+        charts += lines(f"Test {plain(name)}", [metric(label, each, name) for label, each in records.items()])
+    return [*charts, *lines("Throughput", rates, unit=" samples/s")]

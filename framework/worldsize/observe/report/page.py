@@ -88,7 +88,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
     goodput = results.get("goodput") or {}
     found = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
     total = record.manifest["config"].get("steps")
-    found += [("steps", f"{last.get('step', 0):,} / {total:,}" if total else f"{last.get('step', 0):,}")]
+    found += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
     if last:
         found += [("loss", figure(last["loss"]))]
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):
@@ -115,7 +115,6 @@ def facts(record: Record) -> list[tuple[str, str]]:
         "re-creates": manifest["parent_run"],
         "recipe": _target(config, "recipe"),
         "strategy": _target(config, "strategy"),
-        "typed": " ".join(manifest["overrides"]),
         "global batch": config.get("batch_size"),
         "logical ranks": determinism.get("logical_ranks"),
         "precision": config.get("precision"),
@@ -156,7 +155,7 @@ def figure(value: Any) -> str:
     found = number(value)
     if found != found:
         return "–"
-    return f"{found:,.0f}" if abs(found) >= 1000 else f"{found:.4g}"
+    return f"{found:,.0f}" if 1e3 <= abs(found) < 1e12 else f"{found:.4g}"
 
 
 def percent(share: float) -> str:

@@ -30,13 +30,15 @@ def rank_charts(record: Record) -> list[Chart]:
             own[line["step"]][rank] = number(line.get("data_seconds")) + number(line.get("compute_seconds"))
     waits = "What a rank waits for the others counts."
     return [
-        *heat_map("Step time by rank", steps, record.events, waits),
-        *heat_map("Own time by rank", dict(sorted(own.items())), record.events, "Data and compute alone."),
+        *heat_map("Step time by rank", steps, record.stragglers, waits),
+        *heat_map("Own time by rank", dict(sorted(own.items())), record.stragglers, "Data and compute alone."),
         *anatomy(record),
     ]
 
 
-def heat_map(title: str, seconds: Mapping[int, Mapping[int, float]], events: Sequence[Line], note: str) -> list[Chart]:
+def heat_map(
+    title: str, seconds: Mapping[int, Mapping[int, float]], stragglers: Sequence[Line], note: str
+) -> list[Chart]:
     """``seconds`` by step and rank; crosses where a rank was found to straggle."""
     ranks = 1 + max((rank for row in seconds.values() for rank in row), default=-1)
     table_sr = np.array([[number(row.get(rank)) for rank in range(ranks)] for row in seconds.values()])
@@ -44,21 +46,21 @@ def heat_map(title: str, seconds: Mapping[int, Mapping[int, float]], events: Seq
         return []
     shown_rc = 1e3 * means(table_sr, at_most=_COLUMNS).T
     low, high = np.nanpercentile(shown_rc, (1, 99))
+    high = high if high > low else low + 1
 
     def paint(axes: Axes) -> None:
         edges = (min(seconds), max(seconds) + 1, ranks - 0.5, -0.5)
         look = {"aspect": "auto", "interpolation": "none", "cmap": "YlGnBu", "vmin": low, "vmax": high}
         axes.imshow(shown_rc, extent=edges, **look)
-        for event in events:
-            if event.get("event") == "straggling":
-                (cross,) = axes.plot(event["step"], event["rank"], "x", color=colour("bad"), markersize=6)
-                tip(cross, f"rank {event['rank']} straggles: {event.get('cause')}")
+        for event in stragglers:
+            (cross,) = axes.plot(event["step"], event["rank"], "x", color=colour("bad"), markersize=6)
+            tip(cross, f"rank {event['rank']} straggles: {event.get('cause')}")
         axes.grid(visible=False)
         axes.set_xlabel("step")
         axes.set_ylabel("rank")
         axes.locator_params(axis="y", integer=True)
         scale = axes.inset_axes((1.03, 0, 0.04, 1))
-        scale.imshow(np.linspace(high, low, 64)[:, None], extent=(0, 1, low, high or 1), **look)
+        scale.imshow(np.linspace(high, low, 64)[:, None], extent=(0, 1, low, high), **look)
         scale.grid(visible=False)
         scale.set_xticks([])
         scale.yaxis.tick_right()

@@ -44,6 +44,11 @@ class Record:
         return self.manifest["results"] or {}
 
     @property
+    def stragglers(self) -> list[Line]:
+        """Events that name a worker as slow, at a step."""
+        return [each for each in self.events if each.get("event") == "straggling" and {"rank", "step"} <= each.keys()]
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Of the end of the run, else of the last evaluation."""
         found = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
