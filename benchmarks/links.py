@@ -6,6 +6,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,31 @@ from worldsize.testing.hosts import Hosts
 REPOSITORY = Path(__file__).parents[1]
 
 
-def trained_on(hosts: Hosts, *options: str) -> list[dict[str, Any]]:
-    """The logged steps of a run by ``cluster=ssh`` on all of ``hosts``."""
+@contextmanager
+def warm_python(folder: Path) -> Iterator[Path]:
+    """A Python that has imported worldsize already, as the tests have it: four hosts on two cores start in no time."""
+    sys.path.append(str(REPOSITORY))
+    from tests import warm
+
+    path = folder / "zygote"
+    zygote = subprocess.Popen([sys.executable, str(REPOSITORY / "tests" / "zygote.py"), str(path), "-" * 4000])
+    while not path.exists():
+        time.sleep(0.005)
+    yield warm.interpreter(folder, str(path))
+    zygote.kill()
+    zygote.wait()
+
+
+def trained_on(hosts: Hosts, *options: str, python: str | Path = sys.executable) -> list[dict[str, Any]]:
+    """The logged steps of a run by ``cluster=ssh`` on all of ``hosts``, whose interpreter is ``python``."""
     with tempfile.TemporaryDirectory() as runs:
         words = [
             *("+cluster=ssh", f"cluster.hosts=[{','.join(f'h{host + 1}' for host in range(hosts.count))}]"),
-            *(f"cluster.ssh=[{','.join(hosts.ssh)}]", f"cluster.python={sys.executable}", "cluster.folder=null"),
+            *(f"cluster.ssh=[{','.join(hosts.ssh)}]", f"cluster.python={python}", "cluster.folder=null"),
             *("log_every=1", "logger=none", "cluster.threads=1", f"run.root={runs}", "evaluate_every=0"),
             *("recipe.test_bytes=1000", "optimizer=sgd", "checkpoint=none", *options),
         ]
-        command = hosts.on(1, [sys.executable, "train.py", *words])
+        command = hosts.on(1, [str(python), "train.py", *words])
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         (file,) = Path(runs).rglob("metrics.jsonl")
         return [each for each in map(json.loads, file.read_text().splitlines()) if each["event"] == "step"]

@@ -43,7 +43,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a launcher offers: shape, device and links by tier ("device", "node", "network")."""
+    """What a launcher offers: shape, device and links by tier ("device", "node", "network").
+
+    For planning: ``device_memory`` in bytes that one process may fill, ``price_per_hour`` of a node.
+    """
 
     name: str
     nodes: int
@@ -55,10 +58,21 @@ class Cluster:
     interface: str | None = None
     hca: str | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
+    device_memory: float | None = None
+    price_per_hour: float | None = None
 
     @property
     def processes_per_node(self) -> int:
         return self.processes // self.nodes
+
+
+@dataclass(frozen=True)
+class Handling:
+    """Seconds that a rank needs for each byte of float32 that it writes as a message, reads from one, or adds up."""
+
+    encode: float = 0.0
+    decode: float = 0.0
+    add: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,9 @@ class Workload:
 
     ``unit_bytes``: of the largest part that a sharded model gathers at once; ``activation_bytes``: of a micro-batch;
     ``boundary_bytes``: of what one block hands to the next, for a micro-batch; ``compute_seconds``: forward, backward
-    and update of what one rank does in a step, by itself; ``overlap``: share of it behind which communication hides.
+    and update of what one rank does in a step, by itself; ``update_seconds``: of these the update; ``overlap``: share
+    of them behind which communication hides. ``handling``: by codec of the messages, "none" if they are sent as they
+    are.
     """
 
     parameter_bytes: float
@@ -77,13 +93,18 @@ class Workload:
     boundary_bytes: float = 0.0
     blocks: int = 0
     compute_seconds: float = 0.0
+    update_seconds: float = 0.0
     overlap: float = 0.0
+    handling: Mapping[str, Handling] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Cost:
     """What a strategy makes of a :class:`Workload`, for each rank: memory, bytes sent and seconds of communication a
-    step; ``across_bytes`` are what a node sends to others. ``idle``: share of a step in which a rank waits its turn.
+    step; ``across_bytes`` are what a node sends to others. ``exposed_seconds``: of that communication, what cannot
+    hide behind compute (None: what is longer than the share of it that can be hidden behind). ``added_seconds``: what
+    a rank computes beside the workload (encoding), or less if negative (an update that others share). ``idle``: share
+    of a step in which a rank waits its turn. ``same``: a step's result is that of one process, up to rounding.
     """
 
     memory_bytes: float
@@ -91,6 +112,9 @@ class Cost:
     across_bytes: float
     communication_seconds: float
     idle: float = 0.0
+    exposed_seconds: float | None = None
+    added_seconds: float = 0.0
+    same: bool = True
 
 
 @dataclass(frozen=True)

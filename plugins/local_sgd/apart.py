@@ -57,7 +57,7 @@ class Apart(Strategy):
         """An all-reduce of the parameters, once in ``inner_steps`` steps."""
         sent = 2 * ring_share(cluster.processes) * work.parameter_bytes / self.inner_steps
         seconds = all_reduce_seconds(work.parameter_bytes, cluster) / self.inner_steps
-        return Cost(whole_bytes(work), sent, across(cluster, sent), seconds)
+        return Cost(whole_bytes(work), sent, across(cluster, sent), seconds, exposed_seconds=seconds, same=False)
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

@@ -70,6 +70,7 @@ class StreamingDiLoCo(Apart):
             sent_bytes=apart.sent_bytes * smaller * gathered,
             across_bytes=apart.across_bytes * smaller * gathered,
             communication_seconds=apart.communication_seconds * smaller * gathered,
+            same=False,
         )
 
     def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:

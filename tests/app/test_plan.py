@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from worldsize.app.plan import rank_table
+from worldsize.core import Cluster, Link, Workload
+from worldsize.reproducibility.manifest import write_manifest
+from worldsize.strategies.ddp import DDP
 
 TEXTBOOK = ("--model-size", "1e9", "--precision", "fp16", "--compute", "250ms", "+cluster=slurm", "batch_size=64")
 
@@ -21,14 +27,14 @@ def plan(command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
 def rows(output: str) -> dict[str, list[str]]:
     """Cells of the table of strategies, by strategy."""
     lines = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in output.splitlines() if "│" in line]
-    return {cells[0]: cells[1:] for cells in lines if len(cells) == 7}
+    return {cells[0]: cells[1:] for cells in lines if len(cells) == 9}
 
 
 @pytest.mark.parametrize(
     ("nodes", "each", "expected"),
     [
-        (1, 8, ["8.00 GB", "3.50 GB", "0 B", "11.68 ms", "261.68 ms", "95.5%"]),
-        (8, 1, ["8.00 GB", "3.50 GB", "3.50 GB", "280.07 ms", "530.07 ms", "47.2%"]),
+        (1, 8, ["8.00 GB", "3.50 GB", "0 B", "11.68 ms", "11.68 ms", "261.68 ms", "95.5%", "46.72 ms"]),
+        (8, 1, ["8.00 GB", "3.50 GB", "3.50 GB", "280.07 ms", "280.07 ms", "530.07 ms", "47.2%", "1120.28 ms"]),
     ],
 )
 def test_a_billion_parameters_on_eight_gpus(plan: Any, nodes: int, each: int, expected: list[str]) -> None:
@@ -56,8 +62,37 @@ def test_a_recipe_is_calibrated_by_a_few_steps(plan: Any, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     found = rows(done.stdout)
     assert found["ddp"][0].endswith(" MB")
-    assert float(found["ddp"][4].removesuffix(" ms")) > 0
+    assert float(found["ddp"][5].removesuffix(" ms")) > 0
+    assert "Global batch: 96 samples a step, 2 × 48.\nLinks (declared by cluster=laptop): " in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_links_that_were_measured_memory_and_the_batch_of_the_last_run_count(plan: Any, tmp_path: Path) -> None:
+    measured = {"schema": 1, "links": {"network": {"bandwidth": 1.25e9, "latency": 1e-5}}}
+    (tmp_path / "doctor.json").write_text(json.dumps(measured))
+    before = tmp_path / "runs" / "digits" / "2026-01-02_030405_abcdef"
+    before.mkdir(parents=True)
+    write_manifest(before / "run_manifest.json", {"config": {"batch_size": 16}, "attempts": []})
+    words = ("cluster.nodes=8", "cluster.gpus_per_node=1", "cluster.device_memory=7e9", "cluster.price_per_hour=3")
+    done = plan("--links", "doctor.json", *TEXTBOOK, *words)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("│ ddp ")]
+    cells = [cell.strip() for cell in line.strip("│ ").split("│")]
+    step = 0.250 + 2 * 7 / 8 * 2e9 / 1.25e9 + 14 * 1e-5
+    assert (cells[1], cells[6]) == ("8.00 GB ✗", f"{1e3 * step:.2f} ms")
+    assert cells[9] == f"{step / 3600 * 24 / 64 * 1e6:.2f}"  # eight nodes at 3 an hour, 64 samples a step
+    assert "ddp: it needs 8.00 GB a rank, and there are 7.00 GB." in done.stdout
+    assert "Best: fsdp, " in done.stdout
+    assert "the global batch is 64, and was 16 in runs/digits/2026-01-02_030405_abcdef" in done.stderr
+    assert "start at 4 × with SGD, 2 × with Adam" in done.stderr
+
+
+def test_thousands_of_ranks_are_a_short_table() -> None:
+    cluster = Cluster("test", 512, 4096, "cuda", "nccl", links={"network": Link(12.5e9, 5e-6)})
+    table = rank_table(cluster, {"data": [list(range(4096))]})
+    assert list(table.columns[0].cells) == [*map(str, range(8)), "...", *map(str, range(4088, 4096))]
+    found = DDP().cost(Workload(2e9, 4e9, compute_seconds=0.25), cluster)
+    assert found.communication_seconds == pytest.approx(2 * (4095 / 4096 * 2e9 / 12.5e9 + 4095 * 5e-6))
 
 
 def test_what_cannot_be_planned_is_refused(plan: Any) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from worldsize.core import Link
 from worldsize.planning.cost import (
     all_gather_seconds,
+    all_to_all_seconds,
     bubble_share,
+    bucketed_exposed_seconds,
     compute_seconds_for,
     efficiency,
     exposed_seconds,
@@ -76,6 +80,21 @@ def test_the_bubble_shrinks_with_micro_batches_and_with_stages_a_rank() -> None:
     assert bubble_share(1, 8) == 0
     assert bubble_share(4, 8) == 3 / 11
     assert bubble_share(4, 8, 2) == 3 / 19
+
+
+def test_messages_of_an_all_to_all_share_the_link_of_their_node() -> None:
+    # 4 nodes of 2: each rank sends an eighth to six ranks elsewhere and to one beside it
+    link = Link(1e9, 1e-5)
+    assert all_to_all_seconds(8e8, 4, 2, NODE, link) == pytest.approx(1e-5 + 2 * 6 * 1e8 / 1e9)
+    assert all_to_all_seconds(8e8, 1, 8, NODE, link) == pytest.approx(1e-6 + 7 * 1e8 / 300e9)
+
+
+def test_the_last_bucket_has_nothing_to_hide_behind() -> None:
+    seconds = partial(ring_all_reduce_seconds, ranks=8, link=Link(1e9, 0.0))  # 1.75 ns a byte
+    assert bucketed_exposed_seconds(1e8, 25e6, 10.0, seconds) == pytest.approx(seconds(25e6))
+    assert bucketed_exposed_seconds(1e8, 25e6, 0.0, seconds) == pytest.approx(seconds(1e8))
+    # buckets are full at 25, 50, 75 and 100 ms, and take 43.75 ms each, one after the other
+    assert bucketed_exposed_seconds(1e8, 25e6, 0.1, seconds) == pytest.approx(0.025 + 4 * 0.04375 - 0.1)
 
 
 def test_only_what_does_not_fit_behind_compute_is_waited_for() -> None:

@@ -10,6 +10,7 @@ from worldsize.errors import neighbours
 COMMANDS = {
     "train": "train a recipe; the same as train.py",
     "plan": "what a step costs under every strategy, and which rank does what; nothing is started",
+    "scale": "measure how a step's time falls as processes are added, next to what plan predicts",
     "resume": "go on with a run from its newest checkpoint",
     "status": "list runs and how they ended",
     "logs": "show what the processes of a run say, by rank; --follow it live",

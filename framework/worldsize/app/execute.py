@@ -135,6 +135,12 @@ def settings_of(cfg: DictConfig) -> Settings:
     return load_settings(_completed(resolved(cfg)))
 
 
+def shape_of(cfg: DictConfig) -> dict[str, Any]:
+    """The cluster with its ``processes`` filled in."""
+    cluster = resolved(cfg)["cluster"]
+    return with_processes(cluster, torch.cuda.device_count() if cluster["device"] == "cuda" else 0)
+
+
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
     gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))

@@ -6,10 +6,11 @@ Nothing is started; the recipe takes a few steps on this machine, unless --model
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra import compose
@@ -20,27 +21,30 @@ from rich.table import Table
 
 from worldsize.app.leave import leave
 from worldsize.app.train import refuse
-from worldsize.config.compose import compose_and_call, task_overrides
-from worldsize.core import Cluster, Numerics, Workload
+from worldsize.config.compose import choices, compose_and_call, task_overrides
+from worldsize.core import Cluster
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.planning.advice import (
+    WANTED,
+    best_text,
+    detected_memory_bytes,
+    price_per_million,
+    retuning_text,
+    size_text,
+    time_text,
+    unfit,
+)
+from worldsize.planning.cost import compute_seconds_for
+from worldsize.reproducibility.manifest import NAME, look
 
 if TYPE_CHECKING:
+    from worldsize.app.predict import Predictor
     from worldsize.config.settings import Settings
     from worldsize.planning.forecast import Forecast
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the user knows: bytes of the parameters, seconds that a rank computes in a step; ``overlap``: share of
-    them behind which communication hides.
-    """
-
-    parameter_bytes: float | None = None
-    compute_seconds: float | None = None
-    overlap: float = 0.0
+_MOST, _SHOWN = 64, 16  # ranks: of more than that so many, the first and the last
 
 
 def main() -> None:
@@ -49,10 +53,9 @@ def main() -> None:
     parser.add_argument("--model-size", type=float, metavar="N", help="parameters, e.g. 1e9, instead of the recipe's")
     parser.add_argument("--precision", choices=_SIZES, default="fp32", help="with --model-size: of the gradients sent")
     parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
-    parser.add_argument("--overlap", type=float, default=0.0, help="share of compute behind which bytes travel, 0 to 1")
-    options = parser.parse_args()
-    size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
-    leave(plan(options.overrides, Given(size, options.compute, options.overlap)))
+    parser.add_argument("--overlap", type=float, help="share of compute behind which bytes travel, 0 to 1")
+    parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
+    leave(plan(parser.parse_args()))
 
 
 def _seconds(text: str) -> float:
@@ -62,76 +65,88 @@ def _seconds(text: str) -> float:
     return float(text.removesuffix(unit)) * _UNITS[unit]
 
 
-def plan(arguments: Sequence[str], given: Given) -> int:
+def plan(options: argparse.Namespace) -> int:
     """Exit code: 0, or that of a configuration that cannot run."""
     codes = [0]
 
     def task(cfg: DictConfig) -> None:
         try:
-            _show(cfg, given)
+            _show(cfg, options)
         except WorldsizeError as error:  # Hydra would print where it was raised
             codes.append(refuse(error))
 
     try:
-        compose_and_call(task, arguments)
+        compose_and_call(task, options.overrides)
     except WorldsizeError as error:
         codes.append(refuse(error))
     return max(codes)
 
 
-def _show(cfg: DictConfig, given: Given) -> None:
-    from worldsize.app.execute import settings_of  # imports torch, which takes seconds
+def _show(cfg: DictConfig, options: argparse.Namespace) -> None:
+    import torch  # takes seconds, as what follows
 
-    settings = settings_of(cfg)
+    from worldsize.app.execute import settings_of
+    from worldsize.app.predict import Given, Predictor, links_of
+
+    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    if options.model_size is not None and options.compute is None:
+        raise ConfigError("--model-size says nothing of time. Give --compute too, e.g. --compute 250ms.")
+    size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
+    links = links_of(options.links) if options.links else {}
+    predictor = Predictor(Given(size, options.compute, options.overlap, links))
+    typed = any(word.startswith("batch_size=") for word in task_overrides())
+    shared = [] if size is None or typed else [f"batch_size={_shared_out(cfg)}"]
+    settings = settings_of(compose("config", overrides=[*task_overrides(), *shared]))
+    _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
+    found, refused = _forecasts(predictor, shared)
+    cluster = predictor.cluster(settings)
+    memory = cluster.device_memory or detected_memory_bytes(cluster)
+    unfitting = {name: why for name, each in found.items() if (why := unfit(each, memory))}
+    _print(_cost_table(found, unfitting, settings))
+    _print(best_text(found, unfitting))
+    _print("" if shared else _batch_text(settings), _links_text(cluster, options.links), "" if memory else _UNKNOWN)
+    _print(*(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()))
+    if not shared and (warning := _retuning_text(settings)):
+        print(warning, file=sys.stderr)
+
+
+_UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."
+
+
+def _print(*lines: Table | str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
-    found, refused = _forecasts(_workload(settings, given), measured=given.compute_seconds is None)
-    console.print(_cost_table(found, settings))
-    for name, why in refused.items():
-        console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
+    for line in filter(None, lines):
+        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
+
+
+def _shared_out(cfg: DictConfig) -> int:
+    """A batch that every strategy can deal to its workers, for a model whose compute is given: no sample is drawn."""
+    from worldsize.app.execute import shape_of
+
+    processes = shape_of(cfg)["processes"]
+    return 16 * math.lcm(*range(max(1, processes - 8), processes + 1))
 
 
 # ---------------------------------------------------------------- what it costs
 
 
-def _workload(settings: Settings, given: Given) -> Workload:
-    """Of one rank's step, if all ranks share the batch evenly."""
-    if given.parameter_bytes is not None:
-        if given.compute_seconds is None:
-            raise ConfigError("--model-size says nothing of time. Give --compute too, e.g. --compute 250ms.")
-        size = given.parameter_bytes
-        return Workload(size, 2 * size, compute_seconds=given.compute_seconds, overlap=given.overlap)
-    from worldsize.engine.data import Order
-    from worldsize.planning.calibrate import calibrate
-
-    order = Order(settings.seed, settings.batch_size, settings.logical_ranks, (0,))
-    numerics = getattr(settings.strategy, "numerics", Numerics())
-    work = calibrate(settings.recipe, numerics, order, settings.cluster.device)
-    seconds = given.compute_seconds or work.compute_seconds * settings.logical_ranks / settings.cluster.processes
-    return replace(work, compute_seconds=seconds, overlap=given.overlap)
-
-
-def _forecasts(work: Workload, *, measured: bool) -> tuple[dict[str, Forecast], dict[str, str]]:
-    """By strategy: the forecast, or why there is none. Where compute was measured, fewer workers have more to do."""
-    from worldsize.planning.forecast import forecast
-
+def _forecasts(predictor: Predictor, shared: Sequence[str]) -> tuple[dict[str, Forecast], dict[str, str]]:
+    """By strategy: the forecast, or why there is none."""
     found: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
-    for name, settings in _strategies(refused):
-        cost = settings.strategy.cost(work, settings.cluster)
-        if cost is None:
-            refused[name] = "it does not say what it costs"
-            continue
-        share = settings.cluster.processes / settings.roles["worker"].processes if measured else 1.0
-        found[name] = forecast(cost, replace(work, compute_seconds=work.compute_seconds * share))
+    for name, settings in _strategies(refused, shared):
+        try:
+            found[name] = predictor.forecast(settings)
+        except ConfigError as error:
+            refused[name] = str(error)
     return found, refused
 
 
-def _strategies(refused: dict[str, str]) -> Iterator[tuple[str, Settings]]:
+def _strategies(refused: dict[str, str], shared: Sequence[str]) -> Iterator[tuple[str, Settings]]:
     """The run under each strategy with its defaults, and as it was typed under the chosen one."""
     from worldsize.app.execute import settings_of
 
-    typed = task_overrides()
+    typed = [*task_overrides(), *shared]
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
     others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
     for name in GlobalHydra.instance().config_loader().get_group_options("strategy"):
@@ -142,28 +157,45 @@ def _strategies(refused: dict[str, str]) -> Iterator[tuple[str, Settings]]:
             refused[name] = str(error)
 
 
-def _cost_table(found: Mapping[str, Forecast], settings: Settings) -> Table:
-    title = f"{settings.cluster.processes} processes on {settings.cluster.nodes} nodes"
-    columns = ("memory a rank", "sent a rank", "leaves a node", "communication", "step", "efficiency")
-    table = Table("strategy", *columns, title=title)
-    best = min((each.step_seconds for each in found.values()), default=0.0)
-    for name, each in sorted(found.items(), key=lambda item: item[1].step_seconds):
+def _cost_table(found: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings) -> Table:
+    cluster = settings.cluster
+    price = cluster.price_per_hour and cluster.price_per_hour * cluster.nodes
+    columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
+    columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price else [])]
+    table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")
+    ranked = sorted(found.items(), key=lambda item: (item[0] in unfitting, item[1].step_seconds))
+    for place, (name, each) in enumerate(ranked):
         cost = each.cost
-        sizes = (_size(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes))
-        times = (_time(cost.communication_seconds), _time(each.step_seconds), f"{each.efficiency:.1%}")
-        table.add_row(name, *sizes, *times, style="bold" if each.step_seconds == best else None)
+        cells = [size_text(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes)]
+        cells += [time_text(each) for each in (cost.communication_seconds, each.exposed_seconds, each.step_seconds)]
+        cells += [f"{each.efficiency:.1%}", time_text(compute_seconds_for(WANTED, each.exposed_seconds))]
+        cells += [f"{price_per_million(each, settings.batch_size, price):.2f}"] if price else []
+        cells[0] += " ✗" if name in unfitting else ""
+        table.add_row(name, *cells, style="dim" if name in unfitting else "" if place else "bold")
     return table
 
 
-def _size(count: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count:.0f} B"
+def _batch_text(settings: Settings) -> str:
+    each = settings.batch_size // settings.logical_ranks
+    return f"Global batch: {settings.batch_size} samples a step, {settings.logical_ranks} × {each}."
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"
+def _links_text(cluster: Cluster, file: Path | None) -> str:
+    tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
+    origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
+    return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
+
+
+def _retuning_text(settings: Settings) -> str | None:
+    """If the newest run of this recipe had another global batch."""
+    root = Path(settings.config["run"]["root"], choices()["recipe"])
+    for path in sorted(root.glob(f"*/{NAME}"), reverse=True):  # by date and time
+        try:
+            then = int(look(path.parent)["config"]["batch_size"])
+        except (WorldsizeError, KeyError):
+            continue
+        return retuning_text(then, settings.batch_size, settings.config["lr"], str(path.parent))
+    return None
 
 
 # ---------------------------------------------------------------- which rank does what
@@ -173,7 +205,12 @@ def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) 
     """A row a process: its node, and on each axis its coordinate and the ranks that it works with there."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
     places = {axis: _places(members) for axis, members in groups.items()}
+    omitted = range(_SHOWN // 2, cluster.processes - _SHOWN // 2) if cluster.processes > _MOST else range(0)
     for rank in range(cluster.processes):
+        if rank in omitted:
+            if rank == omitted[0]:
+                table.add_row("...")
+            continue
         node, local = divmod(rank, cluster.processes_per_node)
         table.add_row(*map(str, (rank, node, local)), *(places[axis].get(rank, "") for axis in groups))
     return table

@@ -13,14 +13,14 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.ordered import finish
 
-_LARGEST = 1 << 20  # bytes of all rows together
+LARGEST = 1 << 20  # bytes of all rows together
 
 
 def is_small(module: nn.Module, size: int) -> bool:
     """Whether gathering the gradients of ``module`` from ``size`` ranks beats an all-reduce of them."""
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
     on_cpu = all(parameter.device.type == "cpu" for parameter in gradients)
-    return on_cpu and size * sum(parameter.nbytes for parameter in gradients) <= _LARGEST
+    return on_cpu and size * sum(parameter.nbytes for parameter in gradients) <= LARGEST
 
 
 def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:

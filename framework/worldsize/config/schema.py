@@ -25,7 +25,8 @@ class ClusterSchema:
     ``interface``: network interface of the collectives (default: the one that leads to the first node). ``hca``:
     InfiniBand adapters that NCCL may use (NCCL_IB_HCA). ``port``: at which the hosts find the first (default: one that
     follows from the run's id). ``nodes_differ``: what is done when hosts have other code or packages than the first:
-    refuse or warn.
+    refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine has),
+    ``price_per_hour`` of a node.
     """
 
     name: str = MISSING
@@ -41,6 +42,8 @@ class ClusterSchema:
     hca: str | None = None
     port: int | None = None
     nodes_differ: str = "refuse"
+    device_memory: float | None = None
+    price_per_hour: float | None = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 

@@ -130,6 +130,8 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         interface=node.get("interface"),
         hca=node.get("hca"),
         links=links,
+        device_memory=node.get("device_memory"),
+        price_per_hour=node.get("price_per_hour"),
     )
 
 

@@ -4,47 +4,123 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import MicroBatch, Numerics, Recipe, Workload, World
+from worldsize.collectives.codecs import CODECS
+from worldsize.core import Handling, MicroBatch, Numerics, Recipe, Workload, World
 from worldsize.engine.data import Order, micro_batches
-from worldsize.strategies.synchronous import SynchronousReplica, alone
+from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 
 _WARM_UP, _STEPS = 2, 5
+_HANDLED = 1 << 20  # numbers
 
 
-def calibrate(recipe: Recipe, numerics: Numerics, order: Order, kind: str) -> Workload:
-    """Of one logical rank's micro-batch, on one process and this machine's first device of a ``kind`` ("cpu", "cuda"):
-    its ``compute_seconds`` are the median of five steps.
+def calibrate(
+    recipe: Recipe, numerics: Numerics, order: Order, kind: str, *, at_once: int = 1, threads: int = 1
+) -> Workload:
+    """Of the micro-batches in ``order``, on one process of so many ``threads`` and this machine's first device of a
+    ``kind`` ("cpu", "cuda"): its ``compute_seconds``, the wait for data included, are the median of five steps.
+
+    With ``at_once`` processes, which do the same at the same time, each step is as long as the longest of them: as it
+    will be where they share cores and memory. They are forked: this process must have no OpenMP pool.
     """
-    device = torch.device(kind)
-    model = recipe.model().to(device)
-    replica = alone(recipe, model, World("worker", 0, 1, 0, 1, 0, 0, device), numerics)
-    batches = micro_batches(recipe.data("train"), order, device)
-    times = [_timed(replica, next(batches)) for _ in range(_WARM_UP + _STEPS)]
-    parameters, optimizer = list(model.parameters()), replica.optimizer
-    blocks = list(recipe.blocks(model))
-    activation_bytes, boundary_bytes = _activations(recipe, model, blocks, next(batches)[0])
-    return Workload(
-        parameter_bytes=_bytes(parameters),
-        optimizer_bytes=_bytes(value for kept in optimizer.state.values() for value in kept.values()),
-        unit_bytes=max((_bytes(block.parameters()) for block in blocks), default=_bytes(parameters)),
-        activation_bytes=activation_bytes,
-        boundary_bytes=boundary_bytes,
-        blocks=len(blocks),
-        compute_seconds=statistics.median(times[_WARM_UP:]),
-    )
+    context = get_context("fork")
+    barrier = context.Barrier(at_once, timeout=600)
+    with ProcessPoolExecutor(at_once, context, initializer=_join, initargs=(barrier,)) as pool:
+        parts = [pool.submit(_calibrated, recipe, numerics, order, kind, threads) for _ in range(at_once)]
+        return [part.result() for part in parts][-1]
 
 
-def _timed(replica: SynchronousReplica, batches: list[MicroBatch]) -> float:
-    begun = time.perf_counter()
-    replica.step(batches)
-    if replica.world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
+_together: list[Barrier] = []  # in a process that calibrates beside others: where they meet
+
+
+def _join(barrier: Barrier) -> None:
+    _together.append(barrier)
+
+
+def _calibrated(recipe: Recipe, numerics: Numerics, order: Order, kind: str, threads: int) -> Workload:
+    with ExitStack() as stack:
+        if _together:
+            stack.push(lambda failed, *_: _together[0].abort() if failed else None)
+        torch.set_num_threads(threads)
+        return _Calibration(recipe, numerics, order, torch.device(kind)).workload()
+
+
+@final
+@dataclass
+class _Calibration:
+    recipe: Recipe
+    numerics: Numerics
+    order: Order
+    device: torch.device
+
+    def workload(self) -> Workload:
+        model = self.recipe.model().to(self.device)
+        replica = alone(self.recipe, model, World("worker", 0, 1, 0, 1, 0, 0, self.device), self.numerics)
+        batches = micro_batches(self.recipe.data("train"), self.order, self.device)
+        seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
+        parameters, optimizer = list(model.parameters()), replica.optimizer
+        blocks = list(self.recipe.blocks(model))
+        activation_bytes, boundary_bytes = _activations(self.recipe, model, blocks, next(batches)[0])
+        return Workload(
+            parameter_bytes=_bytes(parameters),
+            optimizer_bytes=_bytes(value for kept in optimizer.state.values() for value in kept.values()),
+            unit_bytes=max((_bytes(block.parameters()) for block in blocks), default=_bytes(parameters)),
+            activation_bytes=activation_bytes,
+            boundary_bytes=boundary_bytes,
+            blocks=len(blocks),
+            compute_seconds=seconds,
+            update_seconds=min(update, seconds),
+            overlap=max(0.0, seconds - forward - update) / seconds,
+            handling=self._handling(),
+        )
+
+    def _seconds(
+        self, replica: SynchronousReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
+    ) -> tuple[float, float, float]:
+        """Of a whole step; of its data and forward passes; of its update. What is left is the backward pass."""
+
+        def forward() -> None:
+            for batch in draw():
+                with autocast(self.device, self.numerics.precision):
+                    self.recipe.loss(model, batch.data)
+
+        return self._timed(lambda: replica.step(draw())), self._timed(forward), self._timed(replica.optimizer.step)
+
+    def _handling(self) -> dict[str, Handling]:
+        values_1n = torch.randn(1, _HANDLED, device=self.device)
+        other_1n, each = values_1n.clone(), 1 / values_1n.nbytes
+        added = each * self._timed(lambda: other_1n.add_(values_1n))
+        found = {"none": Handling(add=added)}
+        for name, codec in CODECS.items():
+            wire = codec.encode(values_1n)
+            encode = each * self._timed(lambda codec=codec: codec.encode(values_1n))  # type: ignore[misc]
+            decode = each * self._timed(lambda codec=codec, wire=wire: codec.decode(wire, _HANDLED))  # type: ignore[misc]
+            found[name] = Handling(encode, decode, added)
+        return found
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        return statistics.median([self._once(action) for _ in range(_WARM_UP + _STEPS)][_WARM_UP:])
+
+    def _once(self, action: Callable[[], object]) -> float:
+        for barrier in _together:
+            barrier.wait()
+        begun = time.perf_counter()
+        action()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for barrier in _together:
+            barrier.wait()
+        return time.perf_counter() - begun
 
 
 def _bytes(tensors: Any) -> float:

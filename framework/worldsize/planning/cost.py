@@ -7,6 +7,7 @@ The α–β model (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9): a message o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from worldsize.core import Link
 
@@ -41,6 +42,17 @@ def tree_all_reduce_seconds(payload_bytes: float, ranks: int, link: Link) -> flo
     return 2 * math.ceil(math.log2(ranks)) * link.latency + 2 * payload_bytes / link.bandwidth
 
 
+def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, inside: Link, across: Link) -> float:
+    """Every rank has a message of 1/n of ``payload_bytes`` for every other, all on their way at once, as gloo sends
+    them (github.com/pytorch/gloo, gloo/alltoall.cc): one latency. A node's ranks share its link ``across``.
+    """
+    ranks = nodes * ranks_per_node
+    near = message_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
+    if nodes == 1:
+        return near
+    return max(near, message_seconds(ranks_per_node * (ranks - ranks_per_node) * payload_bytes / ranks, across))
+
+
 def hierarchical_all_reduce_seconds(
     payload_bytes: float, nodes: int, ranks_per_node: int, inside: Link, across: Link, *, shared: bool = False
 ) -> float:
@@ -73,6 +85,21 @@ def bubble_share(stages: int, micro_batches: int, stages_per_rank: int = 1) -> f
 def exposed_seconds(communication_seconds: float, hidden_behind_seconds: float) -> float:
     """What of communication is waited for, if it runs beside so much compute."""
     return max(0.0, communication_seconds - hidden_behind_seconds)
+
+
+def bucketed_exposed_seconds(
+    payload_bytes: float, bucket_bytes: float, backward_seconds: float, seconds: Callable[[float], float]
+) -> float:
+    """What is waited for after a backward pass whose gradients come evenly, if each bucket's collective, of so many
+    ``seconds`` for its bytes, begins once the bucket is full and the one before is through (Li et al. 2020, arXiv
+    2006.15704, section 3.2). The last bucket is full when the pass ends: it is never hidden.
+    """
+    done = filled = 0.0
+    while filled < payload_bytes:
+        size = min(bucket_bytes, payload_bytes - filled)
+        filled += size
+        done = max(done, backward_seconds * filled / payload_bytes) + seconds(size)
+    return max(0.0, done - backward_seconds)
 
 
 def efficiency(compute_seconds: float, exposed: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worldsize.core import Cost, Workload
 from worldsize.planning.cost import exposed_seconds
@@ -10,10 +10,13 @@ from worldsize.planning.cost import exposed_seconds
 
 @dataclass(frozen=True)
 class Forecast:
-    """``compute_seconds`` is all that a rank computes in a step, ``step_seconds`` how long a step takes."""
+    """``compute_seconds`` is all that a rank computes in a step, ``step_seconds`` how long a step takes,
+    ``exposed_seconds`` how long of it a rank waits for communication.
+    """
 
     cost: Cost
     compute_seconds: float
+    exposed_seconds: float
     step_seconds: float
 
     @property
@@ -24,6 +27,19 @@ class Forecast:
 
 def forecast(cost: Cost, work: Workload) -> Forecast:
     """A rank is idle in its share of the compute; what communication hides behind compute is not waited for."""
-    busy = work.compute_seconds / (1 - cost.idle)
-    exposed = exposed_seconds(cost.communication_seconds, work.overlap * work.compute_seconds)
-    return Forecast(cost, work.compute_seconds, busy + exposed)
+    busy = (work.compute_seconds + cost.added_seconds) / (1 - cost.idle)
+    exposed = cost.exposed_seconds
+    if exposed is None:
+        exposed = exposed_seconds(cost.communication_seconds, work.overlap * work.compute_seconds)
+    return Forecast(cost, work.compute_seconds, exposed, busy + exposed)
+
+
+def accumulated(work: Workload, micro_batches: float) -> Workload:
+    """``work``, of one micro-batch, for a rank that has so many in a step: it updates once, and communication hides
+    behind the last one only. Fewer than one: the rank has a part of the model.
+    """
+    once = work.update_seconds * min(1.0, micro_batches)
+    seconds = (work.compute_seconds - work.update_seconds) * micro_batches + once
+    hidden = work.overlap * work.compute_seconds * min(1.0, micro_batches)
+    overlap = hidden / seconds if seconds else work.overlap
+    return replace(work, compute_seconds=seconds, update_seconds=once, overlap=overlap)

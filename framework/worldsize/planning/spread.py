@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from worldsize.core import Cluster, ConfigError, Link, Workload
-from worldsize.planning.cost import all_gather_seconds, hierarchical_all_reduce_seconds, ring_all_reduce_seconds
+from collections import Counter
+from collections.abc import Sequence
+
+from worldsize.core import Cluster, ConfigError, Handling, Link, Workload
+from worldsize.planning.cost import (
+    all_gather_seconds,
+    all_to_all_seconds,
+    hierarchical_all_reduce_seconds,
+    message_seconds,
+    ring_all_reduce_seconds,
+)
 
 
 def link(cluster: Cluster, tier: str) -> Link:
@@ -36,6 +45,38 @@ def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
     return all_gather_seconds(payload_bytes, cluster.processes, slowest(cluster))
 
 
+def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
+    """As an all-to-all of parts, then an all-gather of what has become of them: compressed and ordered sums."""
+    near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
+    parts = all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, slowest(cluster))
+    return parts + all_gather_all_seconds(payload_bytes, cluster)
+
+
+def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
+    """What a node sends to others then."""
+    if cluster.nodes == 1:
+        return 0.0
+    each, ranks = cluster.processes_per_node, cluster.processes
+    return (each * (ranks - each) + ranks - 1) * payload_bytes / ranks
+
+
+def served_bytes(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
+    """What crosses the busiest link, one way, when each client sends every shard's owner its part of ``payload_bytes``.
+    Both are given by global rank; a node's ranks share its link, and what stays inside does not cross it.
+    """
+    part = payload_bytes / len(shards)
+    if cluster.nodes == 1:
+        return max(payload_bytes, len(clients) * part)
+    at_home, sending = (Counter(rank // cluster.processes_per_node for rank in ranks) for ranks in (shards, clients))
+    leaving = (count * (len(shards) - at_home[node]) for node, count in sending.items())
+    arriving = (count * (len(clients) - sending[node]) for node, count in at_home.items())
+    return part * max(*leaving, *arriving)
+
+
+def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
+    return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
+
+
 def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
     """Inside nodes first, then between ranks of one place, whose messages are ``smaller`` × as large."""
     if cluster.nodes == 1:
@@ -51,6 +92,16 @@ def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 
 def whole_bytes(work: Workload) -> float:
     """Parameters, gradients, optimizer state and activations where nothing is divided."""
     return 2 * work.parameter_bytes + work.optimizer_bytes + work.activation_bytes
+
+
+def coding_seconds(payload_bytes: float, ranks: int, handling: Handling, *, lossy: bool) -> float:
+    """What a rank computes for a compressed sum over ``ranks``: it writes its parts, reads and adds up the others', and
+    writes and reads the sum. With ``lossy`` codecs it adds what earlier messages left out and works out what these do.
+    """
+    written, read, added = 1 + 1 / ranks, 2.0, 1.0
+    if lossy:
+        read, added = read + 1 + 1 / ranks, added + 2
+    return payload_bytes * (written * handling.encode + read * handling.decode + added * handling.add)
 
 
 def ring_share(ranks: int) -> float:

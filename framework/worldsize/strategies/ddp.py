@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final, get_args
 
 import torch._dynamo  # noqa: F401 - DDP's constructor imports it, 1.7 s; here it is imported once, before the fork
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from worldsize.collectives.gathered import LARGEST
 from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
+    Handling,
     Numerics,
     Recipe,
     Reduction,
@@ -23,7 +26,18 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.spread import across, all_reduce_seconds, by_node_seconds, ring_share, whole_bytes
+from worldsize.planning.cost import bucketed_exposed_seconds
+from worldsize.planning.spread import (
+    across,
+    all_gather_all_seconds,
+    all_reduce_seconds,
+    by_node_seconds,
+    coding_seconds,
+    exchanged_across_bytes,
+    exchanged_all_seconds,
+    ring_share,
+    whole_bytes,
+)
 from worldsize.strategies.accumulation import Accumulation, accumulation
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.reductions import SIZES, Compression, reduced
@@ -67,16 +81,59 @@ class DDP(Strategy):
         return {"worker": Role(processes=cluster.processes)}
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """The factor of ``compress`` counts where it applies: everywhere, or across nodes only."""
-        payload, memory = work.parameter_bytes, whole_bytes(work)
-        factor = SIZES.get(self.compress, 1.0)
-        if self.reduce != "hierarchical":
-            sent = 2 * ring_share(cluster.processes) * payload * factor
-            return Cost(memory, sent, across(cluster, sent), all_reduce_seconds(payload * factor, cluster))
-        inside = 2 * ring_share(cluster.processes_per_node) * payload
-        between = 2 * ring_share(cluster.nodes) * payload * factor
-        seconds = by_node_seconds(payload, cluster, smaller=factor)
-        return Cost(memory, inside + between / cluster.processes_per_node, between, seconds)
+        """Buckets hide behind the backward pass. What ``compress`` saves and costs counts where it applies: everywhere,
+        or across nodes only. Gradients that are small on CPUs are gathered whole, see collectives/gathered.py.
+        """
+        payload, ranks = work.parameter_bytes, cluster.processes
+        if self.reduce == "hierarchical":
+            inside, between = 2 * ring_share(cluster.processes_per_node), 2 * ring_share(cluster.nodes) * self._factor
+            sent, leaving = (inside + between / cluster.processes_per_node) * payload, between * payload
+        elif self._is_small(work, cluster):
+            sent = leaving = (ranks - 1) * payload
+        else:
+            sent = leaving = 2 * ring_share(ranks) * payload * self._factor
+            leaving = exchanged_across_bytes(payload * self._factor, cluster) if self._is_exchanged else leaving
+        seconds = partial(self._seconds, work=work, cluster=cluster)
+        hidden = bucketed_exposed_seconds(payload, self.bucket_mb * 2**20, work.overlap * work.compute_seconds, seconds)
+        return Cost(
+            memory_bytes=whole_bytes(work),
+            sent_bytes=sent,
+            across_bytes=across(cluster, leaving),
+            communication_seconds=seconds(payload),
+            exposed_seconds=hidden if work.overlap else None,
+            added_seconds=self._added_seconds(work, cluster),
+        )
+
+    @property
+    def _factor(self) -> float:
+        """Bytes that are sent for each of float32."""
+        return SIZES.get(self.compress, 1.0)
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return self.reduce == "ordered" or self.compress in SIZES
+
+    def _is_small(self, work: Workload, cluster: Cluster) -> bool:
+        plain = self.reduce == "flat" and self.compress == "none" and cluster.device == "cpu"
+        return plain and cluster.processes * work.parameter_bytes <= LARGEST
+
+    def _seconds(self, payload_bytes: float, *, work: Workload, cluster: Cluster) -> float:
+        if self.reduce == "hierarchical":
+            return by_node_seconds(payload_bytes, cluster, smaller=self._factor)
+        if self._is_small(work, cluster):
+            return all_gather_all_seconds(payload_bytes * cluster.processes, cluster)
+        if self._is_exchanged:
+            return exchanged_all_seconds(payload_bytes * self._factor, cluster)
+        return all_reduce_seconds(payload_bytes * self._factor, cluster)
+
+    def _added_seconds(self, work: Workload, cluster: Cluster) -> float:
+        """Encoding, and sums that are computed here rather than while others are on their way."""
+        payload, ranks, summed = work.parameter_bytes, cluster.processes, 0.0
+        if self.reduce == "hierarchical":
+            summed = payload * work.handling.get("none", Handling()).add
+            payload, ranks = payload / cluster.processes_per_node, cluster.nodes
+        handling = work.handling.get(self.compress, Handling()) if self.compress in SIZES else Handling()
+        return summed + coding_seconds(payload, ranks, handling, lossy=self.compress == "int8")
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

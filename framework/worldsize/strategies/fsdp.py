@@ -27,7 +27,7 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import all_gather_seconds, ring_all_reduce_seconds
+from worldsize.planning.cost import all_gather_seconds, exposed_seconds, ring_all_reduce_seconds
 from worldsize.planning.spread import across, link, ring_share, slowest
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.sharded import sharded_accumulation
@@ -84,23 +84,36 @@ class FSDP(Strategy):
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         """Gathered for the forward pass and, unless kept, for the backward pass; gradients reduce-scattered, and with
-        several copies all-reduced between them.
+        several copies all-reduced between them. gloo's reduce-scatter is an all-reduce of which most is thrown away
+        (bytes counted at the interface: benchmarks/README.md), and waits for each unit; on GPUs only the first
+        gather and the last reduce-scatter have nothing to hide behind (arXiv 2304.11277, section 3.3).
         """
         payload, size = work.parameter_bytes, self._shard_size(cluster.processes, cluster.processes_per_node)
-        gathers = 2 if self.reshard_after_forward else 1
-        gathered = 2 * work.unit_bytes if self.reshard_after_forward else payload
-        activations = work.boundary_bytes * work.blocks if self.activation_checkpointing else work.activation_bytes
-        memory = (2 * payload + work.optimizer_bytes) / size + gathered + activations
-        copies = cluster.processes // size
+        on_cpu = cluster.backend == "gloo"
+        passes = (2 if self.reshard_after_forward else 1) + (2 if on_cpu else 1)
         inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
-        seconds = (gathers + 1) * all_gather_seconds(payload, size, inside)
-        sent = (gathers + 1) * ring_share(size) * payload
-        if copies == 1:
-            return Cost(memory, sent, across(cluster, sent), seconds)
-        between = 2 * ring_share(copies) * payload / size
-        shared = Link(slowest(cluster).bandwidth / cluster.processes_per_node, slowest(cluster).latency)
-        seconds += ring_all_reduce_seconds(payload / size, copies, shared)
-        return Cost(memory, sent + between, between * cluster.processes_per_node, seconds)
+        seconds, sent = passes * all_gather_seconds(payload, size, inside), passes * ring_share(size) * payload
+        copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
+        if copies > 1:
+            between = 2 * ring_share(copies) * payload / size
+            shared = Link(slowest(cluster).bandwidth / cluster.processes_per_node, slowest(cluster).latency)
+            seconds += ring_all_reduce_seconds(payload / size, copies, shared)
+            sent, leaving = sent + between, leaving + between * cluster.processes_per_node
+        ends = 2 * all_gather_seconds(work.unit_bytes, size, inside)
+        hidden = max(ends, exposed_seconds(seconds, work.overlap * work.compute_seconds))
+        return Cost(
+            memory_bytes=self._memory_bytes(work, size),
+            sent_bytes=sent,
+            across_bytes=across(cluster, leaving),
+            communication_seconds=seconds,
+            exposed_seconds=min(seconds, hidden) if work.overlap and not on_cpu else seconds,
+            added_seconds=-ring_share(size) * work.update_seconds,
+        )
+
+    def _memory_bytes(self, work: Workload, size: int) -> float:
+        gathered = 2 * work.unit_bytes if self.reshard_after_forward else work.parameter_bytes
+        activations = work.boundary_bytes * work.blocks if self.activation_checkpointing else work.activation_bytes
+        return (2 * work.parameter_bytes + work.optimizer_bytes) / size + gathered + activations
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model()

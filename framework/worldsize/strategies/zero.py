@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 import torch._dynamo  # noqa: F401 - DDP's constructor imports it; here it is imported once, before the fork
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from worldsize.core import Cluster, Cost, Numerics, Recipe, Reduction, Replica, Role, Strategy, Workload, World
+from worldsize.planning.cost import bucketed_exposed_seconds
 from worldsize.planning.spread import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.ddp import replicated
@@ -38,12 +40,22 @@ class ZeRO(Strategy):
         return {"worker": Role(processes=cluster.processes)}
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """As DDP, and each rank sends the parameters that it has updated to all others."""
+        """As DDP, and each rank sends the parameters that it has updated to all others, when it has."""
         payload, ranks = work.parameter_bytes, cluster.processes
         sent = 3 * ring_share(ranks) * payload
-        seconds = all_reduce_seconds(payload, cluster) + all_gather_all_seconds(payload, cluster)
-        memory = 2 * payload + work.optimizer_bytes / ranks + work.activation_bytes
-        return Cost(memory, sent, across(cluster, sent), seconds)
+        gathered = all_gather_all_seconds(payload, cluster)
+        seconds = partial(all_reduce_seconds, cluster=cluster)
+        exposed = bucketed_exposed_seconds(
+            payload, self.bucket_mb * 2**20, work.overlap * work.compute_seconds, seconds
+        )
+        return Cost(
+            memory_bytes=2 * payload + work.optimizer_bytes / ranks + work.activation_bytes,
+            sent_bytes=sent,
+            across_bytes=across(cluster, sent),
+            communication_seconds=seconds(payload) + gathered,
+            exposed_seconds=exposed + gathered if work.overlap else None,
+            added_seconds=-ring_share(ranks) * work.update_seconds,
+        )
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

@@ -19,7 +19,13 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import all_gather_seconds, bubble_share, message_seconds, ring_all_reduce_seconds
+from worldsize.planning.cost import (
+    all_gather_seconds,
+    bubble_share,
+    exposed_seconds,
+    message_seconds,
+    ring_all_reduce_seconds,
+)
 from worldsize.planning.spread import link, ring_share, slowest
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding
@@ -150,11 +156,11 @@ class Mesh(Strategy):
         reduced = 4 * blocks * count * work.boundary_bytes
         passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
         gathers = 3 if self.pipeline == 1 else 2
-        seconds = (
-            4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
-            + (0.0 if layout.pipeline == 1 else 2 * message_seconds(work.boundary_bytes, slowest(cluster)) * count)
-            + gathers * all_gather_seconds(held, layout.data, slowest(cluster))
-        )
+        waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
+        if layout.pipeline > 1:
+            waited += 2 * message_seconds(work.boundary_bytes, slowest(cluster)) * count
+        along_data = gathers * all_gather_seconds(held, layout.data, slowest(cluster))
+        exposed = waited + exposed_seconds(along_data, work.overlap * work.compute_seconds)
         sharded = gathers * ring_share(layout.data) * held
         share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
         memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
@@ -162,7 +168,7 @@ class Mesh(Strategy):
         sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
         leaving = (sharded + passed) * cluster.processes_per_node if cluster.nodes > 1 else 0.0
         idle = bubble_share(layout.pipeline, count, self.stages // layout.pipeline)
-        return Cost(memory, sent, leaving, seconds, idle)
+        return Cost(memory, sent, leaving, waited + along_data, idle, exposed)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         return self.layout(cluster.processes).groups()

@@ -15,6 +15,7 @@ from worldsize.core import (
     ConfigError,
     Cost,
     Duty,
+    Handling,
     Numerics,
     Recipe,
     Reduction,
@@ -24,8 +25,8 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import parameter_server_seconds
-from worldsize.planning.spread import across, slowest
+from worldsize.planning.cost import exposed_seconds
+from worldsize.planning.spread import across, served_bytes, served_seconds
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.clock import Clock
 from worldsize.strategies.parameter_server.codec import Codec, Compression, codec_of
@@ -131,14 +132,25 @@ class ParameterServer(Strategy):
         }
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Of a server, whose link is the bottleneck unless there are as many as workers: push, then pull."""
-        workers = cluster.processes - self._house.processes
-        payload = work.parameter_bytes
-        seconds = parameter_server_seconds(payload, workers, self.servers, slowest(cluster))
-        sent = max(payload, workers * payload / self.servers)
+        """Push, then pull, over the busiest link: of servers, unless there are as many as workers. Pushes hide behind
+        the backward pass, but for the last frame; servers add up what comes meanwhile, and update when all has come.
+        """
+        payload, shards = work.parameter_bytes, range(self.servers)
+        workers = range(self._house.processes, cluster.processes)
+        seconds = served_seconds(payload, workers, shards, cluster)
+        added = len(workers) * payload / self.servers * work.handling.get("none", Handling()).add
+        frame = served_seconds(min(payload, self.bucket_mb * 2**20), workers, shards, cluster)
+        pushed = max(frame, exposed_seconds(max(seconds, added), work.overlap * work.compute_seconds))
         worker = 2 * payload + work.activation_bytes
-        memory = max(worker, (payload + work.optimizer_bytes) / self.servers)
-        return Cost(memory, sent, across(cluster, sent * cluster.processes_per_node), seconds)
+        return Cost(
+            memory_bytes=max(worker, (payload + work.optimizer_bytes) / self.servers),
+            sent_bytes=max(payload, len(workers) * payload / self.servers),
+            across_bytes=across(cluster, served_bytes(payload, workers, shards, cluster)),
+            communication_seconds=2 * seconds,
+            exposed_seconds=pushed + seconds,
+            added_seconds=work.update_seconds / self.servers - work.update_seconds,
+            same=self.bound == 0,
+        )
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")

@@ -1,0 +1,206 @@
+"""``worldsize scale [OPTION ...] world_sizes=1,2,4,8``: how a step's time falls as processes are added, measured.
+
+Each point is a run of its own, as train starts it, next to what plan would have predicted for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from worldsize.app.leave import leave
+from worldsize.app.train import refuse, train
+from worldsize.config.compose import choices, compose_and_call
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.planning.advice import time_text
+from worldsize.planning.scaling import PHASES, Point, efficiencies, knees, read_timed
+
+if TYPE_CHECKING:
+    from worldsize.app.predict import Predictor
+    from worldsize.config.settings import Settings
+
+_QUIET = ("steps=50", "log_every=1", "evaluate_every=0", "checkpoint=none", "logger=none")
+_FEWEST = 5  # steps
+_LISTS = ("world_sizes", "strategies", "accumulations")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A point before it is measured. ``words``: its command line, ``predicted``: seconds of a step."""
+
+    strategy: str
+    world_size: int
+    accumulation: int
+    words: tuple[str, ...]
+    settings: Settings
+    recipe: str
+    predicted: float | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize scale", description=__doc__)
+    parser.add_argument(
+        "overrides", nargs="*", help="as of train, and world_sizes=, strategies=, accumulations=: lists"
+    )
+    parser.add_argument(
+        "--mode", choices=("strong", "weak"), default="strong", help="the batch is global, or a process's"
+    )
+    parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
+    options = parser.parse_args()
+    try:
+        leave(scale(options.overrides, mode=options.mode, links=options.links))
+    except WorldsizeError as error:
+        leave(refuse(error))
+
+
+def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
+    """Exit code: 0, or that of the first run that failed.
+
+    Raises:
+        WorldsizeError: a point cannot run; nothing was started.
+    """
+    import torch  # takes seconds, as what follows
+
+    from worldsize.app.predict import Given, Predictor, links_of
+    from worldsize.run_directory import planned
+
+    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    command, predictor = shlex.join(sys.argv), Predictor(Given(links=links_of(links) if links else {}))
+    points = _planned(overrides, mode, predictor)
+    first = points[0]
+    folder = planned(Path(first.settings.config["run"]["root"]), "scaling", None).path
+    done = []
+    for number, point in enumerate(points, 1):
+        print(f"{number}/{len(points)}: {point.strategy}, {point.world_size} processes", file=sys.stderr, flush=True)
+        run = folder / point.recipe / f"{point.strategy}_{point.world_size}_{point.accumulation}"
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+            code = train([*point.words, f"run.root={folder}", f"run.name={run.name}"])
+        if code:
+            return code
+        done.append(_measured(point, run))
+    cluster = predictor.cluster(first.settings)
+    study = {"schema": 1, "recipe": first.recipe, "mode": mode, **_told(done), "command": command}
+    study["cluster"] = {**asdict(cluster), "processes": None}
+    (folder / "scaling.json").write_text(json.dumps(study, indent=2) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table(done, title=f"{first.recipe}, {mode} scaling"))
+    console.print(f"{folder / 'scaling.json'}", highlight=False, soft_wrap=True)
+    return 0
+
+
+# ---------------------------------------------------------------- what is to be measured
+
+
+def _planned(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[Planned]:
+    """Every point, checked and predicted."""
+    lists = {name: _list(overrides, name) for name in _LISTS}
+    if not lists["world_sizes"]:
+        raise ConfigError("no world sizes. Give some, e.g. world_sizes=1,2,4.")
+    words = [*_QUIET, *(word for word in overrides if word.partition("=")[0] not in _LISTS)]
+    others = [word for word in words if not word.startswith(("strategy=", "+strategy="))]
+    named = {name: [*others, f"strategy={name}"] for name in lists["strategies"]} or {"": words}
+    sizes, counts = (sorted(map(_number, lists[name])) for name in ("world_sizes", "accumulations"))
+    points = product(named.values(), sizes, counts or [1])
+    return [
+        _point([*words, f"cluster.processes={size}"], size, count, mode, predictor) for words, size, count in points
+    ]
+
+
+def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predictor: Predictor) -> Planned:
+    found = []
+
+    def task(cfg: DictConfig) -> None:
+        from worldsize.app.execute import settings_of
+
+        cfg.batch_size *= size if mode == "weak" else 1
+        settings = settings_of(cfg)
+        if accumulation > 1:
+            cfg.logical_ranks = accumulation * settings.logical_ranks
+            settings = settings_of(cfg)
+        if settings.pace.steps < _FEWEST:
+            raise ConfigError(f"steps={settings.pace.steps} are too few to tell their spread. Set {_FEWEST} or more.")
+        shape = (f"batch_size={settings.batch_size}", f"logical_ranks={settings.logical_ranks}")
+        place = Planned(choices()["strategy"], size, accumulation, (*words, *shape), settings, choices()["recipe"])
+        found.append(replace(place, predicted=_predicted(predictor, settings)))
+
+    compose_and_call(task, words)
+    return found[0]
+
+
+def _predicted(predictor: Predictor, settings: Settings) -> float | None:
+    try:
+        return predictor.forecast(settings).step_seconds
+    except ConfigError as error:
+        print(f"no prediction: {error}", file=sys.stderr)
+        return None
+
+
+def _list(overrides: Sequence[str], name: str) -> list[str]:
+    found = [word.partition("=")[2] for word in overrides if word.startswith(f"{name}=")]
+    return found[-1].strip("[]").split(",") if found else []
+
+
+def _number(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{text!r} is no number of processes or micro-batches. Write e.g. world_sizes=1,2,4.")
+    return int(text)
+
+
+# ---------------------------------------------------------------- what came of it
+
+
+def _measured(point: Planned, run: Path) -> Point:
+    """Raises ConfigError if the run went to a scheduler, and is not over."""
+    if not (run / "result.json").exists():
+        raise ConfigError(
+            f"{run} is not over: its launcher hands runs over and does not wait. Run scale inside the job."
+        )
+    batch_size = point.settings.batch_size
+    found = read_timed(run, batch_size)
+    return Point(
+        strategy=point.strategy,
+        world_size=point.world_size,
+        accumulation=point.accumulation,
+        step_seconds=found.step_seconds,
+        spread_seconds=found.spread_seconds,
+        phases=found.phases,
+        samples_per_second=batch_size / found.step_seconds,
+        predicted_seconds=point.predicted,
+        run=str(run),
+    )
+
+
+def _told(points: Sequence[Point]) -> dict[str, Any]:
+    told = [{**asdict(point), "efficiency": share} for point, share in zip(points, efficiencies(points), strict=True)]
+    return {"points": told, "knee": knees(points)}
+
+
+def table(points: Sequence[Point], *, title: str) -> Table:
+    """A row a point; the knee of each strategy is marked."""
+    knee = knees(points)
+    drawn = Table("strategy", "processes", "micro-batches", "step", "spread", *PHASES, title=title)
+    for column in ("samples/s", "efficiency", "predicted", "error"):
+        drawn.add_column(column)
+    for point, share in zip(points, efficiencies(points), strict=True):
+        bends = point.world_size == knee[point.strategy]
+        cells = [point.strategy, f"{point.world_size}{' (knee)' if bends else ''}", str(point.accumulation)]
+        cells += [time_text(point.step_seconds), f"± {time_text(point.spread_seconds / 2)}"]
+        cells += [time_text(point.phases[phase]) if phase in point.phases else "" for phase in PHASES]
+        cells += [f"{point.samples_per_second:,.0f}", f"{share:.0%}"]
+        if point.predicted_seconds is not None:
+            cells += [time_text(point.predicted_seconds), f"{point.error:+.0%}"]
+        drawn.add_row(*cells, style="bold" if bends else None)
+    return drawn

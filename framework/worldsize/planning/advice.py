@@ -1,0 +1,109 @@
+"""What follows from forecasts, in words: the best and why, what does not fit, what a changed batch asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+import torch
+
+from worldsize.core import Cluster
+from worldsize.planning.cost import compute_seconds_for
+from worldsize.planning.forecast import Forecast
+
+_ALIKE = 1.1  # forecasts nearer than this may be in another order when measured: see benchmarks/README.md
+WANTED = 0.8  # efficiency
+
+
+def detected_memory_bytes(cluster: Cluster) -> float | None:
+    """What one process has on this machine: a GPU's memory, or its part of the physical memory; None: it is not known
+    from here, since there is no GPU, or several nodes.
+    """
+    if cluster.device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+    if cluster.nodes > 1:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
+
+
+def unfit(found: Forecast, memory_bytes: float | None) -> str | None:
+    """Why a rank's part is too large, if it is."""
+    needed = found.cost.memory_bytes
+    if memory_bytes is None or needed <= memory_bytes:
+        return None
+    return f"it needs {size_text(needed)} a rank, and there are {size_text(memory_bytes)}. Shard it over more ranks."
+
+
+def best_text(found: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
+    """The fastest of those that fit and compute what one process would, what sets it apart from the next, and which
+    others would be faster.
+    """
+    order = sorted(found, key=lambda name: found[name].step_seconds)
+    fitting = [name for name in order if name not in unfitting and found[name].cost.same]
+    if not fitting:
+        return "None of them fits. Add nodes, make the model smaller, or use devices with more memory."
+    best = found[fitting[0]]
+    said = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
+    if len(fitting) > 1:
+        said.append(_apart(best, fitting[1], found[fitting[1]]))
+    faster = order[: order.index(fitting[0])]
+    if large := [name for name in faster if name in unfitting]:
+        said.append(f"Faster, but too large: {', '.join(large)}.")
+    if others := [name for name in faster if name not in unfitting]:
+        said.append(f"Faster, but another algorithm, to be tried on the loss: {', '.join(others)}.")
+    return " ".join([*said, _share(best)])
+
+
+def _apart(best: Forecast, name: str, second: Forecast) -> str:
+    if second.step_seconds < _ALIKE * best.step_seconds:
+        needs = f"a rank keeps {size_text(best.cost.memory_bytes)} here, {size_text(second.cost.memory_bytes)} there"
+        return f"{name} is too near to tell ({second.step_seconds / best.step_seconds - 1:.1%} slower): {needs}."
+    reasons = {
+        f"waits {time_text(second.exposed_seconds)} for communication, not {time_text(best.exposed_seconds)}": (
+            second.exposed_seconds - best.exposed_seconds
+        ),
+        "computes more beside the model": second.cost.added_seconds - best.cost.added_seconds,
+        f"is idle for {second.cost.idle:.0%} of the time": (second.cost.idle - best.cost.idle) * second.step_seconds,
+        "has more to compute on each worker": second.compute_seconds - best.compute_seconds,
+    }
+    why = max(reasons, key=lambda reason: reasons[reason])
+    return f"{name}, the next, takes {second.step_seconds / best.step_seconds:.2f} ×: it {why}."
+
+
+def _share(best: Forecast) -> str:
+    if best.efficiency >= WANTED:
+        return f"{best.efficiency:.1%} of the time computes."
+    needed = compute_seconds_for(WANTED, best.exposed_seconds)
+    return (
+        f"Only {best.efficiency:.1%} of the time computes: {WANTED:.0%} needs {time_text(needed)} of compute a step, "
+        f"{needed / best.compute_seconds:.1f} × as much. Take a larger batch, fewer bytes (strategy.compress) or ranks."
+    )
+
+
+def retuning_text(then: int, now: int, lr: float, where: str) -> str | None:
+    """What another global batch asks of the learning rate: in proportion for SGD (Goyal et al. 2017, arXiv 1706.02677),
+    by the square root for Adam (Malladi et al. 2022, arXiv 2205.10287).
+    """
+    if then == now:
+        return None
+    ratio = now / then
+    return (
+        f"warning: the global batch is {now}, and was {then} in {where}. The lr of then has to be tuned anew: start "
+        f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; lr={lr:g} is set."
+    )
+
+
+def price_per_million(found: Forecast, batch_size: int, price_per_hour: float) -> float:
+    """Of a million samples, on nodes that cost so much together."""
+    return found.step_seconds / 3600 * price_per_hour / batch_size * 1e6
+
+
+def size_text(count: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"

@@ -1,0 +1,95 @@
+"""What runs at several world sizes say together: efficiency, spread, and where more processes stop to pay."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PHASES = ("data", "compute", "communication", "update")
+_WARM_UP = 0.2  # share of the steps that are not counted: memory is laid out, DDP groups its buckets anew
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a run: its median step, the interquartile range of its steps, the median of each phase known."""
+
+    step_seconds: float
+    spread_seconds: float
+    phases: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a study. ``accumulation``: micro-batches of each process in a step."""
+
+    strategy: str
+    world_size: int
+    accumulation: int
+    step_seconds: float
+    spread_seconds: float
+    phases: Mapping[str, float]
+    samples_per_second: float
+    predicted_seconds: float | None
+    run: str
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, as a share of what was measured."""
+        return None if self.predicted_seconds is None else self.predicted_seconds / self.step_seconds - 1
+
+
+def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
+    """From the lines of ``timing/``, by rank. A step is as long as on the rank where it is longest; a phase is the mean
+    over ranks. The first fifth of the steps is left out.
+    """
+    steps = list(zip(*ranks, strict=True))
+    steps = steps[int(_WARM_UP * len(steps)) :]
+    seconds = [max(line["step_seconds"] + line["data_seconds"] for line in lines) for lines in steps]
+    known = [phase for phase in PHASES if f"{phase}_seconds" in steps[0][0]]
+    phases = {
+        phase: statistics.median(statistics.fmean(line[f"{phase}_seconds"] for line in lines) for lines in steps)
+        for phase in known
+    }
+    return Timed(statistics.median(seconds), spread(seconds), phases)
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Interquartile range."""
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return high - low
+
+
+def read_timed(run: Path, batch_size: int) -> Timed:
+    """Of a run folder; where no process trains by itself (servers deal the work), from its throughput alone."""
+    files = sorted((run / "timing").glob("worker_*.jsonl"))
+    if files:
+        return timed([[json.loads(line) for line in file.read_text().splitlines()] for file in files])
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rates = [line["samples_per_second"] for line in lines if line["event"] == "step"]
+    return timed([[{"step_seconds": batch_size / rate, "data_seconds": 0.0} for rate in rates]])
+
+
+def efficiencies(points: Sequence[Point]) -> list[float]:
+    """Samples a second of each process, against the smallest world size with the least accumulation: one process,
+    which communicates under no strategy.
+    """
+    base = min(points, key=lambda point: (point.world_size, point.accumulation))
+    alone = base.samples_per_second / base.world_size
+    return [point.samples_per_second / point.world_size / alone for point in points]
+
+
+def knees(points: Sequence[Point]) -> dict[str, int]:
+    """By strategy, the world size at which efficiency × speedup is largest: before it more processes gain more speed
+    than they lose efficiency, behind it less (Eager, Zahorjan and Lazowska 1989, doi:10.1109/12.21127, section 4).
+    """
+    power = {
+        (point.strategy, point.world_size): share * share * point.world_size
+        for point, share in sorted(zip(points, efficiencies(points), strict=True), key=lambda pair: pair[1])
+    }
+    return {
+        strategy: max((key for key in power if key[0] == strategy), key=lambda key: power[key])[1]
+        for strategy in dict.fromkeys(point.strategy for point in points)
+    }

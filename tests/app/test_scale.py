@@ -1,0 +1,43 @@
+"""``worldsize scale``: real runs, and the study that they make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from worldsize.reproducibility.manifest import read_manifest
+
+
+def test_two_world_sizes_are_measured_next_to_their_prediction(
+    tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    words = ("recipe=digits", "world_sizes=1,2", "accumulations=2", "steps=8", "cluster.threads=1", "batch_size=24")
+    done = command("scale", "--mode", "weak", *words, cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("runs/scaling/*/scaling.json")
+    study = json.loads(file.read_text())
+    assert (study["schema"], study["recipe"], study["mode"]) == (1, "digits", "weak")
+    assert study["cluster"]["links"]["node"]["bandwidth"] == 2e9
+    for point, size in zip(study["points"], (1, 2), strict=True):
+        assert (point["strategy"], point["world_size"], point["accumulation"]) == ("ddp", size, 2)
+        config = read_manifest(Path(point["run"], "run_manifest.json"))["config"]
+        assert (config["batch_size"], config["logical_ranks"], config["cluster"]["processes"]) == (
+            24 * size,
+            2 * size,
+            size,
+        )
+        assert point["samples_per_second"] * point["step_seconds"] == config["batch_size"]
+        assert min(point["spread_seconds"], point["predicted_seconds"], point["phases"]["data"]) > 0
+    assert study["points"][0]["efficiency"] == 1.0
+    assert study["knee"]["ddp"] in (1, 2)
+    assert "digits, weak scaling" in done.stdout
+
+
+def test_a_study_with_a_point_that_cannot_run_starts_nothing(
+    tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    done = command("scale", "world_sizes=1,7", cwd=tmp_path, environment=environment_without_wandb)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "batch_size=96 does not divide over 7 logical ranks." in done.stderr
+    assert list(tmp_path.iterdir()) == []

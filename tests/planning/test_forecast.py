@@ -1,0 +1,87 @@
+"""Steps of strategies by their formulas, worked out by hand, and what is advised."""
+
+from __future__ import annotations
+
+import pytest
+
+from worldsize.core import Cluster, Cost, Handling, Link, Workload
+from worldsize.planning.advice import best_text, retuning_text, unfit
+from worldsize.planning.forecast import Forecast, accumulated, forecast
+from worldsize.planning.spread import coding_seconds, served_bytes
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.parameter_server.strategy import ParameterServer
+
+LINKS = {"node": Link(10e9, 0.0), "network": Link(1e9, 0.0)}
+WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.5, handling={"none": Handling()})
+
+
+def cluster(nodes: int, each: int, device: str = "cpu") -> Cluster:
+    backend = "gloo" if device == "cpu" else "nccl"
+    return Cluster("test", nodes, nodes * each, device, backend, links=LINKS)  # type: ignore[arg-type]
+
+
+def test_a_rank_with_more_micro_batches_updates_once_and_hides_behind_the_last() -> None:
+    twice = accumulated(WORK, 2)
+    assert twice.compute_seconds == pytest.approx(0.36 * 2 + 0.04)
+    assert twice.overlap * twice.compute_seconds == pytest.approx(WORK.overlap * WORK.compute_seconds)
+    half = accumulated(WORK, 0.5)
+    assert half.compute_seconds == pytest.approx(WORK.compute_seconds / 2)
+    assert half.overlap * half.compute_seconds == pytest.approx(WORK.overlap * WORK.compute_seconds / 2)
+
+
+def test_gloo_reduces_where_others_scatter() -> None:
+    """3 × 7/8 of the bytes with a reduce-scatter, 4 × 7/8 where it is an all-reduce; behind 0.2 s of backward pass."""
+    on_gpus = forecast(FSDP().cost(WORK, cluster(8, 1, "cuda")), WORK)
+    assert on_gpus.exposed_seconds == pytest.approx(3 * 7 / 8 * 0.8 - 0.2)
+    on_cpus = forecast(FSDP().cost(WORK, cluster(8, 1)), WORK)
+    assert on_cpus.exposed_seconds == pytest.approx(4 * 7 / 8 * 0.8)
+    assert on_cpus.step_seconds == pytest.approx(0.4 - 7 / 8 * 0.04 + 2.8)  # a rank updates an eighth
+
+
+def test_encoding_takes_time_and_saves_bytes() -> None:
+    handling = Handling(encode=2e-9, decode=1e-9, add=0.5e-9)
+    assert coding_seconds(1e8, 4, handling, lossy=False) == pytest.approx(1.25 * 0.2 + 2 * 0.1 + 0.05)
+    assert coding_seconds(1e8, 4, handling, lossy=True) == pytest.approx(1.25 * 0.2 + 3.25 * 0.1 + 3 * 0.05)
+    work = Workload(8e8, 0.0, compute_seconds=1.0, handling={"bf16": handling})
+    found = DDP(compress="bf16").cost(work, cluster(4, 2))
+    assert found.communication_seconds == pytest.approx(4e8 * (2 * 6 / 8 + 7 / 8) / 1e9)
+    assert found.added_seconds == pytest.approx(coding_seconds(8e8, 8, handling, lossy=False))
+
+
+def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:
+    """Two nodes of two servers each, two of two workers: every worker's push leaves by the link of its node."""
+    assert served_bytes(1e8, range(4, 8), range(4), cluster(4, 2)) == pytest.approx(2e8)
+    # one server beside a worker: three workers elsewhere
+    assert served_bytes(1e8, range(1, 4), range(1), cluster(2, 2)) == pytest.approx(2e8)
+    assert served_bytes(1e8, range(1, 4), range(1), cluster(1, 4)) == pytest.approx(3e8)
+    found = ParameterServer(servers=4, nodes=4).cost(WORK, cluster(4, 2))
+    assert found.communication_seconds == pytest.approx(2 * 1.6)
+    assert found.exposed_seconds == pytest.approx(1.6 + 1.6 - 0.2)
+    assert found.added_seconds == pytest.approx(0.01 - 0.04)
+
+
+def made(seconds: float, *, memory: float = 1e9, same: bool = True) -> Forecast:
+    return Forecast(Cost(memory, 0.0, 0.0, seconds, same=same), 1.0, seconds, 1.0 + seconds)
+
+
+def test_the_best_is_the_fastest_that_fits_and_computes_the_same() -> None:
+    found = {"slow": made(1.0), "near": made(0.26), "best": made(0.2), "large": made(0.1), "apart": made(0, same=False)}
+    text = best_text(found, {"large"})
+    assert text.startswith("Best: best, 1200.00 ms a step. near is too near to tell (5.0% slower): ")
+    assert "Faster, but too large: large." in text
+    assert "Faster, but another algorithm, to be tried on the loss: apart." in text
+    text = best_text({"slow": made(1.0), "slower": made(2.0)}, ())
+    assert "slower, the next, takes 1.50 ×: it waits 2000.00 ms for communication, not 1000.00 ms." in text
+    assert "Only 50.0% of the time computes: 80% needs 4000.00 ms of compute a step, 4.0 × as much." in text
+    assert best_text(found, set(found)).startswith("None of them fits.")
+
+
+def test_what_is_too_large_and_what_a_larger_batch_asks_for() -> None:
+    assert unfit(made(1.0, memory=3e9), 2e9) == (
+        "it needs 3.00 GB a rank, and there are 2.00 GB. Shard it over more ranks."
+    )
+    assert unfit(made(1.0), 1e9) is None
+    assert unfit(made(1.0), None) is None
+    assert retuning_text(64, 64, 0.1, "runs/x") is None
+    assert "start at 4 × with SGD, 2 × with Adam; lr=0.1 is set" in (retuning_text(64, 256, 0.1, "runs/x") or "")

@@ -1,0 +1,40 @@
+"""What runs at several world sizes say together, by arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from worldsize.planning.scaling import Point, efficiencies, knees, spread, timed
+
+
+def point(size: int, rate: float, *, strategy: str = "ddp", accumulation: int = 1) -> Point:
+    return Point(strategy, size, accumulation, 100 / rate, 0.0, {}, rate, 90 / rate, "run")
+
+
+def test_a_step_is_as_long_as_on_its_slowest_rank_and_warm_up_does_not_count() -> None:
+    line = {"data_seconds": 0.1, "compute_seconds": 0.2, "communication_seconds": 0.3, "update_seconds": 0.1}
+    slow = [{**line, "step_seconds": 0.9 if step < 2 else 0.6 + step / 100} for step in range(10)]
+    quick = [{**line, "step_seconds": 0.6, "data_seconds": 0.0} for _ in slow]
+    found = timed([quick, slow])
+    assert found.step_seconds == pytest.approx(0.7 + 0.055)  # steps 2 to 9: 0.72 to 0.79
+    assert found.spread_seconds == pytest.approx(0.045)
+    assert found.phases == pytest.approx({"data": 0.05, "compute": 0.2, "communication": 0.3, "update": 0.1})
+    assert timed([[{"step_seconds": 1.0, "data_seconds": 0.5}] * 5]).phases == {"data": 0.5}
+    assert spread([1.0, 2.0, 3.0]) == 2.0
+
+
+def test_efficiency_is_throughput_a_process_against_one_process() -> None:
+    points = [point(1, 100), point(2, 150), point(4, 200), point(2, 120, strategy="fsdp")]
+    assert efficiencies(points) == [1.0, 0.75, 0.5, 0.6]
+    without_one = [point(4, 200), point(2, 160)]
+    assert efficiencies(without_one) == [0.625, 1.0]
+    assert points[0].error == pytest.approx(-0.1)
+
+
+def test_the_knee_is_where_efficiency_times_speedup_is_largest() -> None:
+    """By Amdahl's law with a serial share f, S²/n is largest at n = (1 − f) / f."""
+    rates = {n: 100 / (0.2 + 0.8 / n) for n in (1, 2, 4, 8, 16)}
+    points = [point(n, rate) for n, rate in rates.items()]
+    points += [point(n, 100, strategy="stuck") for n in (1, 2, 4)]
+    points += [point(8, rates[4], accumulation=4)]
+    assert knees(points) == {"ddp": 4, "stuck": 1}
