@@ -21,7 +21,7 @@ from worldsize.engine.data import Order, micro_batches
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 
 _WARM_UP, _STEPS = 2, 5
-_HANDLED = 1 << 20  # numbers
+_HANDLED = 25 << 18  # numbers at most: a bucket of DDP
 
 
 def calibrate(
@@ -81,7 +81,7 @@ class _Calibration:
             compute_seconds=seconds,
             update_seconds=min(update, seconds),
             overlap=max(0.0, seconds - forward - update) / seconds,
-            handling=self._handling(),
+            handling=self._handling(sum(parameter.numel() for parameter in parameters)),
         )
 
     def _seconds(
@@ -96,15 +96,17 @@ class _Calibration:
 
         return self._timed(lambda: replica.step(draw())), self._timed(forward), self._timed(replica.optimizer.step)
 
-    def _handling(self) -> dict[str, Handling]:
-        values_1n = torch.randn(1, _HANDLED, device=self.device)
+    def _handling(self, numbers: int) -> dict[str, Handling]:
+        """Of a tensor as large as all gradients, whose memory is asked for anew each time as in a step."""
+        numbers = min(numbers, _HANDLED)
+        values_1n = torch.randn(1, numbers, device=self.device)
         other_1n, each = values_1n.clone(), 1 / values_1n.nbytes
         added = each * self._timed(lambda: other_1n.add_(values_1n))
         found = {"none": Handling(add=added)}
         for name, codec in CODECS.items():
             wire = codec.encode(values_1n)
             encode = each * self._timed(lambda codec=codec: codec.encode(values_1n))  # type: ignore[misc]
-            decode = each * self._timed(lambda codec=codec, wire=wire: codec.decode(wire, _HANDLED))  # type: ignore[misc]
+            decode = each * self._timed(lambda codec=codec, wire=wire: codec.decode(wire, numbers))  # type: ignore[misc]
             found[name] = Handling(encode, decode, added)
         return found
 

@@ -95,10 +95,11 @@ def whole_bytes(work: Workload) -> float:
 
 
 def coding_seconds(payload_bytes: float, ranks: int, handling: Handling, *, lossy: bool) -> float:
-    """What a rank computes for a compressed sum over ``ranks``: it writes its parts, reads and adds up the others', and
-    writes and reads the sum. With ``lossy`` codecs it adds what earlier messages left out and works out what these do.
+    """What a rank computes for a compressed sum over ``ranks``: it divides, writes its parts, reads and adds up the
+    others', writes and reads the sum, and puts it back. With ``lossy`` codecs it adds what earlier messages left out
+    and works out what these do. See :func:`worldsize.collectives.reductions.compressed`.
     """
-    written, read, added = 1 + 1 / ranks, 2.0, 1.0
+    written, read, added = 1 + 1 / ranks, 2.0, 3.0
     if lossy:
         read, added = read + 1 + 1 / ranks, added + 2
     return payload_bytes * (written * handling.encode + read * handling.decode + added * handling.add)

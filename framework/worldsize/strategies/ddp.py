@@ -130,7 +130,7 @@ class DDP(Strategy):
         """Encoding, and sums that are computed here rather than while others are on their way."""
         payload, ranks, summed = work.parameter_bytes, cluster.processes, 0.0
         if self.reduce == "hierarchical":
-            summed = payload * work.handling.get("none", Handling()).add
+            summed = 3 * payload * work.handling.get("none", Handling()).add  # divided, added up, put back
             payload, ranks = payload / cluster.processes_per_node, cluster.nodes
         handling = work.handling.get(self.compress, Handling()) if self.compress in SIZES else Handling()
         return summed + coding_seconds(payload, ranks, handling, lossy=self.compress == "int8")

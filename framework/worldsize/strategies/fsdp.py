@@ -92,7 +92,9 @@ class FSDP(Strategy):
         on_cpu = cluster.backend == "gloo"
         passes = (2 if self.reshard_after_forward else 1) + (2 if on_cpu else 1)
         inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
-        seconds, sent = passes * all_gather_seconds(payload, size, inside), passes * ring_share(size) * payload
+        units = work.blocks + 1  # gathered one by one, the rest of the model as one
+        seconds = passes * units * all_gather_seconds(payload / units, size, inside)
+        sent = passes * ring_share(size) * payload
         copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
         if copies > 1:
             between = 2 * ring_share(copies) * payload / size
