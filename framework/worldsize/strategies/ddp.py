@@ -85,7 +85,7 @@ class DDP(Strategy):
         or across nodes only. Gradients that are small on CPUs are gathered whole, see collectives/gathered.py.
         """
         payload, ranks = work.parameter_bytes, cluster.processes
-        if self.reduce == "hierarchical":
+        if self._is_by_node(cluster):
             inside, between = 2 * ring_share(cluster.processes_per_node), 2 * ring_share(cluster.nodes) * self._factor
             sent, leaving = (inside + between / cluster.processes_per_node) * payload, between * payload
         elif self._is_small(work, cluster):
@@ -113,12 +113,15 @@ class DDP(Strategy):
     def _is_exchanged(self) -> bool:
         return self.reduce == "ordered" or self.compress in SIZES
 
+    def _is_by_node(self, cluster: Cluster) -> bool:
+        return self.reduce == "hierarchical" and cluster.nodes > 1
+
     def _is_small(self, work: Workload, cluster: Cluster) -> bool:
-        plain = self.reduce == "flat" and self.compress == "none" and cluster.device == "cpu"
-        return plain and cluster.processes * work.parameter_bytes <= LARGEST
+        plain = not self._is_by_node(cluster) and not self._is_exchanged and self.compress == "none"
+        return plain and cluster.device == "cpu" and cluster.processes * work.parameter_bytes <= LARGEST
 
     def _seconds(self, payload_bytes: float, *, work: Workload, cluster: Cluster) -> float:
-        if self.reduce == "hierarchical":
+        if self._is_by_node(cluster):
             return by_node_seconds(payload_bytes, cluster, smaller=self._factor)
         if self._is_small(work, cluster):
             return all_gather_all_seconds(payload_bytes * cluster.processes, cluster)
@@ -129,7 +132,7 @@ class DDP(Strategy):
     def _added_seconds(self, work: Workload, cluster: Cluster) -> float:
         """Encoding, and sums that are computed here rather than while others are on their way."""
         payload, ranks, summed = work.parameter_bytes, cluster.processes, 0.0
-        if self.reduce == "hierarchical":
+        if self._is_by_node(cluster):
             summed = 3 * payload * work.handling.get("none", Handling()).add  # divided, added up, put back
             payload, ranks = payload / cluster.processes_per_node, cluster.nodes
         handling = work.handling.get(self.compress, Handling()) if self.compress in SIZES else Handling()
