@@ -33,11 +33,13 @@ def warm_python(folder: Path) -> Iterator[Path]:
 
     path = folder / "zygote"
     zygote = subprocess.Popen([sys.executable, str(REPOSITORY / "tests" / "zygote.py"), str(path), "-" * 4000])
-    while not path.exists():
-        time.sleep(0.005)
-    yield warm.interpreter(folder, str(path))
-    zygote.kill()
-    zygote.wait()
+    try:
+        while not path.exists():
+            time.sleep(0.005)
+        yield warm.interpreter(folder, str(path))
+    finally:
+        zygote.kill()
+        zygote.wait()
 
 
 def trained_on(hosts: Hosts, *options: str, python: str | Path = sys.executable) -> list[dict[str, Any]]:

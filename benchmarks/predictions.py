@@ -26,7 +26,7 @@ from worldsize.planning.forecast import Forecast
 from worldsize.planning.scaling import spread
 from worldsize.testing.hosts import running
 
-EACH, STEPS, WARM_UP, BATCH = 2, 15, 5, 8
+EACH, STEPS, WARM_UP, BATCH = 2, 12, 4, 8
 MODELS = {"small": ("recipe.width=128",), "large": ("recipe.width=256",)}  # 3.3 and 12.9 MB of parameters
 OPTIONS = ("recipe=stdlib_lm", "recipe.depth=4", "recipe.context=8", "clip_norm=null", f"batch_size={BATCH}")
 WAYS = {

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from worldsize.core import Link
+from worldsize.core import Cluster, Link
 from worldsize.planning.cost import (
     all_gather_seconds,
     all_to_all_seconds,
@@ -16,12 +16,12 @@ from worldsize.planning.cost import (
     efficiency,
     exposed_seconds,
     hierarchical_all_reduce_seconds,
-    parameter_server_seconds,
     reduce_scatter_seconds,
     ring_all_reduce_seconds,
     ring_payload_bytes,
     tree_all_reduce_seconds,
 )
+from worldsize.planning.spread import served_seconds
 
 NODE, NETWORK = Link(300e9, 1e-6), Link(12.5e9, 5e-6)
 PAYLOAD, COMPUTE = 2e9, 0.250  # 1 B parameters in two bytes
@@ -72,7 +72,8 @@ def test_a_tree_wins_where_latency_rules_and_a_ring_where_bandwidth_does() -> No
 def test_servers_beside_a_ring_of_four(servers: int, of_ring: float) -> None:
     """One way, as Jiang et al. compare: max(M/B, nM/kB) against 2 (n − 1) M / n B."""
     link = Link(1e9, 0.0)
-    one_way = parameter_server_seconds(1e8, 4, servers, link) / 2
+    cluster = Cluster("test", 1, 8, "cpu", "gloo", links={"node": link})
+    one_way = served_seconds(1e8, range(4), range(servers), cluster)
     assert ring_all_reduce_seconds(1e8, 4, link) / one_way == pytest.approx(of_ring)
 
 

@@ -68,13 +68,6 @@ def hierarchical_all_reduce_seconds(
     )
 
 
-def parameter_server_seconds(payload_bytes: float, workers: int, servers: int, link: Link) -> float:
-    """Push and pull with servers on hosts of their own: the slower of a worker's link and a server's, twice (Jiang et
-    al., OSDI 2020, section 3).
-    """
-    return 2 * max(message_seconds(payload_bytes, link), message_seconds(workers * payload_bytes / servers, link))
-
-
 def bubble_share(stages: int, micro_batches: int, stages_per_rank: int = 1) -> float:
     """Share of a pipelined step in which a rank is idle: (p − 1) / (v m + p − 1), for 1F1B as for GPipe (Narayanan et
     al. 2021, arXiv 2104.04473, section 2.2; v stages a rank when interleaved).
