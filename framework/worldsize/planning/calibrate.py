@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
@@ -37,10 +36,10 @@ def calibrate(
     barrier = context.Barrier(at_once, timeout=600)
     with ProcessPoolExecutor(at_once, context, initializer=_join, initargs=(barrier,)) as pool:
         parts = [pool.submit(_calibrated, recipe, numerics, order, kind, threads) for _ in range(at_once)]
-        return [part.result() for part in parts][-1]
+        return [part.result() for part in parts][-1]  # of all, so that none has failed
 
 
-_together: list[Barrier] = []  # in a process that calibrates beside others: where they meet
+_together: list[Barrier] = []  # in a process that calibrates: where all of them meet
 
 
 def _join(barrier: Barrier) -> None:
@@ -48,11 +47,12 @@ def _join(barrier: Barrier) -> None:
 
 
 def _calibrated(recipe: Recipe, numerics: Numerics, order: Order, kind: str, threads: int) -> Workload:
-    with ExitStack() as stack:
-        if _together:
-            stack.push(lambda failed, *_: _together[0].abort() if failed else None)
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
+    try:
         return _Calibration(recipe, numerics, order, torch.device(kind)).workload()
+    except BaseException:
+        _together[0].abort()  # the others need not wait
+        raise
 
 
 @final
@@ -114,14 +114,12 @@ class _Calibration:
         return statistics.median([self._once(action) for _ in range(_WARM_UP + _STEPS)][_WARM_UP:])
 
     def _once(self, action: Callable[[], object]) -> float:
-        for barrier in _together:
-            barrier.wait()
+        _together[0].wait()
         begun = time.perf_counter()
         action()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        for barrier in _together:
-            barrier.wait()
+        _together[0].wait()
         return time.perf_counter() - begun
 
 
