@@ -474,6 +474,7 @@ class Launcher(ABC):
     max_restarts: int = 0
     submits: ClassVar[bool] = False  # hands the run over to others, who record its attempts
     sweeps: ClassVar[bool] = False  # takes the runs of a sweep together, see launch_all
+    elsewhere: ClassVar[bool] = False  # the run's folder is where the processes are, out of the launching one's sight
 
     @property
     def hosts(self) -> Sequence[str]:

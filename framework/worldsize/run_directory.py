@@ -54,6 +54,11 @@ class RunDirectory:
         return self.path / "transport.json"
 
     @property
+    def findings(self) -> Path:
+        """What an examination of the cluster has found: a JSON file of each host, of each process, of the first."""
+        return self.path / "findings"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

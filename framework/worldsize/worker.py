@@ -21,6 +21,7 @@ from worldsize.core import Listener, Outcome, Replica, RunFailed, World
 from worldsize.duty import duty_of
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.observe.transport import audit, disappointment, listen_to_nccl, write
+from worldsize.probe import introduce, probe
 from worldsize.reproducibility.lock import RunLock
 from worldsize.reproducibility.redact import missing, restore
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -66,6 +67,8 @@ def play(run: RunDirectory, placement: Placement) -> int:
     try:
         settings = read_settings(run)
         check_size(placement, settings.roles)
+        if settings.examines:
+            return _examine(settings, run, placement)
         preemption = Preemption(settings.config["checkpoint"]["signals"])
         listeners = listeners_of(settings, run, placement.rank)
         return _play(settings, run, placement, listeners, preemption)
@@ -105,8 +108,7 @@ def _play(
     settings: Settings, run: RunDirectory, placement: Placement, listeners: Sequence[Listener], preemption: Preemption
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
-    if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
-        os.environ.update(listen_to_nccl(run.path / "logs"))
+    _listen(settings, run)
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
@@ -116,6 +118,21 @@ def _play(
             return 0
         listeners = listeners or listeners_of(settings, run, 0)  # it leads in the place of one that died
         return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)
+
+
+def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:
+    """Join the run as usual, and measure in place of training."""
+    Preemption([])  # signals end it
+    introduce(placement, settings.cluster, run.findings)
+    _listen(settings, run)
+    with open_world(placement, settings.cluster, settings.roles) as world:
+        transport = audit(world, settings.cluster, os.environ, run.path / "logs")
+        return probe(world, placement, transport, run.findings, pairs=settings.examines == "pairs")
+
+
+def _listen(settings: Settings, run: RunDirectory) -> None:
+    if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+        os.environ.update(listen_to_nccl(run.path / "logs"))
 
 
 def _audit(settings: Settings, run: RunDirectory, world: World) -> None:

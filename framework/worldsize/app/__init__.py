@@ -9,6 +9,7 @@ from worldsize.errors import neighbours
 
 COMMANDS = {
     "train": "train a recipe; the same as train.py",
+    "doctor": "whether a run would work on this cluster, and how fast its links are",
     "plan": "what a step costs under every strategy, and which rank does what; nothing is started",
     "scale": "measure how a step's time falls as processes are added, next to what plan predicts",
     "resume": "go on with a run from its newest checkpoint",

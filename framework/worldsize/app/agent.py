@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import platform
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import worldsize.worker
+import worldsize.worker  # noqa: F401 - imported once here, before the fork
+from worldsize.app.alike import check_alike, facts_of
 from worldsize.app.attempts import run_attempts
+from worldsize.app.examine import examine
 from worldsize.app.leave import leave
 from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings
-from worldsize.core import Plan, Recipe
+from worldsize.core import Plan
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.meeting import Other, gather, reach, read_key
 from worldsize.launch.node import NodeLauncher
-from worldsize.reproducibility.environment import capture_environment
 from worldsize.reproducibility.lock import RunLock
 from worldsize.run_directory import RunDirectory
 from worldsize.worker import read_settings
@@ -112,6 +108,8 @@ def agent(run: RunDirectory) -> int:
     plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
     plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan
     launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
+    if settings.examines:
+        return examine(settings, launcher, plan, run, place, port=_port(settings, run))
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     waits = _waits(settings, launcher)
@@ -127,11 +125,9 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             found = gather(place, _port(settings, run), read_key(run.path), **waits)
             others = [other for other, _ in found]
             check_alike(settings, facts_of(settings.recipe, place), [facts for _, facts in found])
-        own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
-        lead = Lead(**own, node=place, others=others)
         code = 1
         try:
-            code = run_attempts(replace(settings, launcher=lead), plan, run)
+            code = run_attempts(replace(settings, launcher=Lead.of(launcher, place, others)), plan, run)
         finally:
             for other in others:
                 other.say_over(code)
@@ -144,57 +140,3 @@ def _waits(settings: Settings, launcher: NodeLauncher) -> dict[str, float]:
 
 def _port(settings: Settings, run: RunDirectory) -> int:
     return int(settings.config["cluster"]["port"] or port_of(run.id + os.environ.get("SLURM_RESTART_COUNT", "")))
-
-
-def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
-    """What must be alike on all hosts, by name, and which host this is."""
-    environment = capture_environment()
-    return {
-        "node": place.rank,
-        "host": socket.gethostname(),
-        "alike": {
-            "Python": platform.python_version(),
-            "torch": environment["torch"]["version"],
-            "NCCL": environment["torch"]["nccl"],
-            "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
-            "code": code_digest(roots()),
-            "data": data_digest(recipe.files()),
-        },
-    }
-
-
-def _digest(lines: Any) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
-def code_digest(roots: Sequence[Path]) -> str:
-    """Of the Python files of worldsize, and of recipes and plugins below ``roots``."""
-    own = Path(worldsize.worker.__file__).parent
-    folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
-    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
-    return _digest(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
-
-
-def data_digest(files: Mapping[str, Path]) -> str:
-    """Of names and sizes, or what is missing; the contents were hashed where the run was launched."""
-    if lost := [name for name in sorted(files) if not files[name].exists()]:
-        return f"without {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
-    return _digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
-
-
-def check_alike(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Raise WorldsizeError (or warn, by ``cluster.nodes_differ``) where a host differs from the first."""
-    found = [
-        f"{other['host']} (node {other['node']}) has {name} {other['alike'].get(name)}, {first['host']} has {value}"
-        for other in others
-        for name, value in first["alike"].items()
-        if other["alike"].get(name) != value
-    ]
-    if not found:
-        return
-    if settings.config["cluster"]["nodes_differ"] == "warn":
-        print("warning: " + "; ".join(found), file=sys.stderr, flush=True)
-        return
-    raise WorldsizeError(
-        "the hosts differ: " + "; ".join(found) + ". Make them alike, or accept it with cluster.nodes_differ=warn."
-    )

@@ -127,6 +127,7 @@ class RunSchema:
     """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
 
     ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing lowers its claim.
+    ``examine``: the cluster is examined instead: its links by tier ("tiers") or between all nodes ("pairs").
     """
 
     root: str = "runs"
@@ -134,6 +135,7 @@ class RunSchema:
     group: str | None = None
     reproduces: str | None = None
     strict: bool = False
+    examine: str | None = None
 
 
 @dataclass

@@ -61,6 +61,12 @@ class Settings:
         return None if group is None else str(group)
 
     @property
+    def examines(self) -> str | None:
+        """What the processes find out about the cluster, instead of training: see ``run.examine``."""
+        examine = self.config["run"]["examine"]
+        return None if examine is None else str(examine)
+
+    @property
     def pace(self) -> Pace:
         config, saves = self.config, self.config["checkpoint"]
         return Pace(
@@ -95,6 +101,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     _check_reduce(strategy)
     roles = strategy.roles(cluster)
+    if config["run"]["examine"]:
+        roles = {"worker": Role(cluster.processes)}  # all of them meet
     parts = strategy.data_parallel(cluster)
     logical_ranks = _logical_ranks(config, parts, strategy.default_micro_batches)
     strategy.check_micro_batches(logical_ranks // parts)

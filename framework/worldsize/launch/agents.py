@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from queue import Queue
 from typing import Any, final
 
@@ -30,6 +30,12 @@ class Lead(NodeLauncher):
 
     node: Node = field(default_factory=Node)
     others: Sequence[Other] = ()
+
+    @staticmethod
+    def of(launcher: NodeLauncher, node: Node, others: Sequence[Other]) -> Lead:
+        """With the graces of ``launcher``."""
+        own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
+        return Lead(**own, node=node, others=others)
 
     @property
     def hosts(self) -> Sequence[str]:

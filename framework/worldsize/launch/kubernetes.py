@@ -48,6 +48,7 @@ class Kubernetes(NodeLauncher):
     python: str = "python"
     kubectl: Sequence[str] = ("kubectl",)
     submits = True
+    elsewhere = True
 
     def check(self, cluster: Cluster) -> None:
         if not self.image:

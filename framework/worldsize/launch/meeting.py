@@ -130,23 +130,29 @@ def gather(node: Node, port: int, key: bytes, *, patience: float, silence: float
     Raises:
         WorldsizeError: one did not come in time, or the port is taken.
     """
+    found = arrivals(node, port, key, patience=patience, silence=silence)
+    if missing := sorted({*range(1, node.count)} - {other.rank for other, _ in found}):
+        raise WorldsizeError(
+            f"nodes {missing} of {node.count} did not come within {patience:g} s. Look at their logs, and "
+            f"whether they reach {node.first} at port {port}; cluster.timeout is how long is waited."
+        )
+    return found
+
+
+def arrivals(node: Node, port: int, key: bytes, *, patience: float, silence: float) -> list[tuple[Other, Message]]:
+    """As :func:`gather`, but whoever came in time. Raises WorldsizeError: the port is taken."""
     found: dict[int, tuple[Other, Message]] = {}
+    lines: list[Line] = []
     deadline = time.monotonic() + patience
-    with _listening(node, port) as listener:
-        while len(found) < node.count - 1:
+    with _listening(node, port) as listener, Pulse(lines, silence):  # who comes early hears that this host lives
+        while len(found) < node.count - 1 and time.monotonic() < deadline:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, address = listener.accept()
-            except TimeoutError:
-                missing = [rank for rank in range(1, node.count) if rank not in found]
-                raise WorldsizeError(
-                    f"nodes {missing} of {node.count} did not come within {patience:g} s. Look at their logs, and "
-                    f"whether they reach {node.first} at port {port}; cluster.timeout is how long is waited."
-                ) from None
             with suppress(OSError, EOFError, ValueError, KeyError):
+                connection, address = listener.accept()
                 line = _authenticated(connection, key, address[0], silence)
                 facts = line.receive()
                 found[facts["node"]] = Other(facts["node"], facts["host"], line), facts
+                lines.append(line)
     return [found[rank] for rank in sorted(found)]
 
 

@@ -57,6 +57,7 @@ class SkyPilot(NodeLauncher):
     managed: bool = True
     sky: Sequence[str] = ("sky",)
     submits = True
+    elsewhere = True
 
     def check(self, cluster: Cluster) -> None:
         if self.spot_recovery is not None:

@@ -61,12 +61,16 @@ class Hosts:
         """Pull the cable ("down") or plug it in ("up")."""
         _do("ip", "-n", f"{self.name}sw", "link", "set", f"p{host}", state)
 
-    def shape(self, rate: str) -> None:
-        """Bound every link, both ways, e.g. to "200mbit"."""
+    def shape(self, rate: str, host: int | None = None) -> None:
+        """Bound a host's link, or every one, both ways, e.g. to "200mbit"."""
         limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-        for host in range(1, self.count + 1):
-            _do("tc", "-n", f"{self.name}h{host}", "qdisc", "replace", "dev", "eth0", *limit)
-            _do("tc", "-n", f"{self.name}sw", "qdisc", "replace", "dev", f"p{host}", *limit)
+        for each in [host] if host else range(1, self.count + 1):
+            _do("tc", "-n", f"{self.name}h{each}", "qdisc", "replace", "dev", "eth0", *limit)
+            _do("tc", "-n", f"{self.name}sw", "qdisc", "replace", "dev", f"p{each}", *limit)
+
+    def ip(self, host: int, *words: str) -> None:
+        """``ip`` on a host, e.g. a rule that drops what comes to a port."""
+        _do("ip", "-n", f"{self.name}h{host}", *words)
 
     def sent(self, host: int) -> int:
         """Bytes that have left a host so far, headers included, by its interface's own counter."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from pathlib import Path
+from typing import Any
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
 
@@ -32,6 +34,20 @@ def _address(interface: str) -> str | None:
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
         except OSError:
             return None  # it has none
+
+
+def interfaces() -> dict[str, dict[str, Any]]:
+    """This host's interfaces that have an IPv4 address: the address, and the speed in bits a second if it is told."""
+    named = [name for _, name in socket.if_nameindex()]
+    return {name: {"address": address, "speed": _speed(name)} for name in named if (address := _address(name))}
+
+
+def _speed(interface: str) -> float | None:
+    try:
+        speed = int(Path("/sys/class/net", interface, "speed").read_text())
+    except (OSError, ValueError):  # not up, or nothing that has a speed
+        return None
+    return speed * 1e6 if speed > 0 else None
 
 
 def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.app.agent import check_alike, data_digest
+from worldsize.app.alike import check_alike, data_digest
 from worldsize.errors import WorldsizeError
 from worldsize.run_directory import RunDirectory
 from worldsize.worker import read_settings

@@ -1,0 +1,161 @@
+"""``worldsize doctor [OPTION ...]``: will a run work on this cluster, and how fast are its links?
+
+The cluster's own launcher starts what a run would start on its nodes; there they compare themselves, meet, and measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from worldsize.app.leave import leave
+from worldsize.app.train import refuse
+from worldsize.config.compose import compose_and_call
+from worldsize.errors import ConfigError, WorldsizeError
+
+if TYPE_CHECKING:
+    from worldsize.config.settings import Settings
+    from worldsize.core import Plan, Recipe
+    from worldsize.planning.doctor.report import Report
+    from worldsize.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """``pairs``: measure between all nodes; ``patience``: seconds that hosts have to answer; ``report``: its file."""
+
+    pairs: bool = False
+    patience: float = 60.0
+    report: str | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize doctor", description=__doc__)
+    parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 recipe=digits")
+    parser.add_argument("--pairs", action="store_true", help="measure the link between each two nodes")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds that hosts have to answer (%(default)s)")
+    parser.add_argument("--json", dest="report", metavar="FILE", help='write what was found; "-": to standard output')
+    options = parser.parse_args()
+    leave(doctor(options.overrides, Wanted(options.pairs, options.patience, options.report)))
+
+
+def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
+    """Exit code: 0 all is well, 1 something is not, 2 a configuration that cannot run."""
+    codes = [0]
+
+    def task(cfg: DictConfig) -> None:
+        try:
+            codes.append(_examine(cfg, wanted))
+        except WorldsizeError as error:  # Hydra would print where it was raised
+            codes.append(refuse(error))
+
+    try:
+        compose_and_call(task, arguments)
+    except WorldsizeError as error:
+        codes.append(refuse(error))
+    return max(codes)
+
+
+def _examine(cfg: DictConfig, wanted: Wanted) -> int:
+    from worldsize.app.execute import settings_of  # imports torch, which takes seconds
+
+    _alter(cfg, wanted)
+    settings = settings_of(cfg)
+    report, folder = _report(settings, Path(cfg.run.root))
+    if wanted.report == "-":
+        print(json.dumps(report.as_json(), indent=2))
+    elif wanted.report:
+        Path(wanted.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    console = Console(stderr=wanted.report == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(report.table())
+    if folder and not report.ok:
+        console.print(f"logs: {folder}", soft_wrap=True)
+    return 0 if report.ok else 1
+
+
+def _alter(cfg: DictConfig, wanted: Wanted) -> None:
+    """What a run would do, but for training."""
+    cfg.run.examine = "pairs" if wanted.pairs else "tiers"
+    cfg.cluster.timeout = wanted.patience
+    cfg.logger, cfg.faults = None, []
+    changes = {"wait": True, "terminal_logs": False, "max_restarts": 0, "max_requeues": 0}
+    changes["save_grace"] = 2 * wanted.patience  # an agent that fails leaves the others time to wait for it in vain
+    for key in changes.keys() & cfg.launcher.keys():
+        cfg.launcher[key] = changes[key]
+
+
+def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
+    """What was found, and the folder that is left if not all is well."""
+    from worldsize.core import Plan
+    from worldsize.launch.node import NodeLauncher
+    from worldsize.planning.doctor.evaluate import evaluate
+    from worldsize.planning.doctor.found import read
+    from worldsize.planning.doctor.report import Check, Report
+    from worldsize.run_directory import planned
+
+    if not isinstance(settings.launcher, NodeLauncher) or settings.launcher.elsewhere:
+        raise ConfigError(
+            f"doctor needs a launcher that starts all hosts, and a run folder that this machine sees; "
+            f"{type(settings.launcher).__name__} does not. Name the same hosts with cluster=ssh or cluster=slurm."
+        )
+    run = planned(root, "doctor", None)
+    plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
+    try:
+        _play(settings, plan, run)
+    except ConfigError as error:
+        fact, _, remedy = str(error).partition(". ")
+        return Report([Check("launch", "this machine", False, fact, remedy)]), None
+    cluster = settings.cluster
+    found = read(run.findings, cluster.nodes, settings.config["cluster"].get("hosts", ()))
+    report = evaluate(found, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
+    if report.ok:
+        shutil.rmtree(run.path)
+    return report, run.path
+
+
+def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
+    """Start the examination and wait for its end. Raises ConfigError: the launcher refuses."""
+    import torch
+
+    from worldsize.app.examine import examine
+    from worldsize.app.record import config_text, with_secrets
+    from worldsize.launch.node import NodeLauncher
+    from worldsize.reproducibility.redact import scrubber
+    from worldsize.run_directory import created
+    from worldsize.world.environments import Node
+
+    torch.set_num_threads(1)  # this process may fork: it must not have an OpenMP pool
+    launcher = settings.launcher
+    assert isinstance(launcher, NodeLauncher)
+    launcher.check(settings.cluster)
+    clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
+    with created(run):
+        run.config.write_text(config_text(settings, clean))
+    with redirect_stdout(sys.stderr):  # what the agents say
+        if launcher.submits:
+            launcher.launch(with_secrets(settings, plan, clean)).wait()
+        else:
+            examine(settings, launcher, plan, run, Node())
+
+
+def checkpoint_bytes(recipe: Recipe) -> float:
+    """Of weights and two moments of each, as Adam keeps them."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = recipe.model()
+    except RuntimeError:  # it computes with its initial values
+        model = recipe.model()
+    return 3.0 * sum(tensor.nbytes for tensor in model.state_dict().values())

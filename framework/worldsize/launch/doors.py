@@ -1,0 +1,63 @@
+"""Whether the hosts of a run reach each other where their ranks will meet: each opens a port, all others knock."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Self, final
+
+_PATIENCE = 3.0  # seconds
+_AT_ONCE = 32
+
+
+@final
+class Door:
+    """A context: a port at ``address`` that tells every caller which node it belongs to.
+
+    Raises:
+        OSError: this host has no such address.
+    """
+
+    def __init__(self, address: str, node: int) -> None:
+        self._listener = socket.create_server((address, 0), backlog=_AT_ONCE)
+        self._node = node
+        self.port: int = self._listener.getsockname()[1]
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="door")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which must not be there when this process forks
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, suppress(OSError):
+                    connection.settimeout(_PATIENCE)
+                    connection.sendall(f"{self._node}\n".encode())
+
+
+def knock(address: str, port: int, node: int) -> str | None:
+    """Why the door of ``node`` is not reached; None: it is."""
+    try:
+        with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
+            said = connection.makefile().readline().strip()
+    except OSError as error:
+        return str(error)
+    return None if said == str(node) else f"another process answers there ({said or 'nothing'})"
+
+
+def knock_all(doors: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
+    """By node: why its door is not reached from here, of those that are not. ``own``: this node."""
+    others = [(str(door["address"]), int(door["port"]), int(door["node"])) for door in doors if door["node"] != own]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        refusals = pool.map(lambda door: knock(*door), others)
+        return {node: why for (_, _, node), why in zip(others, refusals, strict=True) if why}

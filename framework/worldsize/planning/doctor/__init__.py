@@ -1,0 +1,1 @@
+"""What an examination of a cluster has found, judged: pure functions of facts."""

@@ -1,0 +1,124 @@
+"""Checks of each host by itself, and of all hosts against the first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from worldsize.planning.doctor.found import Facts, Found
+from worldsize.planning.doctor.report import Check
+
+SKEW = 1.0  # seconds that a clock may be off: of several failures, the first in time is told as the cause
+_INSTALL = "Install there what the lock says (uv sync --locked), or name the right interpreter (cluster.python)."
+_REMEDIES = {
+    "Python": "Use the same interpreter everywhere: cluster.python, a container, or the environment that uv makes.",
+    "torch": _INSTALL,
+    "NCCL": _INSTALL,
+    "packages": _INSTALL,
+    "code": "Bring the same commit there; a copy that was edited in place is overwritten by the next launch.",
+    "data": "Bring the same files there, or put them on storage that all hosts share.",
+    "driver": "Have the same driver installed everywhere: collectives and kernels differ between versions.",
+    "lock": "Bring the same uv.lock there, and install from it (uv sync --locked).",
+}
+
+
+def alike(found: Found) -> Iterator[Check]:
+    """What every host has, against the first."""
+    if (first := found.first) is None:
+        return
+    for name, value in {**first["alike"], **first["also"]}.items():
+        for facts in found.hosts.values():
+            own = {**facts["alike"], **facts["also"]}.get(name)
+            if own == value:
+                yield Check(name, facts["host"], True, str(value or "none"))
+            else:
+                detail = f"{own}, where {first['host']} has {value}{_versions(facts, first, name)}"
+                yield Check(name, facts["host"], False, detail, _REMEDIES[name])
+
+
+def _versions(facts: Facts, first: Facts, name: str) -> str:
+    """Which packages differ."""
+    if name != "packages":
+        return ""
+    here, there = facts["versions"], first["versions"]
+    differ = [each for each in sorted({*here, *there}) if here.get(each) != there.get(each)]
+    shown = [f"{each} {here.get(each, 'missing')} ({there.get(each, 'missing')})" for each in differ[:5]]
+    return f": {', '.join(shown)}" + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
+
+
+def data(found: Found) -> Iterator[Check]:
+    """Files that a recipe reads."""
+    for facts in found.hosts.values():
+        problems = facts["data"]
+        if not problems:
+            yield Check("data files", facts["host"], True, "readable")
+            continue
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        remedy = "Prepare the data there, or put it on storage that all hosts share and this user may read."
+        yield Check("data files", facts["host"], False, "; ".join(problems[:3]) + more, remedy)
+
+
+def folder(found: Found) -> Iterator[Check]:
+    """The run's folder: written by every host, and one for all."""
+    unseen = found.meeting.get("unseen", {})
+    for node, facts in found.hosts.items():
+        path, error = facts["folder"]["path"], facts["folder"]["error"]
+        remedy = "Mount it there so that this user may write, or set run.root to a folder that all hosts share."
+        if error:
+            yield Check("run folder", facts["host"], False, f"{path} cannot be written: {error}", remedy)
+        elif str(node) in unseen:
+            yield Check("run folder", facts["host"], False, f"{path} is not shared: {unseen[str(node)]}", remedy)
+        else:
+            yield Check("run folder", facts["host"], True, "written, and shared" if found.nodes > 1 else "written")
+
+
+def disk(found: Found, *, needed_bytes: float) -> Iterator[Check]:
+    """Room for two checkpoints: while one is written, the one before is kept."""
+    for facts in found.hosts.values():
+        free = facts["folder"]["free"]
+        if free is None:
+            continue
+        ok = free >= needed_bytes
+        detail = f"room for two checkpoints ({needed_bytes / 1e9:.2g} GB)"
+        if not ok:
+            detail = (
+                f"{free / 1e9:.3g} GB free at {facts['folder']['path']}, two checkpoints take {needed_bytes / 1e9:.3g}"
+            )
+        remedy = "" if ok else "Remove old runs, or set run.root to a larger file system."
+        yield Check("disk", facts["host"], ok, detail, remedy)
+
+
+def clock(found: Found) -> Iterator[Check]:
+    """Each host's clock against the first's: as it answered, else by the time of the file that it left."""
+    asked = {int(node): ahead for node, ahead in found.meeting.get("clocks", {}).items()}
+    reference = found.hosts.get(0, {}).get("ahead")
+    for node, facts in found.hosts.items():
+        ahead = asked.get(node)
+        if ahead is None and reference is not None and "ahead" in facts:
+            ahead = facts["ahead"] - reference
+        if node == 0 or ahead is None:
+            continue
+        ok = abs(ahead) <= SKEW
+        detail = f"within {SKEW:g} s of {found.name(0)}" if ok else f"{ahead:+.1f} s against {found.name(0)}"
+        remedy = (
+            "" if ok else "Have it set by NTP there (chronyc tracking, timedatectl): logs and causes are ordered by it."
+        )
+        yield Check("clock", facts["host"], ok, detail, remedy)
+
+
+def devices(found: Found, *, per_node: int) -> Iterator[Check]:
+    """As many devices as processes on every host, each of which one rank uses."""
+    for facts in found.hosts.values():
+        count = facts["devices"]
+        ok = count >= per_node
+        remedy = f"Look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or set cluster.processes_per_node={count}."
+        yield Check("devices", facts["host"], ok, f"{count} for {per_node} processes", "" if ok else remedy)
+    users: dict[str, list[Facts]] = defaultdict(list)
+    for rank in found.ranks:
+        users[rank["device"]].append(rank)
+    for device, ranks in users.items():
+        if len(ranks) > 1:
+            hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in ranks))
+            detail = f"ranks {' and '.join(str(rank['rank']) for rank in ranks)} share {device}"
+            remedy = "Give each a GPU of its own: name each host once, and no more processes than it has GPUs."
+            yield Check("one rank a device", hosts, False, detail, remedy)

@@ -1,0 +1,112 @@
+"""Checks of how the hosts meet: names, the port of the rendezvous, interfaces, a first collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from worldsize.planning.doctor.found import Facts, Found
+from worldsize.planning.doctor.report import Check
+
+
+def answers(found: Found) -> Iterator[Check]:
+    """Every host has said something, in the run's folder or to the first."""
+    for node in range(found.nodes):
+        if node in found.hosts:
+            yield Check("answers", found.name(node), True, "yes")
+            continue
+        remedy = (
+            "Read what its agent says, above or in the logs of the run's folder. It must see that folder: set run.root "
+            "to one that all hosts share and may write."
+        )
+        yield Check("answers", found.name(node), False, f"node {node} has left nothing in the run's folder", remedy)
+
+
+def meeting(found: Found) -> Iterator[Check]:
+    """The name of the first host is known, and its port answers."""
+    came = {facts["node"] for facts in found.meeting.get("hosts", ())}
+    for node, facts in found.hosts.items():
+        first = facts["first"]
+        if first is None:
+            continue
+        name, port = first["name"], first["port"]
+        if first["error"]:
+            remedy = "Name the hosts so that all of them know each other: /etc/hosts, DNS, or addresses in their place."
+            yield Check("resolves", facts["host"], False, f"{name} leads nowhere: {first['error']}", remedy)
+        else:
+            yield Check("resolves", facts["host"], True, f"{name} is known")
+        if why := facts.get("refused"):
+            remedy = f"Free port {port} there, or name another one with cluster.port."
+            yield Check("rendezvous", facts["host"], False, why, remedy)
+        elif "unreached" in facts or (found.meeting and node not in came):
+            detail = f"port {port} of {name} does not answer {facts['host']}{_because(facts)}"
+            remedy = f"Open TCP port {port} of {name} to {facts['host']} (firewall, security group), or name another "
+            yield Check("rendezvous", facts["host"], False, detail, f"{remedy}one with cluster.port.")
+        elif node in came:
+            yield Check("rendezvous", facts["host"], True, f"port {port} of {name}")
+
+
+def _because(facts: Facts) -> str:
+    return f": {facts['unreached']}" if "unreached" in facts else ""
+
+
+def interfaces(found: Found) -> Iterator[Check]:
+    """The interface that collectives use is there, and the others reach its address."""
+    unreached = _unreached(found)
+    for node, facts in found.hosts.items():
+        interface = facts["interface"]
+        if interface is None:
+            continue
+        if interface["error"]:
+            yield Check("interface", facts["host"], False, interface["error"], _other(facts))
+            continue
+        name = f"{interface['name']} {interface['address']}"
+        deaf = [source for source, targets in unreached.items() if node in targets]
+        if deaf:
+            detail = f"{name} is not reached by {', '.join(map(found.name, deaf))}: {unreached[deaf[0]][node]}"
+            yield Check("interface", facts["host"], False, detail, _other(facts))
+        else:
+            yield Check("interface", facts["host"], True, f"{interface['name']}, reached by the others")
+
+
+def _unreached(found: Found) -> dict[int, dict[int, str]]:
+    tried: Mapping[str, Mapping[str, str]] = found.meeting.get("unreached", {})
+    return {int(source): {int(target): why for target, why in lost.items()} for source, lost in tried.items()}
+
+
+def _other(facts: Facts) -> str:
+    """Which interface would do."""
+    leads, own = facts["interface"]["leads"], facts["interface"]["name"]
+    if leads and leads != own:
+        return (
+            f"{leads} ({facts['interfaces'][leads]['address']}) leads to the first host: set cluster.interface={leads}."
+        )
+    return "Open all TCP ports between the hosts (ranks listen on any), or name another with cluster.interface."
+
+
+def others(facts: Facts, used: str | None) -> str:
+    """The interfaces of a host beside the one that is used."""
+    named = [f"{name} {each['address']}" for name, each in facts["interfaces"].items() if name not in (used, "lo")]
+    return ", ".join(named)
+
+
+def collective(found: Found) -> Iterator[Check]:
+    """The ranks have met, and summed a few bytes."""
+    if not found.meeting or not found.hosts:
+        return
+    everyone = ", ".join(found.name(node) for node in found.hosts)
+    if skipped := found.meeting.get("skipped"):
+        yield Check("all-reduce", everyone, False, f"not tried: {skipped}", "Mend what is red above, then look again.")
+        return
+    late = [rank for rank in found.ranks if not rank["joined"]]
+    failure = found.meeting.get("outcome", {}).get("failure")
+    if not late and not failure:
+        sent = f"{len(found.ranks)} ranks agree"
+        yield Check("all-reduce", everyone, True, sent)
+        return
+    hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in late)) or everyone
+    who = f"ranks {', '.join(str(rank['rank']) for rank in late)} did not finish it; " if late else ""
+    cause = (
+        f"{failure['role']} {failure['rank']}: {failure['cause'].strip().splitlines()[-1]}" if failure else "no cause"
+    )
+    remedy = "Read the logs of these ranks in the run's folder; with NCCL, its own log lies beside them."
+    yield Check("all-reduce", hosts, False, f"{who}{cause}", remedy)

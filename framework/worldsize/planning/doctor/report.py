@@ -1,0 +1,84 @@
+"""Checks and measured links, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+from worldsize.core import Link
+
+
+@dataclass(frozen=True)
+class Check:
+    """One fact of one host. ``remedy``: what to do where it is not ``ok``."""
+
+    check: str
+    host: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The measured link from one host to another, whose ranks share it."""
+
+    source: str
+    target: str
+    link: Link
+
+
+@dataclass(frozen=True)
+class Report:
+    checks: Sequence[Check]
+    links: Mapping[str, Link] = field(default_factory=dict)
+    pairs: Sequence[Pair] = ()
+    hosts: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Schema 1; bandwidths in bytes a second, latencies in seconds."""
+        return {
+            "schema": 1,
+            "checks": [asdict(check) for check in self.checks],
+            "links": {tier: asdict(link) for tier, link in self.links.items()},
+            "pairs": [{"from": each.source, "to": each.target, **asdict(each.link)} for each in self.pairs],
+            "hosts": list(self.hosts),
+        }
+
+    def table(self) -> Table:
+        """A line for each check that all hosts pass alike, one for each host that does not."""
+        table = Table("", "check", "host", "found", title="worldsize doctor", title_justify="left")
+        table.columns[3].overflow = "fold"
+        for name, group in groupby(self.checks, key=lambda check: check.check):
+            checks = list(group)
+            good = [check for check in checks if check.ok]
+            for detail in dict.fromkeys(check.detail for check in good):
+                hosts = [check.host for check in good if check.detail == detail]
+                table.add_row("[green]✓[/]", name, _listed(hosts), _plain(detail))
+            for bad in (check for check in checks if not check.ok):
+                table.add_row("[red]✗[/]", f"[red]{name}[/]", bad.host, f"{_plain(bad.detail)}\n→ {_plain(bad.remedy)}")
+        return table
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, {hosts[1]} .. {hosts[-1]} ({len(hosts)})"
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")  # no markup of rich
+
+
+def rate(bandwidth: float) -> str:
+    """Bytes a second as people say it."""
+    for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
+        if bandwidth >= factor:
+            return f"{bandwidth / factor:.3g} {unit}"
+    return f"{bandwidth / 1e3:.3g} kB/s"

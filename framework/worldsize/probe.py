@@ -1,0 +1,166 @@
+"""What a process of an examined cluster does instead of training: find out what its device and its links carry."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worldsize.core import Cluster, World
+from worldsize.planning.doctor.found import leave
+from worldsize.world.environments import Placement
+from worldsize.world.world import device_of
+
+_FIRST, _LARGEST = 1 << 20, 1 << 26  # bytes of a message
+_SECONDS = 0.15  # that a measured message should take
+_REPEATS, _MESSAGES = 3, 50
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What was measured from rank to rank: the best time of ``size`` bytes, and the median time of a message of eight.
+
+    Of tier "device" it is a copy of ``size`` / 2 bytes: they are read and written.
+    """
+
+    tier: str
+    source: int
+    target: int
+    size: int
+    seconds: float
+    latency: float
+
+
+def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
+    """Leave which device this process has, before it waits for anybody."""
+    device = device_of(placement, cluster)
+    leave(findings, f"rank_{placement.rank:05d}", {**_who(placement), "device": _identity(device), "joined": False})
+
+
+def probe(world: World, placement: Placement, transport: Mapping[str, Any], findings: Path, *, pairs: bool) -> int:
+    """Measure with all others; the first process leaves what they found. The exit code."""
+    who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
+    leave(findings, f"rank_{world.rank:05d}", who)
+    found = [asdict(edge) for edge in _measure(world, placement.local_world_size, pairs=pairs)]
+    gathered: list[Any] = [found]
+    if world.size > 1:
+        gathered = [None] * world.size
+        dist.all_gather_object(gathered, found)
+    if world.rank == 0:
+        leave(findings, "links", {"edges": [edge for each in gathered for edge in each]})
+    return 0
+
+
+def _who(placement: Placement) -> dict[str, Any]:
+    return {"rank": placement.rank, "node": placement.node_rank, "host": socket.gethostname()}
+
+
+def _identity(device: torch.device) -> str | None:
+    """Of a device that one process should have for itself; the same whatever its number."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def _measure(world: World, per_node: int, *, pairs: bool) -> list[Edge]:
+    found = [_copies(world)]
+    for tier, phases in schedule(world.size // per_node, per_node, pairs=pairs):
+        for edges in phases:
+            if world.size > 1:
+                dist.barrier()
+            for source, target in edges:
+                if world.rank == source:
+                    found.append(_sent(world, tier, target))
+                elif world.rank == target:
+                    _echo(world, source)
+    return found
+
+
+def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, list[list[tuple[int, int]]]]]:
+    """By tier: phases of edges (from rank, to rank), in each of which a rank only sends to one, or hears from one.
+
+    Inside the nodes a ring of the ranks. Across, a ring of the nodes, or all ``pairs`` of them; the ranks of a node
+    send together, each to the one of its place.
+    """
+    inner = [(rank, (rank + 1) % per_node) for rank in range(per_node)] if per_node > 1 else []
+    inside = [
+        [(node * per_node + source, node * per_node + target) for node in range(nodes) for source, target in phase]
+        for phase in _phases(inner)
+    ]
+    ahead = range(1, nodes if pairs else min(2, nodes))
+    outer = [(node, (node + distance) % nodes) for distance in ahead for node in range(nodes)]
+    across = [
+        [
+            (source * per_node + place, target * per_node + place)
+            for source, target in phase
+            for place in range(per_node)
+        ]
+        for phase in _phases(outer)
+    ]
+    return [("node", inside), ("network", across)]
+
+
+def _phases(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """All edges, so that none of a phase has an end in common with another."""
+    phases: list[tuple[set[int], list[tuple[int, int]]]] = []
+    for edge in edges:
+        free = next((phase for phase in phases if phase[0].isdisjoint(edge)), None)
+        if free is None:
+            phases.append(free := (set(), []))
+        free[0].update(edge)
+        free[1].append(edge)
+    return [phase for _, phase in phases]
+
+
+def _copies(world: World) -> Edge:
+    source, target = (torch.zeros(_LARGEST // 4, device=world.device) for _ in range(2))
+    few = target[:1]
+    seconds = min(_timed(world, lambda: target.copy_(source)) for _ in range(_REPEATS + 1))
+    latency = statistics.median(_timed(world, lambda: few.add_(1)) for _ in range(_MESSAGES))
+    return Edge("device", world.rank, world.rank, 2 * _LARGEST, seconds, latency)
+
+
+def _sent(world: World, tier: str, target: int) -> Edge:
+    few, answer = (torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(2))
+
+    def send(payload: Tensor) -> None:
+        dist.send(payload, target)
+        dist.recv(answer, target)
+
+    send(few)  # connects
+    latency = statistics.median(_timed(world, lambda: send(few)) for _ in range(_MESSAGES)) / 2
+    first = _timed(world, lambda: send(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device)))
+    size = int(min(max(_SECONDS * _FIRST / first, _FIRST), _LARGEST))
+    send(few.fill_(size))
+    payload = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    seconds = min(_timed(world, lambda: send(payload)) for _ in range(_REPEATS)) - latency
+    return Edge(tier, world.rank, target, size, seconds, latency)
+
+
+def _echo(world: World, source: int) -> None:
+    """The other end of :func:`_sent`."""
+    few = torch.zeros(1, dtype=torch.int64, device=world.device)
+
+    def hear(payload: Tensor, times: int) -> None:
+        for _ in range(times):
+            dist.recv(payload, source)
+            dist.send(few, source)
+
+    hear(few, 1 + _MESSAGES)
+    hear(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device), 1)
+    hear(few, 1)
+    hear(torch.zeros(int(few), dtype=torch.uint8, device=world.device), _REPEATS)
+
+
+def _timed(world: World, action: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    action()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun

@@ -1,0 +1,150 @@
+"""worldsize doctor on four hosts that ssh reaches, well and with faults planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.testing import hosts as namespaces
+
+PORT = 23_456
+ALONE = """[ $HID ] || HID=1 exec unshare -m sh -c '{}; exec "$@"' sh $0 "$@\""""  # with other mounts
+BLOCKED = ("to", "10.77.0.1", "ipproto", "tcp", "dport", str(PORT), "unreachable")
+OFF = """\
+import time, torch
+clock, clock_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: clock() + 10, lambda: clock_ns() + 10**10
+torch.__version__ = "0.1"
+"""
+
+
+@dataclass(frozen=True)
+class Examined:
+    code: int
+    shown: str
+    report: dict[str, Any]
+
+    @property
+    def red(self) -> set[tuple[str, str]]:
+        return {(each["check"], each["host"]) for each in self.report["checks"] if not each["ok"]}
+
+    def said(self, check: str, host: str) -> str:
+        (found,) = [each for each in self.report["checks"] if (each["check"], each["host"]) == (check, host)]
+        return f"{found['detail']} -> {found['remedy']}"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
+    """Hosts with links of 1 Gbit/s."""
+    if why := namespaces.missing():
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("four")
+    with namespaces.running(folder, name=f"wd{os.getpid()}", count=4) as found:
+        found.shape("1gbit")
+        yield found
+
+
+@pytest.fixture
+def examined(
+    four: namespaces.Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
+) -> Any:
+    """``examined(*options, h2="...")``: doctor, started on the first host; shell lines come first on the others."""
+    project, data = tmp_path / "project", tmp_path / "data"
+    for folder in (project / "runs", data):
+        folder.mkdir(parents=True)
+    (data / "train.txt").touch()
+
+    def run(*options: str, **lines: str) -> Examined:
+        python = tmp_path / "python"
+        cases = "".join(f"{host}) {line};;\n" for host, line in lines.items())
+        python.write_text(f'#!/bin/sh\ncase $(hostname) in\n{cases}esac\nexec {warm_python} "$@"\n')
+        python.chmod(0o755)
+        words = ("+cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", "cluster.processes_per_node=1", "cluster.threads=1")
+        own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={python}", f"cluster.folder={tmp_path}/%h")
+        learns = ("recipe=click_through", "data=criteo", f"data.path={data}")
+        network = "cluster.links.network={bandwidth: 125e6, latency: 1e-4}"
+        command = [str(warm_python), "-m", "worldsize", "doctor", "--json", str(tmp_path / "report.json")]
+        done = subprocess.run(
+            four.on(1, [*command, *words, *own, *learns, network, *options]),
+            cwd=project,
+            env=environment_without_wandb,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode in (0, 1), done.stderr
+        return Examined(done.returncode, done.stdout + done.stderr, json.loads((tmp_path / "report.json").read_text()))
+
+    return run
+
+
+def test_four_hosts_are_green_and_their_links_measured(examined: Any, tmp_path: Path) -> None:
+    found = examined("--pairs")
+    assert (found.code, found.red) == (0, set()), found.shown
+    (pairs, network) = found.report["pairs"], found.report["links"]["network"]
+    assert {(pair["from"], pair["to"]) for pair in pairs} == {
+        (source, target)
+        for source in ("h1", "h2", "h3", "h4")
+        for target in ("h1", "h2", "h3", "h4")
+        if source != target
+    }
+    assert network["bandwidth"] < 1.3 * 125e6  # the shaped link, and not loopback's
+    assert "✓" in found.shown
+    assert not list((tmp_path / "project" / "runs" / "doctor").iterdir())
+
+
+def test_versions_code_data_clock_and_a_slow_link_are_found_at_once(
+    examined: Any, four: namespaces.Hosts, tmp_path: Path
+) -> None:
+    off = tmp_path / "off"
+    off.mkdir()
+    (off / "sitecustomize.py").write_text(OFF)
+    hidden = f"mount -t tmpfs none {tmp_path}/data"
+    four.shape("50mbit", host=4)
+    found = examined(
+        h2=f'export PYTHONPATH={off}:$PYTHONPATH; exec {sys.executable} "$@"',
+        h3=f"mkdir -p recipes; touch recipes/other.py; {ALONE.format(hidden)}",
+    )
+    four.shape("1gbit", host=4)
+    assert found.code == 1
+    other = {("torch", "h2"), ("clock", "h2")}
+    lost = {("code", "h3"), ("data", "h3"), ("data files", "h3")}
+    assert found.red == {*other, *lost, ("network link", "h4")}, found.shown
+    assert "0.1, where h1 has 2." in found.said("torch", "h2")
+    assert "+10.0 s against h1" in found.said("clock", "h2")
+    assert f"train.txt: No such file or directory ({tmp_path}/data/train.txt)" in found.said("data files", "h3")
+    assert "over eth0, cluster.links.network declares 125 MB/s -> Look at its cable" in found.said("network link", "h4")
+    assert "0.1, where h1 has" in found.shown
+
+
+def test_a_blocked_port_hides_neither_an_unwritable_run_folder_nor_a_missing_interface(
+    examined: Any, four: namespaces.Hosts, tmp_path: Path
+) -> None:
+    four.ip(3, "rule", "add", *BLOCKED)
+    for host in (1, 2, 3):
+        four.ip(host, "link", "add", "ib0", "type", "veth", "peer", "name", "ib1")
+        four.ip(host, "addr", "add", f"10.78.0.{host}/24", "dev", "ib0")
+    runs = f"{tmp_path}/project/runs"
+    only_read = f"mount --bind {runs} {runs}; mount -o remount,bind,ro {runs}"
+    found = examined(
+        "--patience=6",
+        f"cluster.port={PORT}",
+        "cluster.interface=ib0",
+        h2=f'[ $HID ] || HID=1 exec unshare -m sh -c \'{only_read}; exec "$@"\' sh $0 "$@"',
+    )
+    four.ip(3, "rule", "del", *BLOCKED)
+    for host in (1, 2, 3):
+        four.ip(host, "link", "del", "ib0")
+    assert found.code == 1
+    assert {("rendezvous", "h3"), ("run folder", "h2"), ("interface", "h4")} <= found.red, found.shown
+    assert f"Open TCP port {PORT} of h1 to h3" in found.said("rendezvous", "h3")
+    assert "cannot be written: Read-only file system -> Mount it" in found.said("run folder", "h2")
+    assert "set cluster.interface=eth0" in found.said("interface", "h4")

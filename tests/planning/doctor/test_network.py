@@ -1,0 +1,71 @@
+"""Checks of how hosts meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tests.planning.doctor.facts import found, host, rank
+from worldsize.planning.doctor import network
+from worldsize.planning.doctor.found import Found
+from worldsize.planning.doctor.report import Check
+
+
+def bad(checks: Iterable[Check]) -> list[Check]:
+    return [check for check in checks if not check.ok]
+
+
+def test_a_host_that_leaves_nothing_is_named_as_its_launcher_knows_it() -> None:
+    hosts = {node: host(node) for node in (0, 1, 3)}
+    (check,) = bad(network.answers(Found(4, hosts, names=["a", "b", "c", "d"])))
+    assert check.host == "c"
+    (check,) = bad(network.answers(Found(4, hosts)))
+    assert check.host == "node 2"
+
+
+def test_a_blocked_port_is_named_and_hides_nothing_else() -> None:
+    came = [host(node) for node in (0, 1, 3)]
+    blocked = host(2, unreached="timed out", data=["train.txt: gone"])
+    facts = found(blocked, meeting={"hosts": came, "skipped": "only 3 of 4 hosts have met"})
+    (check,) = bad(network.meeting(facts))
+    assert (check.check, check.host) == ("rendezvous", "h3")
+    assert check.detail == "port 23456 of h1 does not answer h3: timed out"
+    assert "Open TCP port 23456 of h1 to h3" in check.remedy
+    (check,) = bad(network.collective(facts))
+    assert check.detail == "not tried: only 3 of 4 hosts have met"
+    assert not bad(network.answers(facts))
+
+
+def test_a_port_that_is_taken_is_the_first_hosts_matter() -> None:
+    first = host(0, refused="port 23456 at h1 cannot be opened: in use")
+    (check,) = bad(network.meeting(found(first)))
+    assert check.host == "h1"
+    assert "Free port 23456" in check.remedy
+
+
+def test_a_name_that_leads_nowhere_is_named() -> None:
+    lost = {"name": "h1", "port": 23456, "address": None, "error": "Name or service not known"}
+    checks = bad(network.meeting(found(host(1, first=lost))))
+    assert [(check.check, check.host) for check in checks] == [("resolves", "h2")]
+
+
+def test_an_interface_that_is_missing_is_named_with_the_one_that_would_do() -> None:
+    interface = {"name": "ib0", "address": None, "leads": "eth0", "error": "no interface ib0"}
+    (check,) = bad(network.interfaces(found(host(2, interface=interface))))
+    assert (check.host, check.detail) == ("h3", "no interface ib0")
+    assert "set cluster.interface=eth0" in check.remedy
+
+
+def test_an_interface_that_the_others_do_not_reach_is_named() -> None:
+    interface = {"name": "ib0", "address": "10.9.0.3", "leads": "eth0", "error": None, "door": 4000}
+    unreached = {"0": {"2": "timed out"}, "1": {"2": "timed out"}, "2": {}, "3": {"2": "timed out"}}
+    (check,) = bad(network.interfaces(found(host(2, interface=interface), meeting={"unreached": unreached})))
+    assert check.host == "h3"
+    assert check.detail == "ib0 10.9.0.3 is not reached by h1, h2, h4: timed out"
+    assert "eth0 (10.0.0.3) leads to the first host: set cluster.interface=eth0" in check.remedy
+
+
+def test_ranks_that_do_not_join_are_named_with_the_first_cause() -> None:
+    ranks = [rank(each, joined=each != 5) for each in range(8)]
+    failure = {"role": "worker", "rank": 5, "cause": "Traceback\nRuntimeError: no route\n"}
+    (check,) = bad(network.collective(found(ranks=ranks, meeting={"outcome": {"failure": failure}})))
+    assert (check.host, check.detail) == ("h3", "ranks 5 did not finish it; worker 5: RuntimeError: no route")
