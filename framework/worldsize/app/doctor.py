@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--pairs", action="store_true", help="measure the link between each two nodes")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that hosts have to answer (%(default)s)")
     parser.add_argument("--json", dest="report", metavar="FILE", help='write what was found; "-": to standard output')
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     leave(doctor(options.overrides, Wanted(options.pairs, options.patience, options.report)))
 
 
@@ -114,6 +114,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     try:
         _play(settings, plan, run)
     except ConfigError as error:
+        shutil.rmtree(run.path, ignore_errors=True)
         fact, _, remedy = str(error).partition(". ")
         return Report([Check("launch", "this machine", False, fact, remedy)]), None
     cluster = settings.cluster

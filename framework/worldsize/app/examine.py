@@ -155,7 +155,7 @@ def _come(
         return line
     except (WorldsizeError, OSError, EOFError) as error:
         print(error, file=sys.stderr, flush=True)
-        _leave(run, {**facts, "unreached": str(error)})
+        _leave(run, {**facts, "unreached": str(error.__cause__ or error)})
         return None
 
 

@@ -58,7 +58,11 @@ def ring(rates: dict[int, float]) -> list[dict[str, Any]]:
 def found(*changed: dict[str, Any], **changes: Any) -> Found:
     """Four hosts, ``changed`` in place of theirs; ``meeting`` adds to what the first has learned."""
     hosts = {node: host(node) for node in range(4)} | {facts["node"]: facts for facts in changed}
-    meeting: dict[str, Any] = {"hosts": list(hosts.values()), "clocks": {}, "unreached": {str(node): {} for node in hosts}}
+    meeting: dict[str, Any] = {
+        "hosts": list(hosts.values()),
+        "clocks": {},
+        "unreached": {str(node): {} for node in hosts},
+    }
     meeting = {**meeting, "unseen": {}, "skipped": None, "outcome": {"failure": None}, **changes.pop("meeting", {})}
     base: dict[str, Any] = {"nodes": 4, "hosts": hosts, "meeting": meeting, "ranks": [rank(each) for each in range(8)]}
     return Found(**{**base, "edges": ring({}), **changes})

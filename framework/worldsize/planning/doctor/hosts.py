@@ -75,17 +75,12 @@ def folder(found: Found) -> Iterator[Check]:
 def disk(found: Found, *, needed_bytes: float) -> Iterator[Check]:
     """Room for two checkpoints: while one is written, the one before is kept."""
     for facts in found.hosts.values():
-        free = facts["folder"]["free"]
-        if free is None:
+        free, path = facts["folder"]["free"], facts["folder"]["path"]
+        if free >= needed_bytes:
+            yield Check("disk", facts["host"], True, f"room for two checkpoints ({needed_bytes / 1e9:.2g} GB)")
             continue
-        ok = free >= needed_bytes
-        detail = f"room for two checkpoints ({needed_bytes / 1e9:.2g} GB)"
-        if not ok:
-            detail = (
-                f"{free / 1e9:.3g} GB free at {facts['folder']['path']}, two checkpoints take {needed_bytes / 1e9:.3g}"
-            )
-        remedy = "" if ok else "Remove old runs, or set run.root to a larger file system."
-        yield Check("disk", facts["host"], ok, detail, remedy)
+        detail = f"{free / 1e9:.3g} GB free at {path}, two checkpoints take {needed_bytes / 1e9:.3g}"
+        yield Check("disk", facts["host"], False, detail, "Remove old runs, or set run.root to a larger file system.")
 
 
 def clock(found: Found) -> Iterator[Check]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from worldsize.core import Link
@@ -62,18 +63,15 @@ class Report:
             good = [check for check in checks if check.ok]
             for detail in dict.fromkeys(check.detail for check in good):
                 hosts = [check.host for check in good if check.detail == detail]
-                table.add_row("[green]✓[/]", name, _listed(hosts), _plain(detail))
+                table.add_row("[green]✓[/]", name, _listed(hosts), escape(detail))
             for bad in (check for check in checks if not check.ok):
-                table.add_row("[red]✗[/]", f"[red]{name}[/]", bad.host, f"{_plain(bad.detail)}\n→ {_plain(bad.remedy)}")
+                found = f"{bad.detail}\n→ {bad.remedy}" if bad.remedy else bad.detail
+                table.add_row("[red]✗[/]", f"[red]{name}[/]", bad.host, escape(found))
         return table
 
 
 def _listed(hosts: Sequence[str]) -> str:
     return ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, {hosts[1]} .. {hosts[-1]} ({len(hosts)})"
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")  # no markup of rich
 
 
 def rate(bandwidth: float) -> str:
