@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -100,6 +101,11 @@ def agent(run: RunDirectory) -> int:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     secrets = os.environ.get("WORLDSIZE_SECRETS")
     make_importable(roots())  # the copies on this host come before the paths of the one that launched the run
+    if not run.config.exists():
+        raise ConfigError(
+            f"{socket.gethostname()} does not see the run folder {run.path}. All hosts need it: set run.root to a "
+            "folder that they share."
+        )
     settings, place = read_settings(run), node(os.environ)
     if place.count != settings.cluster.nodes:
         raise ConfigError(

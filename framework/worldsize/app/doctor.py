@@ -89,7 +89,7 @@ def _alter(cfg: DictConfig, wanted: Wanted) -> None:
     cfg.run.examine = "pairs" if wanted.pairs else "tiers"
     cfg.cluster.timeout = wanted.patience
     cfg.logger, cfg.faults = None, []
-    changes = {"wait": True, "terminal_logs": False, "max_restarts": 0, "max_requeues": 0}
+    changes: dict[str, float] = {"wait": True, "terminal_logs": False, "max_restarts": 0, "max_requeues": 0}
     changes["save_grace"] = 2 * wanted.patience  # an agent that fails leaves the others time to wait for it in vain
     for key in changes.keys() & cfg.launcher.keys():
         cfg.launcher[key] = changes[key]
@@ -159,4 +159,4 @@ def checkpoint_bytes(recipe: Recipe) -> float:
             model = recipe.model()
     except RuntimeError:  # it computes with its initial values
         model = recipe.model()
-    return 3.0 * sum(tensor.nbytes for tensor in model.state_dict().values())
+    return 3.0 * sum(float(tensor.nbytes) for tensor in model.state_dict().values())

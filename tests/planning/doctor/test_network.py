@@ -69,3 +69,13 @@ def test_ranks_that_do_not_join_are_named_with_the_first_cause() -> None:
     failure = {"role": "worker", "rank": 5, "cause": "Traceback\nRuntimeError: no route\n"}
     (check,) = bad(network.collective(found(ranks=ranks, meeting={"outcome": {"failure": failure}})))
     assert (check.host, check.detail) == ("h3", "ranks 5 did not finish it; worker 5: RuntimeError: no route")
+
+
+def test_where_no_rank_joins_the_host_of_the_first_cause_is_named() -> None:
+    ranks = [rank(each, joined=False) for each in range(8)]
+    for failure, host_ in (
+        ({"role": "worker", "rank": 6, "cause": "?"}, "h4"),
+        ({"role": "node", "rank": 1, "cause": "gone"}, "h2"),
+    ):
+        (check,) = bad(network.collective(found(ranks=ranks, meeting={"outcome": {"failure": failure}})))
+        assert check.host == host_

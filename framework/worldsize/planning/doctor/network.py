@@ -100,13 +100,21 @@ def collective(found: Found) -> Iterator[Check]:
     late = [rank for rank in found.ranks if not rank["joined"]]
     failure = found.meeting.get("outcome", {}).get("failure")
     if not late and not failure:
-        sent = f"{len(found.ranks)} ranks agree"
-        yield Check("all-reduce", everyone, True, sent)
+        yield Check("all-reduce", everyone, True, f"{len(found.ranks)} ranks agree")
         return
     hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in late)) or everyone
+    if failure and len(late) in (0, len(found.ranks)):
+        hosts = _host_of(failure, found) or hosts
     who = f"ranks {', '.join(str(rank['rank']) for rank in late)} did not finish it; " if late else ""
     cause = (
         f"{failure['role']} {failure['rank']}: {failure['cause'].strip().splitlines()[-1]}" if failure else "no cause"
     )
     remedy = "Read the logs of these ranks in the run's folder; with NCCL, its own log lies beside them."
     yield Check("all-reduce", hosts, False, f"{who}{cause}", remedy)
+
+
+def _host_of(failure: Facts, found: Found) -> str | None:
+    """Where the first that failed was: a whole host, or a rank."""
+    if failure["role"] == "node":
+        return found.name(failure["rank"])
+    return next((str(rank["host"]) for rank in found.ranks if rank["rank"] == failure["rank"]), None)
