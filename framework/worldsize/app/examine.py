@@ -168,7 +168,7 @@ def _meet(
     try:
         found = arrivals(place, port, read_key(run.path), **waits)
     except (WorldsizeError, OSError) as error:
-        _leave(run, {**facts, "refused": str(error)})
+        _leave(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
         return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
     others, everyone = [other for other, _ in found], [facts, *(said for _, said in found)]
     met: dict[str, Any] = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
