@@ -59,15 +59,19 @@ def test_a_slow_direction_between_two_hosts_is_no_hosts_fault() -> None:
     assert slow(two, 5e7).links == [(0, 1)]
 
 
-def test_inside_a_node_the_host_is_named_and_memory_is_judged_of_gpus_alone() -> None:
+def test_inside_a_node_the_host_is_named_and_only_gpus_are_judged() -> None:
     edges = [edge("node", 2 * node + place, 2 * node + 1 - place, 1e9) for node in range(4) for place in (0, 1)]
     edges[4] = edge("node", 4, 5, 1e8)
-    edges += [edge("device", each, each, 1e9) for each in range(8)]
+    edges += [edge("device", each, each, 1e9 if each == 7 else 2e12) for each in range(8)]
     facts = found(edges=edges)
-    said = {each.check: each for each in checks(facts, cluster(node=1e9, device=2e12)) if not each.ok}
-    assert {name: check.host for name, check in said.items()} == {"node link": "h3"}
-    gpus = [each.check for each in checks(facts, cluster("cuda", node=1e9, device=2e12)) if not each.ok]
-    assert gpus.count("device link") == 4
+    said = [each for each in checks(facts, cluster("cuda", node=1e9, device=2e12)) if not each.ok]
+    assert [(check.check, check.host) for check in said] == [("node link", "h3"), ("device link", "h4")]
+    assert "cluster.links.node.bandwidth=1e+08" in said[0].remedy
+    unjudged = [*checks(facts, cluster(node=1e9, device=2e12))]
+    assert all(check.ok for check in unjudged)
+    assert [check.detail for check in unjudged if (check.check, check.host) == ("node link", "h3")] == [
+        "100 MB/s, 100 µs (not judged)"
+    ]
 
 
 def test_plain_sockets_where_a_fabric_is_declared_are_a_red_line() -> None:

@@ -57,37 +57,33 @@ def slow(links: Measured, least: float) -> Slow:
     lost = [ends for ends, link in links.items() if link.bandwidth < least]
     nodes = sorted({node for ends in links for node in ends})
     to_blame = [node for node in nodes if all(ends in lost for ends in links if node in ends)]
-    if len(nodes) == 2 and len(lost) < len(links):
-        to_blame = []
     return Slow(to_blame, [ends for ends in lost if not {*ends} & {*to_blame}])
 
 
 def checks(found: Found, cluster: Cluster) -> Iterator[Check]:
     """A tier that carries less than half of what the cluster declares is named by host and interface.
 
-    Of device "cpu" memory is not judged: processes share it.
+    Where processes compute on the CPU, what they move inside a node is not judged: it depends on who else computes.
     """
     for tier, links in measured(found.edges, cluster.processes_per_node).items():
-        declared = cluster.links.get(tier)
-        if declared is None or (tier == "device" and cluster.device == "cpu"):
-            continue
-        yield from _checks_of(found, tier, links, declared)
+        judged = tier == "network" or cluster.device != "cpu"
+        yield from _checks_of(found, tier, links, cluster.links.get(tier) if judged else None)
     yield from _transports(found, cluster)
 
 
-def _checks_of(found: Found, tier: str, links: Measured, declared: Link) -> Iterator[Check]:
-    lost = slow(links, _LEAST * declared.bandwidth)
+def _checks_of(found: Found, tier: str, links: Measured, declared: Link | None) -> Iterator[Check]:
+    lost = slow(links, _LEAST * declared.bandwidth if declared else 0.0)
     nodes = sorted({node for ends in links for node in ends})
-    promised = f"cluster.links.{tier} declares {rate(declared.bandwidth)}"
-    if tier == "network" and len(lost.nodes) == len(nodes) > 0:
+    promised = f"cluster.links.{tier} declares {rate(declared.bandwidth)}" if declared else "not judged"
+    if tier == "network" and len(lost.nodes) == len(nodes):
         yield _red(found, tier, lost.nodes, links, f"between all hosts, {promised}")
         return
     for node in lost.nodes:
         yield _red(found, tier, [node], {ends: link for ends, link in links.items() if node in ends}, promised)
     for ends in lost.links:
         yield _red(found, tier, ends, {ends: links[ends]}, f"from the one to the other, {promised}")
-    involved = {*lost.nodes, *(node for ends in lost.links for node in ends)}
-    for node in (node for node in nodes if node not in involved):
+    named = {*lost.nodes, *(node for ends in lost.links for node in ends)}
+    for node in (each for each in nodes if each not in named):
         own = [link for ends, link in links.items() if node in ends and not {*ends} & {*lost.nodes}]
         if own:
             yield Check(f"{tier} link", found.name(node), True, _said(own, promised))
@@ -102,19 +98,13 @@ def _red(found: Found, tier: str, nodes: Sequence[int], links: Measured, promise
     bandwidth = min(link.bandwidth for link in links.values())
     hosts = ", ".join(found.name(node) for node in nodes)
     detail = f"{rate(bandwidth)}{_over(found, tier, nodes)}, {promised}"
+    remedy = "Look at what else runs there, at power limits and topology;"
+    if tier == "network":
+        choices = {others(found.hosts[node], _interface(found, node)) for node in nodes if node in found.hosts} - {""}
+        another = f" try another interface ({'; '.join(sorted(choices))}) with cluster.interface;" if choices else ""
+        remedy = f"Look at its cable, its switch port and what else it carries (ethtool);{another}"
     accept = f"if that is what it is, declare it: cluster.links.{tier}.bandwidth={bandwidth:.2g}."
-    if tier != "network":
-        return Check(
-            f"{tier} link",
-            hosts,
-            False,
-            detail,
-            f"Look at what else runs there, at power limits and topology; {accept}",
-        )
-    choices = {others(found.hosts[node], _interface(found, node)) for node in nodes if node in found.hosts} - {""}
-    another = f"try another interface ({'; '.join(sorted(choices))}) with cluster.interface; " if choices else ""
-    remedy = f"Look at its cable, its switch port and what else it carries (ethtool); {another}{accept}"
-    return Check("network link", hosts, False, detail, remedy)
+    return Check(f"{tier} link", hosts, False, detail, f"{remedy} {accept}")
 
 
 def _over(found: Found, tier: str, nodes: Sequence[int]) -> str:
