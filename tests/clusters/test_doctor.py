@@ -70,7 +70,7 @@ def examined(
         words = ("+cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", "cluster.processes_per_node=1", "cluster.threads=1")
         own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={python}", f"cluster.folder={tmp_path}/%h")
         learns = ("recipe=click_through", "data=criteo", f"data.path={data}")
-        network = "cluster.links.network={bandwidth: 125e6, latency: 1e-4}"
+        network = "cluster.links.network={bandwidth: 60e6, latency: 1e-4}"  # of 125e6: this machine is busy with others
         command = [str(warm_python), "-m", "worldsize", "doctor", "--json", str(tmp_path / "report.json")]
         done = subprocess.run(
             four.on(1, [*command, *words, *own, *learns, network, *options]),
@@ -121,7 +121,7 @@ def test_versions_code_data_clock_and_a_slow_link_are_found_at_once(
     assert "0.1, where h1 has 2." in found.said("torch", "h2")
     assert "+10.0 s against h1" in found.said("clock", "h2")
     assert f"train.txt: No such file or directory ({tmp_path}/data/train.txt)" in found.said("data files", "h3")
-    assert "over eth0, cluster.links.network declares 125 MB/s -> Look at its cable" in found.said("network link", "h4")
+    assert "over eth0, cluster.links.network declares 60 MB/s -> Look at its cable" in found.said("network link", "h4")
     assert "0.1, where h1 has" in found.shown
 
 
@@ -135,7 +135,7 @@ def test_a_blocked_port_hides_neither_an_unwritable_run_folder_nor_a_missing_int
     runs = f"{tmp_path}/project/runs"
     only_read = f"mount --bind {runs} {runs}; mount -o remount,bind,ro {runs}"
     found = examined(
-        "--patience=6",
+        "--patience=10",
         f"cluster.port={PORT}",
         "cluster.interface=ib0",
         h2=f'[ $HID ] || HID=1 exec unshare -m sh -c \'{only_read}; exec "$@"\' sh $0 "$@"',
