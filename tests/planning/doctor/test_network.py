@@ -55,6 +55,14 @@ def test_an_interface_that_is_missing_is_named_with_the_one_that_would_do() -> N
     assert "set cluster.interface=eth0" in check.remedy
 
 
+def test_an_interface_that_nobody_has_tried_is_not_called_reached() -> None:
+    assert [check.detail for check in network.interfaces(found())] == ["eth0, reached by the others"] * 4
+    three = {"0": {}, "1": {}, "3": {}}
+    details = [check.detail for check in network.interfaces(found(meeting={"unreached": three}))]
+    assert details == [f"eth0{said}" for said in (", reached by the others",) * 2 + ("", ", reached by the others")]
+    assert {check.detail for check in network.interfaces(found(meeting={"unreached": {}}))} == {"eth0"}
+
+
 def test_an_interface_that_the_others_do_not_reach_is_named() -> None:
     interface = {"name": "ib0", "address": "10.9.0.3", "leads": "eth0", "error": None, "door": 4000}
     unreached = {"0": {"2": "timed out"}, "1": {"2": "timed out"}, "2": {}, "3": {"2": "timed out"}}

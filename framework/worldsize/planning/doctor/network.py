@@ -65,7 +65,8 @@ def interfaces(found: Found) -> Iterator[Check]:
             detail = f"{name} is not reached by {', '.join(map(found.name, deaf))}: {unreached[deaf[0]][node]}"
             yield Check("interface", facts["host"], False, detail, _other(facts))
         else:
-            yield Check("interface", facts["host"], True, f"{interface['name']}, reached by the others")
+            heard = ", reached by the others" if node in unreached and len(unreached) > 1 else ""
+            yield Check("interface", facts["host"], True, f"{interface['name']}{heard}")
 
 
 def _unreached(found: Found) -> dict[int, dict[int, str]]:
