@@ -57,7 +57,7 @@ def test_an_interface_that_is_missing_is_named_with_the_one_that_would_do() -> N
 
 def test_an_interface_that_nobody_has_tried_is_not_called_reached() -> None:
     assert [check.detail for check in network.interfaces(found())] == ["eth0, reached by the others"] * 4
-    three = {"0": {}, "1": {}, "3": {}}
+    three: dict[str, dict[str, str]] = {"0": {}, "1": {}, "3": {}}
     details = [check.detail for check in network.interfaces(found(meeting={"unreached": three}))]
     assert details == [f"eth0{said}" for said in (", reached by the others",) * 2 + ("", ", reached by the others")]
     assert {check.detail for check in network.interfaces(found(meeting={"unreached": {}}))} == {"eth0"}
