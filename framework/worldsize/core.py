@@ -521,7 +521,9 @@ class StepDone:
 
     ``skipped`` counts the updates left out since the run began.
 
-    ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded.
+    ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded. What of it this
+    rank computed, waited for others and updated stands beside it; None: not measured. ``splits``, on rank 0 alone:
+    for each rank and each step that was measured, seconds of data, compute, communication and update.
     """
 
     step: int
@@ -534,6 +536,10 @@ class StepDone:
     step_seconds: tuple[float, ...]
     samples_per_second: float
     facts: Mapping[str, Any] = field(default_factory=dict)  # what else the strategy tells
+    compute_seconds: float | None = None  # forward and backward
+    communication_seconds: float | None = None  # what nothing hides
+    update_seconds: float | None = None
+    splits: Sequence[Sequence[Sequence[float]]] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -35,6 +36,7 @@ from worldsize.engine.fit import Position, fit
 from worldsize.observe.aside import Aside
 from worldsize.observe.jsonl import JsonLines, last_metrics, metrics_digest
 from worldsize.observe.timing import Timing
+from worldsize.phases import Clock
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.manifest import read_manifest
 from worldsize.run_directory import RunDirectory
@@ -147,19 +149,23 @@ class Training:
             settings.faults.at("evaluate:begin")
             return evaluate(replica, test, part, batch_size=settings.evaluate_batch_size)
 
-        return fit(
-            replica,
-            settings.faults.within(self._watched(batches, first.step, heartbeat), first.step),
-            world,
-            order=order,
-            pace=settings.pace,
-            evaluate=evaluation,
-            emit=self._emit,
-            save=partial(self._save, replica),
-            wants_stop=self._preemption.is_wanted,
-            first=first,
-            stop_on_nonfinite=settings.stops_on_nonfinite,
-        )
+        clock = Clock(world.device) if settings.anatomy else None
+        with clock.opened() if clock else nullcontext():
+            return fit(
+                replica,
+                settings.faults.within(self._watched(batches, first.step, heartbeat), first.step),
+                world,
+                order=order,
+                pace=settings.pace,
+                evaluate=evaluation,
+                emit=self._emit,
+                save=partial(self._save, replica),
+                wants_stop=self._preemption.is_wanted,
+                first=first,
+                stop_on_nonfinite=settings.stops_on_nonfinite,
+                clock=clock,
+                begins=partial(settings.faults.at, "step:compute"),
+            )
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Each step's data; in between, what has to be looked at at every step."""

@@ -46,7 +46,10 @@ def test_a_run_leaves_its_record(train: Any) -> None:
     assert manifest["overrides"][-1] == "seed=7"
     assert (run.folder / "environment" / "uv.lock").exists()
     timings = [(run.folder / "timing" / f"worker_0000{rank}.jsonl").read_text() for rank in (0, 1)]
-    assert all(json.loads(text.splitlines()[0])["step_seconds"] > 0 for text in timings)
+    for line in (json.loads(text.splitlines()[0]) for text in timings):
+        parts = [line[f"{part}_seconds"] for part in ("compute", "communication", "update")]
+        assert min(parts) > 0
+        assert sum(parts) <= line["step_seconds"]
     assert "accuracy" in run.output
     assert run.folder.name in re.sub(r"\s", "", run.output)
 

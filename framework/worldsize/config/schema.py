@@ -153,6 +153,13 @@ class CheckpointSchema:
 
 
 @dataclass
+class ObserveSchema:
+    """``anatomy``: measure where each step's time goes, which finds stragglers too."""
+
+    anatomy: bool = True
+
+
+@dataclass
 class NumericsSchema:
     _target_: str = "worldsize.core.Numerics"
     precision: str = "${precision}"
@@ -184,6 +191,7 @@ class Schema:
     cluster: ClusterSchema = field(default_factory=ClusterSchema)
     checkpoint: CheckpointSchema = field(default_factory=CheckpointSchema)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    observe: ObserveSchema = field(default_factory=ObserveSchema)
     launcher: Any = MISSING
     strategy: Any = MISSING
     reproducibility: Any = MISSING

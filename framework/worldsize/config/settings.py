@@ -55,6 +55,11 @@ class Settings:
         return bool(self.config["nonfinite"] == "stop")
 
     @property
+    def anatomy(self) -> bool:
+        """Whether it is measured where the time of steps goes."""
+        return bool(self.config["observe"]["anatomy"])
+
+    @property
     def group(self) -> str | None:
         """Name under which wandb groups the runs of one experiment or sweep."""
         group = self.config["run"]["group"]
