@@ -36,10 +36,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_what_is_done_within_a_phase_counts_there_and_everything_else_is_computing(clock: Clock) -> None:
     with clock.opened():
         clock.start(data=7.0)  # at 0
-        with phase("update"):  # from 1
-            with phase("communication"):  # 2 to 3
-                pass
-        clock.end()  # update until 4, compute until 5
+        with phase("update"), phase("communication"):  # at 1 and 2, until 3 and 4
+            pass
+        clock.end()  # at 5
     assert clock.take().tolist() == [[7.0, 2.0, 1.0, 2.0]]
     assert clock.take().tolist() == []
 

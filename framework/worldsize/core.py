@@ -556,9 +556,15 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Straggling:
+    """A rank is busy ``slower`` times as long as the median of its peers, since step ``since``, found at ``step``."""
+
     step: int
     rank: int
-    slowdown: float
+    host: str
+    device: str
+    cause: Literal["data", "compute", "network"]
+    slower: float
+    since: int
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 

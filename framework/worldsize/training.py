@@ -28,13 +28,16 @@ from worldsize.core import (
     RunStarted,
     StateDict,
     StepDone,
+    Straggling,
     World,
 )
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import Position, fit
 from worldsize.observe.aside import Aside
+from worldsize.observe.events import EventLog
 from worldsize.observe.jsonl import JsonLines, last_metrics, metrics_digest
+from worldsize.observe.stragglers import Stragglers
 from worldsize.observe.timing import Timing
 from worldsize.phases import Clock
 from worldsize.reproducibility.digest import state_digest, tensor_digests
@@ -42,7 +45,7 @@ from worldsize.reproducibility.manifest import read_manifest
 from worldsize.run_directory import RunDirectory
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
-from worldsize.world.world import gang_of, role_of
+from worldsize.world.world import gang_of, places, role_of
 
 
 def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> list[Listener]:
@@ -57,7 +60,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
     config = read_manifest(run.manifest)["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
     remote = [Aside(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
-    return [*own, JsonLines(run.metrics), *remote]
+    return [*own, JsonLines(run.metrics), EventLog(run.events), *remote]
 
 
 @final
@@ -82,6 +85,7 @@ class Training:
         self._preemption = preemption
         self._history = _History(run.metrics)
         self._listeners: list[Listener] = [*listeners, self._history]
+        self._stragglers = Stragglers(settings.peers()) if settings.anatomy and self._world.size > 1 else None
         self._saver = Saver(
             run.checkpoints,
             world,
@@ -95,6 +99,7 @@ class Training:
     def run(self, heartbeat: Path | None) -> int:
         """Train; the exit code."""
         steps, replica = self._settings.pace.steps, self._replica
+        self._places = places(self._world) if self._stragglers else []
         first = self._resume(replica)
         self._emit(RunStarted(self._run.id, steps, first.step))
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
@@ -118,6 +123,10 @@ class Training:
     def _emit(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
+        if isinstance(event, StepDone) and self._stragglers and event.splits:
+            for slow in self._stragglers.judge(event.step, event.splits):
+                host, device = self._places[slow.rank]
+                self._emit(Straggling(event.step, host=host, device=device, **vars(slow)))
 
     def _tell(self, saved: Iterable[CheckpointSaved]) -> None:
         for event in saved:

@@ -76,6 +76,12 @@ class Settings:
             save_at_end=saves["at_end"],
         )
 
+    def peers(self) -> list[list[int]]:
+        """Workers that have equal work, by rank."""
+        groups = self.strategy.groups(self.cluster)["data"]
+        first = min(rank for group in groups for rank in group)
+        return [[rank - first for rank in group] for group in groups]
+
     def data_part(self, world: World) -> World:
         """``world`` as the data see it: the part that this process trains, and of how many."""
         return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
