@@ -75,10 +75,11 @@ def test_a_rank_is_compared_with_those_that_have_equal_work() -> None:
 
 
 def test_a_rank_that_recovers_and_becomes_slow_again_is_named_again() -> None:
-    stragglers, slow, well = Stragglers([range(RANKS)]), noisy(1, 100), noisy(2, 100)
+    stragglers, slow, well = Stragglers([range(RANKS)], first=400), noisy(1, 100), noisy(2, 100)
     slow[0] *= 1.5
-    said = [told(stragglers, splits, 100 * part) for part, splits in enumerate((slow, well, slow))]
+    said = [told(stragglers, splits, 400 + 100 * part) for part, splits in enumerate((slow, well, slow))]
     assert [[each.rank for _, each in found] for found in said] == [[0], [], [0]]
+    assert [found[0][1].since > first for found, first in ((said[0], 400), (said[2], 590))] == [True, True]
 
 
 def test_steps_of_a_millisecond_are_looked_at_for_half_a_second() -> None:

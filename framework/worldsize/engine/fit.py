@@ -70,9 +70,6 @@ def _never() -> bool:
     return False
 
 
-def _begun() -> None: ...
-
-
 def fit(
     replica: Replica,
     batches: Iterable[Sequence[MicroBatch]],
@@ -87,7 +84,7 @@ def fit(
     first: Position = Position(),
     stop_on_nonfinite: bool = True,
     clock: Clock | None = None,
-    begins: Callable[[], None] = _begun,
+    begins: Callable[[], None] = lambda: None,
 ) -> Position:
     """Run the steps after ``first`` up to ``pace.steps``; ``batches`` starts at the first of them.
 
@@ -117,8 +114,8 @@ def fit(
         window.stepping(measured=pace.measures(step))
         begins()
         window.add(replica.step(micro_batches))
-        tell()  # of the step before, whose figures have crossed the network during this one
         window.stepped()
+        tell()  # of the step before, whose figures have crossed the network during this one
         if pace.logs(step):
             closed.append(window.close(step, replica.facts()))
         if pace.evaluates(step):
@@ -239,7 +236,7 @@ def _step_done(
         compute_seconds=compute,
         communication_seconds=communication,
         update_seconds=update,
-        splits=splits_ps4.tolist() if world.rank == 0 else (),
+        splits=splits_ps4.tolist() if measured and world.rank == 0 else (),
     )
 
 

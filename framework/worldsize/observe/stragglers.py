@@ -39,8 +39,8 @@ class Slow:
 @final
 @dataclass
 class Stragglers:
-    """``peers``: groups of ranks that have equal work. A rank is named when it is found slow twice in a row, and again
-    if it has recovered since.
+    """``peers``: groups of ranks that have equal work; ``first``: steps that were done before. A rank is named when it
+    is found slow twice in a row, and again if it has recovered since.
 
     The steps looked at are divided into blocks, and a rank is judged by the median of each: a few slow steps change
     no median, and what slows a rank down for a while does not reach all blocks. It must be slower than the median of
@@ -49,6 +49,7 @@ class Stragglers:
     """
 
     peers: Sequence[Sequence[int]]
+    first: int = 0
     _recent: Figures = field(default_factory=lambda: np.empty((0, 0, 4)))  # [steps, ranks, 4]
     _numbers: list[int] = field(default_factory=list)  # of these steps
     _fresh: list[Figures] = field(default_factory=list)  # that have been told since it was last judged
@@ -86,7 +87,7 @@ class Stragglers:
 
     def _take(self, step: int) -> None:
         """What is fresh, whose steps lie evenly between the last one that is known and ``step``."""
-        fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else 0
+        fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
         numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
         self._recent = np.concatenate([self._recent[-_KEPT:], fresh]) if self._numbers else fresh
         self._numbers = [*self._numbers[-_KEPT:], *map(int, numbers)]
