@@ -197,7 +197,8 @@ class Recipe(ABC):
         """Dataset of ``split`` ("train" or "test"): map-style or iterable.
 
         A map-style dataset with a method ``batch(indices: Tensor)`` is asked for a whole batch at
-        once; one with ``__getitems__`` for a list of samples; any other sample by sample.
+        once; one with ``__getitems__`` for a list of samples; any other sample by sample. Its attribute ``lengths``,
+        a tensor [samples], says how long each is, for ``length_balanced``.
         """
 
     @abstractmethod

@@ -81,6 +81,9 @@ class RunDirectory:
         """Where a process that fails says why."""
         return self.path / "logs" / f"{role}_{rank:05d}.error.json"
 
+    def profile(self, rank: int) -> Path:
+        return self.path / "profile" / f"worker_{rank:05d}.json"
+
     def timing(self, rank: int) -> Path:
         return self.path / "timing" / f"worker_{rank:05d}.jsonl"
 

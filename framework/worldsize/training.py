@@ -6,7 +6,7 @@ import json
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -37,6 +37,7 @@ from worldsize.engine.fit import Position, fit
 from worldsize.observe.aside import Aside
 from worldsize.observe.events import EventLog
 from worldsize.observe.jsonl import JsonLines, last_metrics, metrics_digest
+from worldsize.observe.profile import traced
 from worldsize.observe.stragglers import Stragglers
 from worldsize.observe.timing import Timing
 from worldsize.phases import Clock
@@ -85,7 +86,7 @@ class Training:
         self._preemption = preemption
         self._history = _History(run.metrics)
         self._listeners: list[Listener] = [*listeners, self._history]
-        self._stragglers = Stragglers(settings.peers()) if settings.anatomy and self._world.size > 1 else None
+        self._stragglers: Stragglers | None = None
         self._saver = Saver(
             run.checkpoints,
             world,
@@ -99,8 +100,9 @@ class Training:
     def run(self, heartbeat: Path | None) -> int:
         """Train; the exit code."""
         steps, replica = self._settings.pace.steps, self._replica
-        self._places = places(self._world) if self._stragglers else []
         first = self._resume(replica)
+        if self._settings.anatomy and self._world.size > 1:
+            self._stragglers, self._places = Stragglers(self._settings.peers(), first.step), places(self._world)
         self._emit(RunStarted(self._run.id, steps, first.step))
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
         last = self._fit(replica, first, beats)
@@ -159,10 +161,14 @@ class Training:
             return evaluate(replica, test, part, batch_size=settings.evaluate_batch_size)
 
         clock = Clock(world.device) if settings.anatomy else None
-        with clock.opened() if clock else nullcontext():
+        watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
+        if settings.profiled:
+            trace = self._run.profile(world.rank)
+            watched = traced(watched, trace, first=first.step, span=settings.profiled, device=world.device)
+        with closing(watched), clock.opened() if clock else nullcontext():
             return fit(
                 replica,
-                settings.faults.within(self._watched(batches, first.step, heartbeat), first.step),
+                watched,
                 world,
                 order=order,
                 pace=settings.pace,

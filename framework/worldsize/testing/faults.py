@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, final
 
@@ -85,7 +85,7 @@ class Faults:
         """Which process, in which start of the run, this is."""
         self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
 
-    def within(self, steps: Iterable[T], first: int) -> Iterator[T]:
+    def within(self, steps: Iterable[T], first: int) -> Generator[T]:
         """``steps`` as they are; a fault of step n happens before its data are given out."""
         for number, step in enumerate(steps, first + 1):
             self.enter(number)
