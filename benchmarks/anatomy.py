@@ -32,7 +32,7 @@ from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
 PART, BATCH, WIDTH = 50, 32, 64  # steps of a part, samples a process
-RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 80)}  # and parts
+RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 220)}  # and parts
 
 
 def order_of(world: World, *, balanced: bool = False) -> Order:
