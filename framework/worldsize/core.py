@@ -197,7 +197,8 @@ class Recipe(ABC):
         """Dataset of ``split`` ("train" or "test"): map-style or iterable.
 
         A map-style dataset with a method ``batch(indices: Tensor)`` is asked for a whole batch at
-        once; one with ``__getitems__`` for a list of samples; any other sample by sample.
+        once; one with ``__getitems__`` for a list of samples; any other sample by sample. Its attribute ``lengths``,
+        a tensor [samples], says how long each is, for ``length_balanced``.
         """
 
     @abstractmethod
@@ -522,7 +523,9 @@ class StepDone:
 
     ``skipped`` counts the updates left out since the run began.
 
-    ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded.
+    ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded. What of it this
+    rank computed, waited for others and updated stands beside it; None: not measured. ``splits``, on rank 0 alone:
+    for each rank and each step that was measured, seconds of data, compute, communication and update.
     """
 
     step: int
@@ -535,6 +538,10 @@ class StepDone:
     step_seconds: tuple[float, ...]
     samples_per_second: float
     facts: Mapping[str, Any] = field(default_factory=dict)  # what else the strategy tells
+    compute_seconds: float | None = None  # forward and backward
+    communication_seconds: float | None = None  # what nothing hides
+    update_seconds: float | None = None
+    splits: Sequence[Sequence[Sequence[float]]] = ()
 
 
 @dataclass(frozen=True)
@@ -551,9 +558,15 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Straggling:
+    """A rank is busy ``slower`` times as long as the median of its peers, since step ``since``, found at ``step``."""
+
     step: int
     rank: int
-    slowdown: float
+    host: str
+    device: str
+    cause: Literal["data", "compute", "network"]
+    slower: float
+    since: int
 
 
 @dataclass(frozen=True)

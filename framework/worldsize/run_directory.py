@@ -45,6 +45,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 
@@ -81,6 +85,9 @@ class RunDirectory:
     def error(self, role: str, rank: int) -> Path:
         """Where a process that fails says why."""
         return self.path / "logs" / f"{role}_{rank:05d}.error.json"
+
+    def profile(self, rank: int) -> Path:
+        return self.path / "profile" / f"worker_{rank:05d}.json"
 
     def timing(self, rank: int) -> Path:
         return self.path / "timing" / f"worker_{rank:05d}.jsonl"

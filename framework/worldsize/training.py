@@ -6,6 +6,7 @@ import json
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -27,20 +28,25 @@ from worldsize.core import (
     RunStarted,
     StateDict,
     StepDone,
+    Straggling,
     World,
 )
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import Position, fit
 from worldsize.observe.aside import Aside
+from worldsize.observe.events import EventLog
 from worldsize.observe.jsonl import JsonLines, last_metrics, metrics_digest
+from worldsize.observe.profile import traced
+from worldsize.observe.stragglers import Stragglers
 from worldsize.observe.timing import Timing
+from worldsize.phases import Clock
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.manifest import read_manifest
 from worldsize.run_directory import RunDirectory
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
-from worldsize.world.world import gang_of, role_of
+from worldsize.world.world import gang_of, places, role_of
 
 
 def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> list[Listener]:
@@ -55,7 +61,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
     config = read_manifest(run.manifest)["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
     remote = [Aside(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
-    return [*own, JsonLines(run.metrics), *remote]
+    return [*own, JsonLines(run.metrics), EventLog(run.events), *remote]
 
 
 @final
@@ -80,6 +86,7 @@ class Training:
         self._preemption = preemption
         self._history = _History(run.metrics)
         self._listeners: list[Listener] = [*listeners, self._history]
+        self._stragglers: Stragglers | None = None
         self._saver = Saver(
             run.checkpoints,
             world,
@@ -94,6 +101,8 @@ class Training:
         """Train; the exit code."""
         steps, replica = self._settings.pace.steps, self._replica
         first = self._resume(replica)
+        if self._settings.anatomy and self._world.size > 1:
+            self._stragglers, self._places = Stragglers(self._settings.peers(), first.step), places(self._world)
         self._emit(RunStarted(self._run.id, steps, first.step))
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
         last = self._fit(replica, first, beats)
@@ -116,6 +125,10 @@ class Training:
     def _emit(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
+        if isinstance(event, StepDone) and self._stragglers and event.splits:
+            for slow in self._stragglers.judge(event.step, event.splits):
+                host, device = self._places[slow.rank]
+                self._emit(Straggling(event.step, host=host, device=device, **vars(slow)))
 
     def _tell(self, saved: Iterable[CheckpointSaved]) -> None:
         for event in saved:
@@ -147,19 +160,27 @@ class Training:
             settings.faults.at("evaluate:begin")
             return evaluate(replica, test, part, batch_size=settings.evaluate_batch_size)
 
-        return fit(
-            replica,
-            settings.faults.within(self._watched(batches, first.step, heartbeat), first.step),
-            world,
-            order=order,
-            pace=settings.pace,
-            evaluate=evaluation,
-            emit=self._emit,
-            save=partial(self._save, replica),
-            wants_stop=self._preemption.is_wanted,
-            first=first,
-            stop_on_nonfinite=settings.stops_on_nonfinite,
-        )
+        clock = Clock(world.device) if settings.anatomy else None
+        watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
+        if settings.profiled:
+            trace = self._run.profile(world.rank)
+            watched = traced(watched, trace, first=first.step, span=settings.profiled, device=world.device)
+        with closing(watched), clock.opened() if clock else nullcontext():
+            return fit(
+                replica,
+                watched,
+                world,
+                order=order,
+                pace=settings.pace,
+                evaluate=evaluation,
+                emit=self._emit,
+                save=partial(self._save, replica),
+                wants_stop=self._preemption.is_wanted,
+                first=first,
+                stop_on_nonfinite=settings.stops_on_nonfinite,
+                clock=clock,
+                begins=partial(settings.faults.at, "step:compute"),
+            )
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Each step's data; in between, what has to be looked at at every step."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from plugins.local_sgd.exchange import Exact, mean_of
 from plugins.local_sgd.rows import own, spread
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.phases import phase
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -52,7 +53,8 @@ class LocalReplica(Replica):
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(micro_batches)
         self._taken += 1
-        self._outer.after(self._taken)
+        with phase("update"):
+            self._outer.after(self._taken)
         return result
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:

@@ -34,7 +34,7 @@ def test_logged_losses_are_global_means(train: Any) -> None:
 
 
 def test_a_run_leaves_its_record(train: Any) -> None:
-    run = train(*QUICK, "cluster.processes=2", "seed=7")
+    run = train(*QUICK, "cluster.processes=2", "profile.steps=[2,3]", "seed=7")
     assert run.code == 0, run.error
     manifest, result = run.json("run_manifest.json"), run.json("result.json")
     assert manifest["attempts"][0]["exit_reason"] == "completed"
@@ -46,7 +46,13 @@ def test_a_run_leaves_its_record(train: Any) -> None:
     assert manifest["overrides"][-1] == "seed=7"
     assert (run.folder / "environment" / "uv.lock").exists()
     timings = [(run.folder / "timing" / f"worker_0000{rank}.jsonl").read_text() for rank in (0, 1)]
-    assert all(json.loads(text.splitlines()[0])["step_seconds"] > 0 for text in timings)
+    for rank in (0, 1):
+        events = run.json(f"profile/worker_0000{rank}.json")["traceEvents"]
+        assert {"step 2", "step 3"} <= {event["name"] for event in events}
+    for line in (json.loads(text.splitlines()[0]) for text in timings):
+        parts = [line[f"{part}_seconds"] for part in ("compute", "communication", "update")]
+        assert min(parts) > 0
+        assert sum(parts) <= line["step_seconds"]
     assert "accuracy" in run.output
     assert run.folder.name in re.sub(r"\s", "", run.output)
 

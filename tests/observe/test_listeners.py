@@ -8,6 +8,7 @@ import math
 import os
 from pathlib import Path
 from threading import Event as Flag
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,7 +23,9 @@ ENDED = RunEnded(1, "completed")
 
 
 def step(number: int, loss: float = 0.1, seconds: float = 0.5) -> StepDone:
-    return StepDone(number, number * 8, loss, 0.01, None, 0, 0.0, (seconds, 2 * seconds), 100.0)
+    times: dict[str, Any] = {f"{part}_seconds": seconds / 4 for part in ("compute", "communication", "update")}
+    splits = [[[0.0, *times.values()]]] * 2
+    return StepDone(number, number * 8, loss, 0.01, None, 0, 0.0, (seconds, 2 * seconds), 100.0, **times, splits=splits)
 
 
 def test_a_line_holds_every_digit(tmp_path: Path) -> None:
@@ -32,6 +35,8 @@ def test_a_line_holds_every_digit(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["loss"] == 0.1 + 0.2
     assert line["step_seconds"] == [0.5, 1.0]
+    assert line["update_seconds"] == 0.125
+    assert "splits" not in line
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -61,7 +66,14 @@ def test_each_rank_writes_its_own_time(tmp_path: Path) -> None:
     listener = Timing(tmp_path / "timing" / "one.jsonl", rank=1)
     listener(step(1))
     listener(ENDED)
-    assert json.loads((tmp_path / "timing" / "one.jsonl").read_text())["step_seconds"] == 1.0
+    assert json.loads((tmp_path / "timing" / "one.jsonl").read_text()) == {
+        "step": 1,
+        "step_seconds": 1.0,
+        "data_seconds": 0.0,
+        "compute_seconds": 0.125,
+        "communication_seconds": 0.125,
+        "update_seconds": 0.125,
+    }
 
 
 def test_a_tail_gives_complete_lines_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.core import RunEnded, StepDone
+from worldsize.core import RunEnded, StepDone, Straggling
 from worldsize.observe.aside import Aside
 from worldsize.observe.wandb import WandbListener
 
@@ -77,11 +77,15 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
         listener = Aside(partial(WandbListener, **facts, manifest=manifest, folder=tmp_path / attempt))
         for number in range(first, first + 3):
             listener(StepDone(number, number, number / 10, 0.1, None, 0, 0.0, (0.1,), 1.0))
+        listener(Straggling(first + 2, 1, "n3", "cpu", "data", 1.25, first))
         listener(RunEnded(first + 2, "completed"))
         losses = {step: row["train/loss"] for step, row in history(tmp_path / attempt).items()}
         assert losses == {number: number / 10 for number in range(first, first + 3)}
         (file,) = (tmp_path / attempt).glob("wandb/offline-run-*/run-*.wandb")
         assert [record.run.run_id for record in records(file) if record.HasField("run")] == ["same"]
+        (alert,) = [record.alert for record in records(file) if record.HasField("alert")]
+        assert (alert.title, alert.level) == ("rank 1 is slow", "WARN")
+        assert "25% slower" in alert.text
 
 
 def test_auto_with_a_key_and_no_server_keeps_an_offline_run(train: Any, home: Path) -> None:

@@ -118,7 +118,8 @@ class Saver:
         try:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError, RuntimeError) as error:
-            self._together(lambda: shutil.rmtree(folder, ignore_errors=True))  # it may have filled the disk
+            if not isinstance(error, RuntimeError):  # with which a group says that a rank is gone: no more exchanges
+                self._together(lambda: shutil.rmtree(folder, ignore_errors=True))  # it may have filled the disk
             raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
         self._together(lambda: self._published(folder, final_))
         return CheckpointSaved(step, final_)

@@ -155,6 +155,20 @@ class CheckpointSchema:
 
 
 @dataclass
+class ObserveSchema:
+    """``anatomy``: measure where each step's time goes, which finds stragglers too."""
+
+    anatomy: bool = True
+
+
+@dataclass
+class ProfileSchema:
+    """``steps``: first and last of those that PyTorch's profiler traces, e.g. [10, 12]."""
+
+    steps: list[int] | None = None
+
+
+@dataclass
 class NumericsSchema:
     _target_: str = "worldsize.core.Numerics"
     precision: str = "${precision}"
@@ -164,7 +178,10 @@ class NumericsSchema:
 
 @dataclass
 class Schema:
-    """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks."""
+    """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks.
+
+    ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
+    """
 
     steps: int = MISSING
     epochs: float | None = None
@@ -179,6 +196,7 @@ class Schema:
     evaluate_every: int = 0
     evaluate_batch_size: int = 256
     data_workers: int = 0
+    length_balanced: bool = False
     launch: str = "run"
     allow_targets: list[str] = field(default_factory=list)
     run: RunSchema = field(default_factory=RunSchema)
@@ -186,6 +204,8 @@ class Schema:
     cluster: ClusterSchema = field(default_factory=ClusterSchema)
     checkpoint: CheckpointSchema = field(default_factory=CheckpointSchema)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    observe: ObserveSchema = field(default_factory=ObserveSchema)
+    profile: ProfileSchema = field(default_factory=ProfileSchema)
     launcher: Any = MISSING
     strategy: Any = MISSING
     reproducibility: Any = MISSING

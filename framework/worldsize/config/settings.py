@@ -55,6 +55,17 @@ class Settings:
         return bool(self.config["nonfinite"] == "stop")
 
     @property
+    def anatomy(self) -> bool:
+        """Whether it is measured where the time of steps goes."""
+        return bool(self.config["observe"]["anatomy"])
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First and last step that are traced."""
+        steps = self.config["profile"]["steps"]
+        return (steps[0], steps[1]) if steps else None
+
+    @property
     def group(self) -> str | None:
         """Name under which wandb groups the runs of one experiment or sweep."""
         group = self.config["run"]["group"]
@@ -77,6 +88,12 @@ class Settings:
             save_at_end=saves["at_end"],
         )
 
+    def peers(self) -> list[list[int]]:
+        """Workers that have equal work, by rank."""
+        groups = self.strategy.groups(self.cluster)["data"]
+        first = min(rank for group in groups for rank in group)
+        return [[rank - first for rank in group] for group in groups]
+
     def data_part(self, world: World) -> World:
         """``world`` as the data see it: the part that this process trains, and of how many."""
         return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
@@ -84,7 +101,7 @@ class Settings:
     def order(self, rank: int, size: int) -> Order:
         """The data order as seen by worker ``rank`` of ``size``."""
         mine = logical_ranks_of(rank, size, self.logical_ranks)
-        return Order(self.seed, self.batch_size, self.logical_ranks, mine)
+        return Order(self.seed, self.batch_size, self.logical_ranks, mine, bool(self.config["length_balanced"]))
 
 
 def load_settings(config: Mapping[str, Any]) -> Settings:
@@ -157,6 +174,8 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
     for key, least in _MINIMA.items():
         if config[key] < least:
             raise ConfigError(f"{key}={config[key]} must be {least} or more.")
+    if (traced := config["profile"]["steps"]) and not (len(traced) == 2 and 1 <= traced[0] <= traced[1]):
+        raise ConfigError(f"profile.steps={traced} must be the first and the last step to trace, e.g. [10,12].")
     saves = config["checkpoint"]
     if saves["every"] < 0:
         raise ConfigError(f"checkpoint.every={saves['every']} must be 0 (none in between) or more.")

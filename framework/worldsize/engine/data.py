@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple, final
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, World
+from worldsize.engine.balanced import Balanced
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
@@ -30,13 +31,15 @@ class Order:
     """The order of training samples: one permutation an epoch, cut into steps, then into logical ranks.
 
     ``mine`` lists the logical ranks that this process carries. Batches may straddle epochs, so every
-    sample is drawn exactly once an epoch whatever the batch size.
+    sample is drawn exactly once an epoch whatever the batch size. ``balanced``: samples change places with those of
+    neighbouring steps, see :class:`~worldsize.engine.balanced.Balanced`.
     """
 
     seed: int
     batch_size: int
     logical_ranks: int
     mine: tuple[int, ...]
+    balanced: bool = False
 
     @property
     def micro_batch_size(self) -> int:
@@ -99,10 +102,28 @@ class _Fetcher(Dataset[Batch]):
     def __init__(self, dataset: Any, order: Order) -> None:
         self.dataset = dataset
         self.order = order
+        self._balanced = _balanced(dataset, order) if order.balanced else None
 
     def __getitems__(self, request: _Request) -> Batch:
         seed_generators(stream(self.order.seed, "data", *request), _CPU)
+        if self._balanced:
+            return fetch(self.dataset, self._balanced.indices(*request))
         return fetch(self.dataset, self.order.indices(*request, len(self.dataset)))
+
+
+def _balanced(dataset: Any, order: Order) -> Balanced:
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        raise ConfigError(
+            f"length_balanced=true needs to know how long samples are, and {type(dataset).__name__} has no attribute "
+            "lengths, a tensor [samples]. Add it to the recipe's data set, or set length_balanced=false."
+        )
+    whole = replace(order, logical_ranks=1)
+
+    def plain(step: int) -> Tensor:
+        return whole.indices(step, 0, len(dataset))
+
+    return Balanced(plain, torch.as_tensor(lengths), seed=order.seed, logical_ranks=order.logical_ranks)
 
 
 def micro_batches(
@@ -112,6 +133,8 @@ def micro_batches(
 
     ``workers`` data-loading processes fetch map-style data ahead; 0 fetches in this process.
     """
+    if order.balanced and is_iterable(dataset):
+        raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
     batches = (
         _streamed(dataset, order, first) if is_iterable(dataset) else _drawn(dataset, order, first, device, workers)
     )

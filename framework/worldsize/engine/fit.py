@@ -26,6 +26,9 @@ from worldsize.core import (
 )
 from worldsize.engine.agreement import Agreement
 from worldsize.engine.data import Order
+from worldsize.phases import PHASES, Clock
+
+_MEASURED = 50  # steps whose anatomy is taken between two logged ones, at most
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Pace:
 
     def evaluates(self, step: int) -> bool:
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+
+    def measures(self, step: int) -> bool:
+        """All steps, or about 50 between two logged ones: each rank's splits of them cross the network."""
+        return step % max(1, self.log_every // _MEASURED) == 0 or self.logs(step)
 
     def saves(self, step: int) -> bool:
         return (self.save_at_end and step == self.steps) or (self.save_every > 0 and step % self.save_every == 0)
@@ -76,16 +83,19 @@ def fit(
     wants_stop: Callable[[], bool] = _never,
     first: Position = Position(),
     stop_on_nonfinite: bool = True,
+    clock: Clock | None = None,
+    begins: Callable[[], None] = lambda: None,
 ) -> Position:
     """Run the steps after ``first`` up to ``pace.steps``; ``batches`` starts at the first of them.
 
     Ends earlier, on all ranks after the same step and with a save, once ``wants_stop()`` on any rank. Nothing here
-    waits for the device or for other ranks between logged steps.
+    waits for the device or for other ranks between logged steps. ``clock`` measures where their time goes;
+    ``begins()`` is called when a step has its data.
 
     Raises:
         NonfiniteLossError: on every rank alike, at the first logged step after the loss became NaN or infinite.
     """
-    window = _Window(world, order, skipped=first.skipped)
+    window = _Window(world, order, clock, skipped=first.skipped)
     source = iter(batches)
     closed: list[Callable[[], StepDone]] = []
     agreement = Agreement(world, wants_stop)
@@ -101,8 +111,10 @@ def fit(
     for step in range(first.step + 1, pace.steps + 1):
         window.fetching()
         micro_batches = next(source)
-        window.stepping()
+        window.stepping(measured=pace.measures(step))
+        begins()
         window.add(replica.step(micro_batches))
+        window.stepped()
         tell()  # of the step before, whose figures have crossed the network during this one
         if pace.logs(step):
             closed.append(window.close(step, replica.facts()))
@@ -134,6 +146,7 @@ class _Window:
 
     world: World
     order: Order
+    clock: Clock | None
     results: list[StepResult] = field(default_factory=list)
     skipped: int = 0  # since the run began
     waited: float = 0.0
@@ -143,8 +156,15 @@ class _Window:
     def fetching(self) -> None:
         self.mark = time.perf_counter()
 
-    def stepping(self) -> None:
-        self.waited += time.perf_counter() - self.mark
+    def stepping(self, *, measured: bool) -> None:
+        seconds = time.perf_counter() - self.mark
+        self.waited += seconds
+        if self.clock and measured:
+            self.clock.start(data=seconds)
+
+    def stepped(self) -> None:
+        if self.clock:
+            self.clock.end()
 
     def add(self, result: StepResult) -> None:
         self.results.append(result)
@@ -160,19 +180,27 @@ class _Window:
     def close(self, step: int, facts: Mapping[str, Any]) -> Callable[[], StepDone]:
         """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
         elapsed = time.perf_counter() - self.opened
-        parts = gather(self._part(elapsed), self.world)
+        steps = len(self.results)
+        splits_s4 = self.clock.take() if self.clock else torch.empty(0, _PARTS, dtype=torch.float64)
+        times = torch.tensor([(elapsed - self.waited) / steps, elapsed / steps], dtype=torch.float64)
+        losses = torch.stack([loss for result in self.results for loss in result.losses]).double()
+        flat = torch.cat([torch.cat([splits_s4.flatten(), times]).to(losses.device), losses])
         finish = partial(
-            _step_done, step, self, self.results, parts, skipped=self.skipped, waited=self.waited, facts=facts
+            _step_done,
+            step,
+            self,
+            self.results,
+            gather(flat, self.world),
+            measured=len(splits_s4),
+            skipped=self.skipped,
+            waited=self.waited,
+            facts=facts,
         )
         self.results, self.waited, self.opened = [], 0.0, time.perf_counter()
         return finish
 
-    def _part(self, elapsed: float) -> Tensor:
-        """float64 [steps + 2, local logical ranks]: losses; this rank's time of a step without data, and with."""
-        losses = torch.stack([loss for result in self.results for loss in result.losses]).double()
-        losses_sl = losses.view(len(self.results), -1)
-        times = [(elapsed - self.waited) / len(self.results), elapsed / len(self.results)]
-        return torch.cat([losses_sl, *(torch.full_like(losses_sl[:1], seconds) for seconds in times)])
+
+_PARTS = 1 + len(PHASES)
 
 
 def _step_done(
@@ -181,24 +209,39 @@ def _step_done(
     results: Sequence[StepResult],
     parts: Callable[[], Tensor],
     *,
+    measured: int,
     skipped: int,
     waited: float,
     facts: Mapping[str, Any],
 ) -> StepDone:
-    figures_psl, last = parts(), results[-1]
-    batch_size = window.order.batch_size
+    """``parts()``: float64 [ranks, n], of each the splits of its measured steps, its time of a step without data and
+    with, and its losses.
+    """
+    splits_pn, times_p2, losses_pn = torch.split(gathered := parts(), _sizes(gathered, measured), dim=1)
+    splits_ps4 = splits_pn.view(len(gathered), measured, _PARTS)
+    losses_psl = losses_pn.view(len(gathered), len(results), -1)
+    world, last, batch_size = window.world, results[-1], window.order.batch_size
+    compute, communication, update = splits_ps4[world.rank].mean(0).tolist()[1:] if measured else [None] * 3
     return StepDone(
         step=step,
         samples=step * batch_size,
-        loss=_logged_loss(figures_psl[:, :-2].transpose(0, 1).flatten(1)),
+        loss=_logged_loss(losses_psl.transpose(0, 1).flatten(1)),
         lr=last.lr,
         grad_norm=None if last.grad_norm is None else float(last.grad_norm),
         skipped=skipped,
         data_seconds=waited / len(results),
-        step_seconds=tuple(figures_psl[:, -2, 0].tolist()),
-        samples_per_second=batch_size / float(figures_psl[:, -1, 0].max()),
+        step_seconds=tuple(times_p2[:, 0].tolist()),
+        samples_per_second=batch_size / float(times_p2[:, 1].max()),
         facts=facts,
+        compute_seconds=compute,
+        communication_seconds=communication,
+        update_seconds=update,
+        splits=splits_ps4.tolist() if measured and world.rank == 0 else (),
     )
+
+
+def _sizes(gathered: Tensor, measured: int) -> list[int]:
+    return [measured * _PARTS, 2, gathered.shape[1] - measured * _PARTS - 2]
 
 
 def _logged_loss(losses_sl: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, final
 
@@ -13,6 +13,8 @@ from worldsize.reproducibility.strict import strict
 
 # what follows from the computation alone; the rest of a line is time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
+
+_OPTIONAL = ("facts", "compute_seconds", "communication_seconds", "update_seconds")
 
 
 @final
@@ -44,7 +46,8 @@ class JsonLines:
 
 
 def _told(event: StepDone) -> dict[str, Any]:
-    return {name: value for name, value in asdict(event).items() if name != "facts" or value}
+    told = {each.name: getattr(event, each.name) for each in fields(event) if each.name != "splits"}
+    return {name: value for name, value in told.items() if name not in _OPTIONAL or value not in (None, {})}
 
 
 def rewind(path: Path, step: int) -> None:

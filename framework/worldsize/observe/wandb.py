@@ -10,7 +10,8 @@ from typing import Any, Literal, final
 
 import wandb
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling
+from worldsize.observe.events import described
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 
@@ -46,6 +47,8 @@ class WandbListener:
                 self._run.log(_step_metrics(event), step=event.step)
             case Evaluated(step=step, metrics=metrics):
                 self._run.log({f"test/{name}": value for name, value in metrics.items()}, step=step)
+            case Straggling(rank=rank):
+                self._run.alert(f"rank {rank} is slow", described(event), level="WARN")
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)

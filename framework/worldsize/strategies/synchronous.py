@@ -22,6 +22,7 @@ from worldsize.core import (
     StepResult,
     World,
 )
+from worldsize.phases import backward, phase
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.accumulation import Accumulation, accumulation
 from worldsize.strategies.learning import Learning
@@ -79,10 +80,11 @@ class SynchronousReplica(Replica):
         self.optimizer.zero_grad()
         losses = self.accumulation.run(micro_batches, self._backward)
         lr: float = self.optimizer.param_groups[0]["lr"]
-        norm = self._clip()
-        skipped = self._update(norm)
-        if self.schedule is not None:
-            self.schedule.step()
+        with phase("update"):
+            norm = self._clip()
+            skipped = self._update(norm)
+            if self.schedule is not None:
+                self.schedule.step()
         return StepResult(losses, lr, norm, skipped)
 
     def _backward(self, batch: MicroBatch, scale: float) -> Tensor:
@@ -90,7 +92,10 @@ class SynchronousReplica(Replica):
         with self._autocast():
             loss = self.recipe.loss(self.module, batch.data)
         scaled = self.scaler.scale(loss if scale == 1 else loss * scale)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        if self.module is self.model:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            backward(scaled)
         return loss.detach()
 
     def _autocast(self) -> AbstractContextManager[None]:

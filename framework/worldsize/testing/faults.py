@@ -4,7 +4,12 @@
 
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
-retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server.
+retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, step:data, step:compute.
+
+A rank that is slow from step 100 on, and one whose data are: action "slow" strikes whenever its point is passed.
+
+    train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, step: 100}]'
+    train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, point: "step:data"}]'
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, final
 
@@ -40,6 +45,7 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
     "out_of_memory": lambda _: os._exit(OUT_OF_MEMORY),
     "raise": _raise,
     "sleep": time.sleep,
+    "slow": time.sleep,
 }
 
 
@@ -49,7 +55,8 @@ class Fault:
     """``action`` on ``rank`` (None: every) when ``step`` begins (None: every step).
 
     With ``point``: the first time that this point is passed in or after ``step``. ``attempt``: only in that start
-    of the run, or of the process if it was started again alone (None: in every one); ``seconds``: of the action sleep.
+    of the run, or of the process if it was started again alone (None: in every one); ``seconds``: of the actions
+    sleep and slow; the latter is repeated, at ``point`` "step:compute" unless another is given.
     """
 
     action: str
@@ -78,7 +85,7 @@ class Faults:
         """Which process, in which start of the run, this is."""
         self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
 
-    def within(self, steps: Iterable[T], first: int) -> Iterator[T]:
+    def within(self, steps: Iterable[T], first: int) -> Generator[T]:
         """``steps`` as they are; a fault of step n happens before its data are given out."""
         for number, step in enumerate(steps, first + 1):
             self.enter(number)
@@ -89,6 +96,7 @@ class Faults:
         if step != self._step:
             self._step = step
             self._strike(None)
+            self.at("step:data")
 
     def at(self, point: str) -> None:
         if self._mine:
@@ -97,7 +105,7 @@ class Faults:
     def _strike(self, point: str | None) -> None:
         for fault in [fault for fault in self._mine if fault.point == point]:
             if fault.step in (None, self._step) if point is None else self._step >= (fault.step or 0):
-                if point is not None:
+                if point is not None and fault.action != "slow":
                     self._mine.remove(fault)
                 ACTIONS[fault.action](fault.seconds)
 
@@ -110,4 +118,4 @@ def _fault(row: Mapping[str, Any]) -> Fault:
     action = str(row.get("action"))
     if action not in ACTIONS:
         raise ConfigError(f"faults: no action {action!r}{neighbours(action, ACTIONS)}")
-    return Fault(**row)
+    return Fault(**({"point": "step:compute", **row} if action == "slow" else row))

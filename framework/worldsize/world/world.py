@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -148,3 +149,14 @@ def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
     return cast("ProcessGroup", dist.new_group(list(members), timeout))  # where this rank is no member, a placeholder
+
+
+def places(world: World) -> list[tuple[str, str]]:
+    """Host and device of each rank of this role, which all of them must ask for."""
+    mine = (socket.gethostname(), str(world.device))
+    group = world.groups.get(f"checkpoint/{world.role}")  # of gloo: what is sent are objects
+    if group is None:
+        return [mine]
+    found = [mine] * world.size
+    dist.all_gather_object(found, mine, group=group)
+    return found

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.errors import ConfigError
+from worldsize.phases import phase
 from worldsize.strategies.parameter_server.frames import (
     SIZE,
     Header,
@@ -83,11 +84,12 @@ class Channel:
         """Raises LostError."""
         head, parts = memoryview(header.pack()), [part for part in payload if part.nbytes]
         try:
-            if self._there and header.length >= LEAST:
-                self._send([head])
-                self._there.send(parts)
-            else:
-                self._send([head, *parts])
+            with phase("communication"):
+                if self._there and header.length >= LEAST:
+                    self._send([head])
+                    self._there.send(parts)
+                else:
+                    self._send([head, *parts])
         except OSError as error:
             raise LostError(str(error)) from error
 
@@ -112,7 +114,10 @@ class Channel:
 
     def fill(self, parts: Sequence[memoryview]) -> None:
         """Receive one payload, which ``parts`` hold exactly. Raises LostError."""
-        rest = [part for part in parts if part.nbytes]
+        with phase("communication"):
+            self._fill([part for part in parts if part.nbytes])
+
+    def _fill(self, rest: list[memoryview]) -> None:
         try:
             if self._back and sum(part.nbytes for part in rest) >= LEAST:
                 return self._back.fill(rest)

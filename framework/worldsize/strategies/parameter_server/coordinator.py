@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worldsize.collectives.exact import reduce_metrics
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.phases import phase
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer
@@ -97,8 +98,10 @@ class Coordinator(Replica):
         step, lr = self.step_reached + 1, self._server.shard.lr
         if self._gathers:
             self._desk.open(step)
-        losses = [torch.tensor(loss) for loss in self._desk.finished(step)]
-        norm, skipped = self._approve(step) if self._gathers else (None, False)
+        with phase("communication"):
+            losses = [torch.tensor(loss) for loss in self._desk.finished(step)]
+        with phase("update"):
+            norm, skipped = self._approve(step) if self._gathers else (None, False)
         self.step_reached = step
         return StepResult(losses, lr, norm, skipped)
 

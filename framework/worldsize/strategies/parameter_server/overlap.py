@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from worldsize.phases import phase
 from worldsize.strategies.parameter_server.layout import Shard
 
 Place = tuple[int, int]  # server, and bucket there
@@ -51,7 +52,8 @@ class Overlap:
             self._queue.put(place)
         self._missing = {}
         self._queue.put(None)
-        self._thread.join()
+        with phase("communication"):
+            self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error

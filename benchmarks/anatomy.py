@@ -1,0 +1,152 @@
+"""What the anatomy of steps costs, and what it shows of length-balanced batches: one run, parts of which take turns.
+
+uv run python benchmarks/anatomy.py cost           # steps that are measured and that are not
+uv run python benchmarks/anatomy.py balanced       # plain and balanced batches of samples of different length
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
+
+from worldsize.core import Event, Recipe, StepDone, World
+from worldsize.engine.data import Order, logical_ranks_of, micro_batches
+from worldsize.engine.fit import Pace, Position, fit
+from worldsize.observe.stragglers import Stragglers
+from worldsize.phases import Clock
+from worldsize.strategies.ddp import DDP
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+
+PART, BATCH, WIDTH = 50, 32, 64  # steps of a part, samples a process
+RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 220)}  # and parts
+
+
+def order_of(world: World, *, balanced: bool = False) -> Order:
+    mine = logical_ranks_of(world.rank, world.size, world.size)
+    return Order(0, BATCH * world.size, world.size, mine, balanced)
+
+
+def parts(recipe: Recipe, number: int, world: World) -> list[float]:
+    """Seconds a step of each part; the odd ones are measured, on the first rank with the search for stragglers."""
+    replica, clock, stragglers = DDP().replica(recipe, world), Clock(world.device), Stragglers([range(world.size)])
+    batches = micro_batches(recipe.data("train"), order_of(world), world.device)
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StepDone) and world.size > 1 and event.splits and event.splits[0]:
+            stragglers.judge(event.step, event.splits)
+
+    found = []
+    for part in range(number):
+        measured = part % 2 == 1
+        with clock.opened() if measured else nullcontext():
+            begun = time.perf_counter()
+            fit(
+                replica,
+                batches,
+                world,
+                order=order_of(world),
+                pace=Pace((part + 1) * PART),
+                evaluate=dict,
+                emit=emit,
+                first=Position(part * PART),
+                clock=clock if measured else None,
+            )
+            found.append((time.perf_counter() - begun) / PART)
+    return found
+
+
+def cost() -> None:
+    table = Table("", "off, ms a step", "on, ms a step", "on to off")
+    for name, (recipe, number) in RECIPES.items():
+        for size in (1, 2):
+            print(f"{name}, {size}", file=sys.stderr)
+            seconds = run_in_worlds(partial(parts, recipe, number), size, timeout=600)[0][20:]
+            off, on = seconds[::2], seconds[1::2]
+            ratios = [b / (a + c) * 2 for a, b, c in zip(off, on, off[1:], strict=False)]  # to its neighbours
+            times = (f"{statistics.median(each) * 1e3:.3f}" for each in (off, on))
+            table.add_row(f"{name}, {size} process(es)", *times, f"{statistics.median(ratios):.3f} ×")
+    Console(width=100).print(table)
+
+
+class Texts:
+    """4096 sequences of log-normal length: half are shorter than 40, one in a hundred longer than 250."""
+
+    def __init__(self) -> None:
+        self.lengths = (
+            torch.randn(4096, generator=torch.Generator().manual_seed(1)).mul(0.8).exp().mul(40).ceil().long()
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(int(self.lengths[index]), WIDTH)
+
+    def batch(self, indices: Tensor) -> Tensor:
+        return pad_sequence([self[int(index)] for index in indices], batch_first=True)
+
+
+@dataclass(frozen=True)
+class Reading(Recipe):
+    """A small network on every token; padding is computed too."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters())
+
+    def data(self, split: str) -> Texts:
+        return Texts()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(batch).square().mean()
+        return loss
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return {}
+
+
+def splits(steps: int, world: World) -> list[Tensor]:
+    """[steps, 4] of plain and of balanced batches, which take turns step by step."""
+    replica, clocks = DDP().replica(Reading(), world), [Clock(world.device), Clock(world.device)]
+    sources = [micro_batches(Texts(), order_of(world, balanced=balanced), world.device) for balanced in (False, True)]
+    for _ in range(steps):
+        for clock, batches in zip(clocks, sources, strict=True):
+            begun = time.perf_counter()
+            batch = next(batches)
+            with clock.opened():
+                clock.start(data=time.perf_counter() - begun)
+                replica.step(batch)
+                clock.end()
+    return [clock.take() for clock in clocks]
+
+
+def balanced(steps: int = 320, size: int = 2) -> None:
+    ranks = run_in_worlds(partial(splits, steps), size, timeout=600)
+    table = Table("batches", "step, ms", "compute, ms", "communication, ms", "max / mean of ranks' compute")
+    for kind, name in enumerate(("plain", "balanced")):
+        splits_psk = torch.stack([rank[kind] for rank in ranks])[:, 10:]
+        compute_ps = splits_psk[:, :, 1]
+        imbalance = float((compute_ps.max(0).values / compute_ps.mean(0)).mean())
+        times = (splits_psk.sum(2).max(0).values.mean(), compute_ps.mean(), splits_psk[:, :, 2].mean())
+        table.add_row(name, *(f"{float(each) * 1e3:.2f}" for each in times), f"{imbalance:.2f}")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    {"cost": cost, "balanced": balanced}[sys.argv[1]](*map(int, sys.argv[2:]))

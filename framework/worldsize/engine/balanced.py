@@ -1,0 +1,43 @@
+"""Batches of similar length: the samples of some steps, dealt anew, so that all ranks compute equally long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import final
+
+import torch
+from torch import Tensor
+
+from worldsize.reproducibility.seeds import stream
+
+_POOL = 32  # steps whose samples are dealt together
+
+
+@final
+class Balanced:
+    """``plain(step)`` [batch] are the samples of a step, ``lengths_n`` says how long each is.
+
+    The samples of 32 steps are sorted by length and cut into steps, which come in an order that ``seed`` decides. In a
+    step the longest go to one logical rank each, the next ones the other way round, and so on. All of it follows from
+    the step and the logical rank alone, so it is the same at any world size and wherever a run goes on.
+    """
+
+    def __init__(self, plain: Callable[[int], Tensor], lengths_n: Tensor, *, seed: int, logical_ranks: int) -> None:
+        self._plain, self._lengths_n = plain, lengths_n
+        self._seed, self._logical_ranks = seed, logical_ranks
+        self._pool = lru_cache(maxsize=1)(self._sorted)
+
+    def indices(self, step: int, logical_rank: int) -> Tensor:
+        """Of the samples of ``logical_rank`` in ``step`` (from 1), the longest first."""
+        pool, place = divmod(step - 1, _POOL)
+        rows_ml = self._pool(pool)[place].view(-1, self._logical_ranks).clone()
+        rows_ml[1::2] = rows_ml[1::2].flip(1)
+        return rows_ml[:, logical_rank]
+
+    def _sorted(self, pool: int) -> Tensor:
+        """[steps, batch], each step's samples from the longest to the shortest."""
+        samples = torch.cat([self._plain(pool * _POOL + step) for step in range(1, _POOL + 1)])
+        order = torch.argsort(self._lengths_n[samples], descending=True, stable=True)
+        random = torch.Generator().manual_seed(stream(self._seed, "balance", pool))
+        return samples[order].view(_POOL, -1)[torch.randperm(_POOL, generator=random)]

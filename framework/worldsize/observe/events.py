@@ -1,0 +1,43 @@
+"""``events.jsonl``: what happened to a run beside its steps, a line each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import final
+
+from worldsize.core import Event, Straggling
+
+
+@final
+class EventLog:
+    """Appends to ``path``, and says it in the log too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Straggling():
+                print(f"warning: {described(event)}", file=sys.stderr, flush=True)
+                line = {"event": "straggling", "time": time.time(), **asdict(event)}
+                with self._path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+_CAUSES = {
+    "data": "it waits for its data",
+    "compute": "it takes longer to compute",
+    "network": "it takes longer to send and receive",
+}
+
+
+def described(event: Straggling) -> str:
+    """One line for a person."""
+    return (
+        f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
+        f"since step {event.since}: {_CAUSES[event.cause]}."
+    )

@@ -1,0 +1,140 @@
+"""Which rank is slower than its peers, and by what: its data or its computing.
+
+Where ranks wait for each other, all take the same time for a step. What tells them apart is how long each is busy: its
+step without the time for which it waits for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Figures = NDArray[np.float64]
+Cause = Literal["data", "compute", "network"]
+
+_STEPS, _SECONDS = 40, 0.5  # that are looked at: at least so many, and of so long a time
+_BLOCKS = 8  # into which they are divided
+_LEAST = 0.05  # by which a rank must be slower in each of them
+_MARGIN = 0.10  # and in most of them
+_DEVIATIONS = 2.5  # or this many of what blocks usually deviate, if that is more
+_HISTORY = 5  # times as many steps tell how much they usually do
+_KEPT = 5000  # steps
+
+
+@dataclass(frozen=True)
+class Slow:
+    """``slower``: its busy time to the median of its peers; ``since``: the first of the steps that show it."""
+
+    rank: int
+    cause: Cause
+    slower: float
+    since: int
+
+
+@final
+@dataclass
+class Stragglers:
+    """``peers``: groups of ranks that have equal work; ``first``: steps that were done before. A rank is named when it
+    is found slow twice in a row, and again if it has recovered since.
+
+    The steps looked at are divided into blocks, and a rank is judged by the median of each: a few slow steps change
+    no median, and what slows a rank down for a while does not reach all blocks. It must be slower than the median of
+    its peers in every block, and by a margin that grows with the noise: 2.5 times the median absolute deviation of
+    blocks from their rank's own median, scaled to a standard deviation.
+    """
+
+    peers: Sequence[Sequence[int]]
+    first: int = 0
+    _recent: Figures = field(default_factory=lambda: np.empty((0, 0, 4)))  # [steps, ranks, 4]
+    _numbers: list[int] = field(default_factory=list)  # of these steps
+    _fresh: list[Figures] = field(default_factory=list)  # that have been told since it was last judged
+    _suspected: set[int] = field(default_factory=set)
+    _named: set[int] = field(default_factory=set)
+
+    def judge(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Slow]:
+        """Who has become slow. ``splits`` [ranks, steps, 4]: data, compute, communication, update, up to ``step``."""
+        self._fresh.append(np.array(splits, dtype=np.float64).reshape(len(splits), -1, 4).transpose(1, 0, 2))
+        if not self._is_time():
+            return []
+        self._take(step)
+        count = self._looked_at()
+        if count > len(self._recent):
+            return []
+        windows = min(_HISTORY, len(self._recent) // count)
+        recent = self._recent[-count * windows :]
+        found = [
+            each
+            for ranks in self.peers
+            if len(ranks) > 1
+            for each in _judged(recent.reshape(windows, count, -1, 4), ranks, since=self._numbers[-count])
+        ]
+        certain = {slow.rank for slow, is_certain in found if is_certain}
+        new = [slow for slow, _ in found if slow.rank in (certain & self._suspected) - self._named]
+        self._suspected = certain
+        recovered = {slow.rank for slow, _ in found if slow.slower < 1 + _LEAST}
+        self._named = (self._named | {slow.rank for slow in new}) - recovered
+        return new
+
+    def _is_time(self) -> bool:
+        """Whether it is worth the fraction of a millisecond that judging takes."""
+        steps = sum(map(len, self._fresh))
+        return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
+
+    def _take(self, step: int) -> None:
+        """What is fresh, whose steps lie evenly between the last one that is known and ``step``."""
+        fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
+        numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
+        self._recent = np.concatenate([self._recent[-_KEPT:], fresh]) if self._numbers else fresh
+        self._numbers = [*self._numbers[-_KEPT:], *map(int, numbers)]
+        self._fresh = []
+
+    def _looked_at(self) -> int:
+        """Steps, a multiple of the number of blocks."""
+        seconds = float(np.median(self._recent[-_STEPS:].sum(2).max(1)))
+        block = max(_STEPS / _BLOCKS, _SECONDS / max(seconds, 1e-9) / _BLOCKS)
+        return _BLOCKS * min(math.ceil(block), _KEPT // _BLOCKS)
+
+
+def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Slow, bool]]:
+    """Of each rank how slow it is in the last window, and whether that is certain."""
+    data_wsp, compute_wsp, _, update_wsp = np.moveaxis(recent_wspk[:, :, ranks], 3, 0)
+    ratio_wbp = _to_others(_blocks(data_wsp + compute_wsp + update_wsp))
+    noise = 1.4826 * float(np.median(abs(ratio_wbp - np.median(ratio_wbp, 1, keepdims=True))))
+    ratio_bp, ratio_p = ratio_wbp[-1], np.median(ratio_wbp[-1], 0)
+    certain_p = (ratio_bp.min(0) > 1 + _LEAST) & (ratio_p > 1 + max(_MARGIN, _DEVIATIONS * noise))
+    is_late_p = _excess(data_wsp[-1:]) > _excess((compute_wsp + update_wsp)[-1:])
+    return [
+        (Slow(rank, "data" if is_late else "compute", float(ratio), since), bool(certain))
+        for rank, is_late, ratio, certain in zip(ranks, is_late_p, ratio_p, certain_p, strict=True)
+    ]
+
+
+def _blocks(seconds_wsp: Figures) -> Figures:
+    """Medians of equally many steps: [windows, blocks, ranks]."""
+    windows, steps, ranks = seconds_wsp.shape
+    return np.asarray(np.median(seconds_wsp.reshape(windows, _BLOCKS, steps // _BLOCKS, ranks), 2))
+
+
+def _excess(seconds_wsp: Figures) -> Figures:
+    """Of each rank over its peers, in most blocks: [ranks]."""
+    blocks_wbp = _blocks(seconds_wsp)
+    return np.asarray(np.median(blocks_wbp - median_of_others(blocks_wbp), (0, 1)))
+
+
+def _to_others(blocks_wbp: Figures) -> Figures:
+    return np.asarray(blocks_wbp / np.maximum(median_of_others(blocks_wbp), 1e-9))
+
+
+def median_of_others(values: Figures) -> Figures:
+    """In place of each value along the last axis, the median of the others."""
+    order = np.argsort(values, -1)
+    ordered, place = np.take_along_axis(values, order, -1), np.argsort(order, -1)
+    others = values.shape[-1] - 1
+    low, high = (others - 1) // 2, others // 2  # the middle ones of the others
+    middle = [np.where(place > at, ordered[..., [at]], ordered[..., [at + 1]]) for at in (low, high)]
+    return np.asarray((middle[0] + middle[1]) / 2)

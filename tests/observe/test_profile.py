@@ -1,0 +1,64 @@
+"""Traces of chosen steps, read back as the JSON that Perfetto takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from worldsize.observe.profile import traced
+
+CPU = torch.device("cpu")
+
+
+def names(path: Path) -> set[str]:
+    trace: dict[str, Any] = json.loads(path.read_text())
+    for event in trace["traceEvents"]:
+        assert event["ph"] == "M" or isinstance(event["ts"], float | int)
+    return {str(event["name"]) for event in trace["traceEvents"]}
+
+
+def steps(found: set[str]) -> list[str]:
+    return sorted(name for name in found if name.startswith("step "))
+
+
+def data() -> Iterator[str]:
+    for number in range(1, 100):
+        torch.full((3,), number).cumsum(0)
+        yield f"batch {number}"
+
+
+def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "profile" / "worker.json"
+    with closing(traced(data(), path, first=0, span=(2, 3), device=CPU)) as batches:
+        seen = []
+        for batch in islice(batches, 5):
+            seen.append(batch)
+            torch.ones(2).exp()
+    assert seen == [f"batch {number}" for number in range(1, 6)]
+    found = names(path)
+    assert steps(found) == ["step 2", "step 3"]
+    assert {"aten::cumsum", "aten::exp"} <= found
+
+
+@pytest.mark.parametrize(("first", "span", "expected"), [(0, (3, 9), ["step 3", "step 4"]), (5, (2, 7), ["step 6"])])
+def test_a_run_that_ends_or_goes_on_within_leaves_what_it_did(
+    tmp_path: Path, first: int, span: tuple[int, int], expected: list[str]
+) -> None:
+    path = tmp_path / "worker.json"
+    with closing(traced(repeat(None), path, first=first, span=span, device=CPU)) as batches:
+        for _ in islice(batches, 4 if first == 0 else 1):
+            torch.ones(2).exp()
+    assert steps(names(path)) == expected
+
+
+def test_a_run_that_goes_on_behind_them_traces_nothing(tmp_path: Path) -> None:
+    with closing(traced(repeat(None), tmp_path / "worker.json", first=5, span=(2, 4), device=CPU)) as batches:
+        list(islice(batches, 3))
+    assert not (tmp_path / "worker.json").exists()

@@ -1,0 +1,119 @@
+"""Who is named as slow, on noisy series; and in a run with a rank that a fault slows down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worldsize.core import Straggling
+from worldsize.observe.events import EventLog, described
+from worldsize.observe.stragglers import Figures, Slow, Stragglers, median_of_others
+
+RANKS, EVERY = 4, 10
+
+
+def noisy(seed: int, steps: int, *, noise: float = 0.1, ranks: int = RANKS) -> Figures:
+    """[ranks, steps, 4] of steps of 100 ms: heavy tails (Student's t, 3 degrees), some steps ten times as long, and
+    now and then a rank that something else slows down by half for a while. All wait for the slowest.
+    """
+    draw = np.random.default_rng(seed)
+    busy_rs = 0.09 * (1 + noise * abs(draw.standard_t(3, (ranks, steps))))
+    busy_rs[draw.random((ranks, steps)) < 0.01] *= 10
+    for begin in range(0, steps, 100):
+        at = begin + draw.integers(85)
+        busy_rs[draw.integers(ranks), at : at + 15] *= 1.5
+    return filled(busy_rs)
+
+
+def filled(busy_rs: Figures) -> Figures:
+    wait_rs = busy_rs.max(0) - busy_rs + 0.01
+    return np.stack([0.05 * busy_rs, 0.85 * busy_rs, wait_rs, 0.1 * busy_rs], 2)
+
+
+def told(stragglers: Stragglers, splits: Figures, first: int = 0) -> list[tuple[int, Slow]]:
+    """What is said, and after which step, of steps that are logged every ten."""
+    found = []
+    for begin in range(0, splits.shape[1], EVERY):
+        step = first + begin + EVERY
+        found += [(step, slow) for slow in stragglers.judge(step, splits[:, begin : begin + EVERY].tolist())]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_that_becomes_slower_by_a_fifth_is_named_within_50_steps(seed: int) -> None:
+    splits = noisy(seed, 300)
+    splits[2, 200:, :] *= [1.2, 1.2, 0, 1.2]
+    ((step, slow),) = told(Stragglers([range(RANKS)]), splits)
+    assert (slow.rank, slow.cause) == (2, "compute")
+    assert 200 < step <= 250
+    assert 1.1 < slow.slower < 1.4
+    assert 190 < slow.since <= step
+
+
+def test_without_a_slow_rank_nobody_is_named_whatever_the_noise() -> None:
+    for seed in range(20):
+        assert told(Stragglers([range(RANKS)]), noisy(seed, 1000, noise=0.05 * (1 + seed % 8))) == []
+
+
+def test_slow_data_are_told_from_slow_computing() -> None:
+    splits = noisy(0, 100)
+    splits[1, :, 0] += 0.05
+    ((_, slow),) = told(Stragglers([range(RANKS)]), splits)
+    assert (slow.rank, slow.cause) == (1, "data")
+
+
+def test_a_rank_is_compared_with_those_that_have_equal_work() -> None:
+    splits = noisy(0, 100)
+    splits[[1, 3]] *= 2  # the second stage of a pipeline
+    assert told(Stragglers([[0, 2], [1, 3]]), splits) == []
+    splits[3] *= 1.5
+    assert [slow.rank for _, slow in told(Stragglers([[0, 2], [1, 3]]), splits)] == [3]
+
+
+def test_a_rank_that_recovers_and_becomes_slow_again_is_named_again() -> None:
+    stragglers, slow, well = Stragglers([range(RANKS)], first=400), noisy(1, 100), noisy(2, 100)
+    slow[0] *= 1.5
+    said = [told(stragglers, splits, 400 + 100 * part) for part, splits in enumerate((slow, well, slow))]
+    assert [[each.rank for _, each in found] for found in said] == [[0], [], [0]]
+    assert [found[0][1].since > first for found, first in ((said[0], 400), (said[2], 590))] == [True, True]
+
+
+def test_steps_of_a_millisecond_are_looked_at_for_half_a_second() -> None:
+    splits = noisy(0, 700) / 100
+    splits[0] *= 1.5
+    ((step, _),) = told(Stragglers([range(RANKS)]), splits)
+    assert 280 <= step <= 400  # 0.5 s of steps of 1.8 ms
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_the_median_of_the_others_is_that_of_the_rest_of_the_row(count: int) -> None:
+    values = np.random.default_rng(count).integers(0, 5, (6, count)).astype(float)
+    expected = [[np.median(np.delete(row, place)) for place in range(count)] for row in values]
+    assert median_of_others(values).tolist() == expected
+
+
+def test_an_event_is_a_line_that_says_who_where_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = Straggling(250, rank=2, host="n3", device="cuda:1", cause="data", slower=1.234, since=210)
+    EventLog(tmp_path / "events.jsonl")(event)
+    line = json.loads((tmp_path / "events.jsonl").read_text())
+    assert line.pop("time") > 1e9
+    assert line == {"event": "straggling", **vars(event)}
+    assert described(event) in capsys.readouterr().err
+    assert "rank 2 on n3 (cuda:1) has been 23% slower than its peers since step 210: it waits" in described(event)
+
+
+def test_a_run_names_the_rank_that_computes_slowly_and_the_one_whose_data_are_slow(train: Any) -> None:
+    everyone = "{action: slow, rank: null, seconds: 0.03}"
+    slow = "{action: slow, rank: 2, seconds: 0.012}, {action: slow, rank: 1, seconds: 0.02, point: 'step:data'}"
+    options = ("recipe=digits", "recipe.width=4", "steps=50", "cluster.processes=4", "cluster.threads=1")
+    run = train(*options, "checkpoint=none", f"faults=[{everyone}, {slow}]")
+    assert run.code == 0, run.error
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert {(event["rank"], event["cause"]) for event in events} == {(1, "data"), (2, "compute")}
+    assert {event["step"] for event in events} == {50}
+    assert {event["device"] for event in events} == {"cpu"}
+    assert "rank 2 on" in run.output
