@@ -18,6 +18,7 @@ def test_two_world_sizes_are_measured_next_to_their_prediction(
     (file,) = tmp_path.glob("runs/scaling/*/scaling.json")
     study = json.loads(file.read_text())
     assert (study["schema"], study["recipe"], study["mode"]) == (1, "digits", "weak")
+    assert study["command"] == f"worldsize scale --mode weak {' '.join(words)}"
     assert study["cluster"]["links"]["node"]["bandwidth"] == 2e9
     for point, size in zip(study["points"], (1, 2), strict=True):
         assert (point["strategy"], point["world_size"], point["accumulation"]) == ("ddp", size, 2)
@@ -28,7 +29,9 @@ def test_two_world_sizes_are_measured_next_to_their_prediction(
             size,
         )
         assert point["samples_per_second"] * point["step_seconds"] == config["batch_size"]
-        assert min(point["spread_seconds"], point["predicted_seconds"], point["phases"]["data"]) > 0
+        assert min(point["spread_seconds"], point["predicted_seconds"], *point["phases"].values()) >= 0
+        assert set(point["phases"]) == {"data", "compute", "communication", "update"}
+        assert point["phases"]["compute"] > point["phases"]["data"] > 0
     assert study["points"][0]["efficiency"] == 1.0
     assert study["knee"]["ddp"] in (1, 2)
     assert "digits, weak scaling" in done.stdout

@@ -27,6 +27,7 @@ from worldsize.config.compose import choices, compose_and_call
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.planning.advice import time_text
 from worldsize.planning.scaling import PHASES, Point, efficiencies, knees, read_timed
+from worldsize.reproducibility.redact import redacted_arguments
 
 if TYPE_CHECKING:
     from worldsize.app.predict import Predictor
@@ -78,13 +79,14 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
     from worldsize.run_directory import planned
 
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
-    command, predictor = shlex.join(sys.argv), Predictor(Given(links=links_of(links) if links else {}))
+    command = shlex.join(["worldsize", "scale", *redacted_arguments(sys.argv[1:])])
+    predictor = Predictor(Given(links=links_of(links) if links else {}))
     points = _planned(overrides, mode, predictor)
     first = points[0]
     folder = planned(Path(first.settings.config["run"]["root"]), "scaling", None).path
     done = []
     for number, point in enumerate(points, 1):
-        print(f"{number}/{len(points)}: {point.strategy}, {point.world_size} processes", file=sys.stderr, flush=True)
+        print(f"{number}/{len(points)}: {point.strategy}, world size {point.world_size}", file=sys.stderr, flush=True)
         run = folder / point.recipe / f"{point.strategy}_{point.world_size}_{point.accumulation}"
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             code = train([*point.words, f"run.root={folder}", f"run.name={run.name}"])
