@@ -155,12 +155,13 @@ class Mesh(Strategy):
         blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
         reduced = 4 * blocks * count * work.boundary_bytes
         passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
-        gathers = 3 if self.pipeline == 1 else 2
+        on_cpu = cluster.backend == "gloo"  # whose reduce-scatter is an all-reduce, and hides nothing
+        gathers = (2 if self.pipeline == 1 else 1) + (2 if on_cpu else 1)
         waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
         if layout.pipeline > 1:
             waited += 2 * message_seconds(work.boundary_bytes, slowest(cluster)) * count
         along_data = gathers * all_gather_seconds(held, layout.data, slowest(cluster))
-        exposed = waited + exposed_seconds(along_data, work.overlap * work.compute_seconds)
+        exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
         sharded = gathers * ring_share(layout.data) * held
         share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
         memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
