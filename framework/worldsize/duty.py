@@ -49,13 +49,18 @@ def _restored(
 def _drawing(
     settings: Settings, dataset: Callable[[], Any], world: World, heartbeat: Path | None
 ) -> Callable[[int, int], MicroBatch]:
-    """Draws in this process; passes the faults planned for a step, and tells the step, before its first data."""
+    """Draws in this process; passes the faults planned for a step, and tells the step, before its first data.
+
+    A process that never draws, such as a server, is at no step.
+    """
     order = settings.order(0, 1)
-    beats = Heartbeat(heartbeat, 0) if heartbeat else None
+    beats: Heartbeat | None = None
 
     def draw(step: int, logical_rank: int) -> MicroBatch:
+        nonlocal beats
         settings.faults.enter(step)
-        if beats:
+        if heartbeat:
+            beats = beats or Heartbeat(heartbeat, 0)
             beats.step(step - 1)
         if is_iterable(dataset()):
             raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
