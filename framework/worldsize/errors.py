@@ -22,6 +22,14 @@ class NonfiniteLossError(WorldsizeError):
     """The loss became NaN or infinite while ``nonfinite=stop``."""
 
 
+def missing_extra(what: str, *, package: str, extra: str) -> ConfigError:
+    """The error of ``what``, which needs a package that only an extra of ours installs."""
+    return ConfigError(
+        f"{what} needs {package}, which is not installed. Install the extra: uv sync --extra {extra} in a clone, "
+        f"uv add 'worldsize[{extra}]' or pip install 'worldsize[{extra}]' elsewhere."
+    )
+
+
 def neighbours(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about a misspelt ``name``: the nearest known name, then all of them if they are few."""
     names = sorted(word for word in known if not word.startswith("_"))

@@ -17,16 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
 from recipes.stdlib_lm.corpus import IGNORED, Windows
 from worldsize.core import ConfigError, Recipe
+from worldsize.errors import missing_extra
 
 
 def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(
-            "recipe=hf_causal_lm needs transformers. Install the extra: uv sync --extra recipes, "
-            "or pip install 'worldsize[recipes]'."
-        ) from None
+        raise missing_extra("recipe=hf_causal_lm", package="transformers", extra="recipes") from None
     return transformers
 
 
