@@ -41,6 +41,11 @@ class RunDirectory:
         return self.path / "code.patch"
 
     @property
+    def plugins(self) -> Path:
+        """A root of plugins: copies of those that other hosts could not find elsewhere."""
+        return self.path / "plugins"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

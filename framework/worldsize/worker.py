@@ -93,7 +93,7 @@ def read_settings(run: RunDirectory) -> Settings:
     if lost := missing(config):
         names = ", ".join(".".join(map(str, keys)) for keys in lost)
         raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
-    make_importable(map(Path, config["run"]["import_path"]))
+    make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
     return load_settings(config)
 
 

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet  # type: ignore[import-untyped]
 
+from tests.clusters.witness import witness
+
 VERSIONS = ("1.28", "1.31", "1.34")
 BASE = ("recipe=digits", "steps=20", "reproducibility=elastic", "cluster.threads=1", "+cluster=kubernetes")
 VOLUME = ("cluster.image=images.example/digits@sha256:0123", "cluster.volumes=[{claim: shared, path: /runs}]")
@@ -77,15 +79,34 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
     kubectl.chmod(0o755)
     own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={warm_python}", f"cluster.run_root={tmp_path}/pods")
     volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
-    run = train(*BASE, *VOLUME, *SHAPES["ddp"], *own, volume, "cluster.kind=job")
+    shared = tmp_path / "shared"  # which the pods do not know of
+    run = train(
+        *BASE,
+        *VOLUME,
+        *SHAPES["ddp"],
+        *own,
+        volume,
+        "cluster.kind=job",
+        logger=witness(shared),
+        WORLDSIZE_PLUGINS=str(shared),
+    )
     assert run.code == 0, run.error
     assert "submitted" in run.output
     documents = {each["kind"]: each for each in yaml.safe_load_all(applied.read_text())}
     mounted = tmp_path / "mounted"
     mounted.mkdir()
-    for name, text in {**documents["ConfigMap"]["data"], **documents["Secret"]["stringData"]}.items():
-        (mounted / name).write_text(text)
     spec = documents["Job"]["spec"]
+    (files,) = [
+        source["configMap"]["items"]
+        for volume in spec["template"]["spec"]["volumes"]
+        for source in volume.get("projected", {}).get("sources", ())
+        if "configMap" in source
+    ]
+    places = {each["key"]: each["path"] for each in files}
+    for key, text in {**documents["ConfigMap"]["data"], **documents["Secret"]["stringData"]}.items():
+        place = mounted / places.get(key, key)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
     (container,) = spec["template"]["spec"]["containers"]
     command = [str(mounted) if word == "/etc/worldsize/run" else word for word in container["command"]]
     pods = [
@@ -107,6 +128,7 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
     outputs = [pod.communicate(timeout=240)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     (result,) = (tmp_path / "pods").rglob("result.json")
+    assert (result.parent / "witness.txt").read_text() == f"{result.parent}/plugins/plugins/witness/logger.py"
     alone = train(*BASE[:4], "cluster.processes=4").json("result.json")
     assert json.loads(result.read_text())["state_digest"] == alone["state_digest"]
 

@@ -84,6 +84,8 @@ def _begin_with(source: Path, run: Path) -> None:
         if file.is_file():
             shutil.copyfile(file, draft / file.name)
             (draft / file.name).chmod(0o600)
+    if (plugins := RunDirectory(source).plugins).is_dir():
+        shutil.copytree(plugins, RunDirectory(draft).plugins)
     try:
         draft.rename(run)
     except OSError:
@@ -100,7 +102,7 @@ def agent(run: RunDirectory) -> int:
     """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     secrets = os.environ.get("WORLDSIZE_SECRETS")
-    make_importable(roots())  # the copies on this host come before the paths of the one that launched the run
+    make_importable([run.plugins, *roots()])  # the copies here come before the paths of the host that launched the run
     if not run.config.exists():
         raise ConfigError(
             f"{socket.gethostname()} does not see the run folder {run.path}. All hosts need it: set run.root to a "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import worldsize
-from worldsize.config.places import bundle, roots
+from worldsize.config.places import bundle, foreign_roots, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Recipe
 from worldsize.errors import WorldsizeError
@@ -30,7 +30,7 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
             "torch": environment["torch"]["version"],
             "NCCL": environment["torch"]["nccl"],
             "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
-            "code": code_digest(roots()),
+            "code": code_digest([root for root in roots() if root not in foreign_roots()]),
             "data": data_digest(recipe.files()),
         },
         "also": {"driver": environment["driver"], "lock": lock_digest()},
@@ -49,7 +49,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def code_digest(roots: Sequence[Path]) -> str:
-    """Of the Python files of worldsize, and of recipes and plugins below ``roots``."""
+    """Of the Python files of worldsize, and of recipes and plugins below ``roots``; the run folder has the others."""
     own = Path(worldsize.__file__).parent
     folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})

@@ -17,6 +17,7 @@ import worldsize.worker  # noqa: F401 - imported once here, before the fork, rat
 from worldsize.app.attempts import run_attempts
 from worldsize.app.record import check_same, config_text, with_secrets, write_record
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
+from worldsize.config.installed import installed
 from worldsize.config.places import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
 from worldsize.config.shape import with_processes
@@ -144,7 +145,8 @@ def shape_of(cfg: DictConfig) -> dict[str, Any]:
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
     gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
-    run = {**config["run"], "group": group, "import_path": [str(root) for root in roots()]}
+    places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
+    run = {**config["run"], "group": group, **places}
     return {**config, "cluster": with_processes(config["cluster"], gpus), "run": run}
 
 

@@ -155,6 +155,10 @@ def _strategies(refused: dict[str, str], shared: Sequence[str]) -> Iterator[tupl
             yield name, settings_of(compose("config", overrides=words))
         except WorldsizeError as error:
             refused[name] = str(error)
+        except Exception as error:  # any: of a plugin that nobody has chosen
+            if name == chosen:
+                raise
+            refused[name] = f"it is broken: {type(error).__name__}: {error}"
 
 
 def _cost_table(found: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings) -> Table:

@@ -13,7 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from worldsize.config.compose import task_overrides
+from worldsize.config.catalogue import Plugin, used
+from worldsize.config.compose import choices, task_overrides
 from worldsize.config.places import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Plan
@@ -28,6 +29,7 @@ from worldsize.reproducibility.environment import (
     write_environment,
 )
 from worldsize.reproducibility.manifest import read_manifest, write_manifest
+from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
 from worldsize.reproducibility.redact import Scrubber, withheld
 from worldsize.run_directory import RunDirectory
 from worldsize.world.world import role_of, threads_per_process
@@ -60,6 +62,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "overrides": clean.words(task_overrides()),
         "command": clean.words(sys.argv),
         "code": {key: value for key, value in code.items() if key != "patch"},
+        "plugins": [_plugin(plugin, run, clean) for plugin in used(config, choices())],
         "environment": {**capture_environment(), **_lock(run, clean), "image": None},
         "hardware": [hardware()],
         "cluster": {**_shape(plan), "groups": settings.strategy.groups(plan.cluster)},
@@ -102,6 +105,19 @@ def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
     framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
     code = replace(code, patch=patch)
     return {**code.describe(), "scrubbed": scrubbed, "framework": framework, "patch": patch}
+
+
+def _plugin(plugin: Plugin, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+    """What the record says of a plugin; one that other hosts could not find is copied into the run folder."""
+    if plugin.foreign:
+        keep(plugin.folder, kept_folder(run.plugins, plugin.name), clean.text)
+    return {
+        "name": plugin.name,
+        "source": plugin.source,
+        "version": plugin.version,
+        "sha256": digest_of(plugin.folder),
+        "kept": plugin.foreign,
+    }
 
 
 def _is_inside(folder: Path, root: str | None) -> bool:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from worldsize.app.compare import EXIT_CODES, add_report_options, folder_of, show
 from worldsize.app.leave import leave
+from worldsize.config.installed import installed
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
 from worldsize.config.places import bundle
 from worldsize.errors import WorldsizeError
@@ -27,6 +28,7 @@ from worldsize.reproducibility.checkout import checked_out, read_patch
 from worldsize.reproducibility.compare import compare_runs
 from worldsize.reproducibility.manifest import read_manifest
 from worldsize.reproducibility.owner import is_own
+from worldsize.reproducibility.plugins import check_kept
 from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt
 from worldsize.reproducibility.redact import REDACTED
 from worldsize.reproducibility.strict import strict
@@ -78,6 +80,7 @@ def reproduce(options: Options) -> int:
     manifest = read_manifest(original.manifest)
     code, own = manifest["code"], is_own(manifest["digest"], manifest["signature"])
     _check_targets(manifest, options, own=own)
+    check_kept(manifest.get("plugins", ()), original.plugins)
     patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
     if not own:
         _ask(manifest, options)
@@ -87,7 +90,7 @@ def reproduce(options: Options) -> int:
         root = Path(name) / "code"
         with checked_out(code, patch, root, clones) as folder:
             python = _python(manifest, original, options, folder, root=root, clones=clones)
-            new, exit_code = _run(options, original, python, folder, overrides)
+            new, exit_code = _run(options, original, python, folder, overrides, _plugins(manifest, original))
     return exit_code or _report(options, original, new)
 
 
@@ -95,8 +98,10 @@ def _check_targets(manifest: Mapping[str, Any], options: Options, *, own: bool) 
     """A stranger's manifest cannot widen the allow-list; only this command line can."""
     added = [word.partition("=")[2] for word in options.overrides if word.startswith("allow_targets=")]
     prefixes = [prefix for words in added for prefix in re.findall(r"[\w.]+", words)]
-    recorded = manifest["config"]["allow_targets"] if own else []
-    check_targets(manifest["config"], Allowed((*ALLOWED, *recorded, *prefixes)))
+    here = [plugin.module for plugin in installed()]
+    config = manifest["config"]
+    recorded = [*config["allow_targets"], *config["run"].get("packages", ())] if own else []
+    check_targets(config, Allowed((*ALLOWED, *here, *recorded, *prefixes)))
 
 
 def _ask(manifest: Mapping[str, Any], options: Options) -> None:
@@ -160,8 +165,20 @@ def _python(
 _CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.app import main; main()"
 
 
+def _plugins(manifest: Mapping[str, Any], original: RunDirectory) -> dict[str, str]:
+    """Where the run finds plugins beside its code and its packages: in the record's copies, and nowhere else."""
+    if "plugins" not in manifest:  # of a worldsize that did not record them
+        return {}
+    return {"WORLDSIZE_PLUGINS": str(original.plugins.resolve()) if original.plugins.is_dir() else ""}
+
+
 def _run(
-    options: Options, original: RunDirectory, python: Interpreter, folder: Path, overrides: Sequence[str]
+    options: Options,
+    original: RunDirectory,
+    python: Interpreter,
+    folder: Path,
+    overrides: Sequence[str],
+    plugins: Mapping[str, str],
 ) -> tuple[RunDirectory, int]:
     """Train in the checkout; the new run's folder and its exit code.
 
@@ -179,7 +196,7 @@ def _run(
     done = subprocess.run(
         [str(python.python), "-c", _CHILD],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path.strip(os.pathsep)},
+        env={**os.environ, **plugins, "PYTHONPATH": path.strip(os.pathsep)},
         input=json.dumps(["train", *overrides, *own]),
         stdout=sys.stderr if options.json else None,
         text=True,

@@ -63,6 +63,8 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
     folder = Path(manifest["config"]["run"]["import_path"][0])
     if folder.is_dir():
         os.chdir(folder)  # its recipes and plugins are found from there
+    if run.plugins.is_dir():
+        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # it goes on with the code that it began with
     recorded = _kept(manifest["overrides"], overrides)
     own = [f"run.root={run.path.parents[1]}", f"run.name={run.id}", f"checkpoint.allow_older={allow_older}"]
     parts = [part for part in ignore if part in ("model", "optimizer", "schedule", "scaler")]

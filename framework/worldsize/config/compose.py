@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config import schema
 from worldsize.config.explain import explain
-from worldsize.config.places import config_folders, main_conf
+from worldsize.config.places import check_unique, config_folders, main_conf
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
@@ -44,8 +44,10 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
     """Run Hydra's command line over ``arguments``; ``task`` is called once for each composed configuration.
 
     Raises:
-        ConfigError: what Hydra or OmegaConf refuses, with the neighbours of a misspelt name.
+        ConfigError: what Hydra or OmegaConf refuses, with the neighbours of a misspelt name; or two places offer the
+            same option.
     """
+    check_unique()
     schema.register()
     Plugins.instance().register(_Folders)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are to reach us, unprinted

@@ -11,6 +11,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from worldsize.config.installed import installed
 from worldsize.config.places import config_folders, main_conf
 from worldsize.errors import ConfigError, neighbours
 
@@ -30,7 +31,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
 
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
-    return f"no {group or 'configuration'} {option!r}{neighbours(option, error.options or [])}"
+    broken = [f" The plugin {each.distribution} offers nothing: {each.broken}." for each in installed() if each.broken]
+    return f"no {group or 'configuration'} {option!r}{neighbours(option, error.options or [])}{''.join(broken)}"
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Where configuration groups, plugins and recipes are found: the bundle, the working directory, extra folders."""
+"""Where configuration groups, plugins and recipes are found: bundle, working directory, extra folders, packages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from worldsize.config.installed import installed
+from worldsize.errors import ConfigError
 from worldsize.world.environments import plugin_folders
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,13 +34,43 @@ def roots() -> list[Path]:
     return list(dict.fromkeys(path.resolve() for path in (Path.cwd(), *plugin_folders(os.environ), bundle())))
 
 
+def foreign_roots() -> list[Path]:
+    """Those of :func:`roots` that ``WORLDSIZE_PLUGINS`` alone names, which other hosts may not have."""
+    return [root for root in roots() if root not in (Path.cwd().resolve(), bundle().resolve())]
+
+
+def folders_of(root: Path) -> list[Path]:
+    """Its ``recipes/*`` and ``plugins/*`` with something in them."""
+    found = [folder for kind in ("recipes", "plugins") for folder in sorted(root.glob(f"{kind}/*"))]
+    return [folder for folder in found if (folder / "conf").is_dir() or any(folder.glob("*.py"))]
+
+
 def config_folders() -> list[Path]:
     """Every ``conf/`` that adds groups to the run's configuration."""
     found = [root / "conf" for root in roots()]
-    found += [
-        conf for root in roots() for kind in ("recipes", "plugins") for conf in sorted(root.glob(f"{kind}/*/conf"))
-    ]
+    found += [folder / "conf" for root in roots() for folder in folders_of(root)]
+    found += [plugin.folder / "conf" for plugin in installed() if plugin.folder]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+
+
+def check_unique() -> None:
+    """Raise ConfigError if two places offer one option, or two folders are one module: only one would be found."""
+    places: dict[str, Path] = {}
+    for conf in dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders())):
+        for file in sorted(conf.glob("*/**/*.yaml")):
+            group, _, option = file.relative_to(conf).with_suffix("").as_posix().rpartition("/")
+            _note(places, f"{group}={option}", file)
+    for root in roots():
+        for folder in folders_of(root):
+            _note(places, f"{folder.parent.name}.{folder.name}", folder)
+
+
+def _note(places: dict[str, Path], name: str, place: Path) -> None:
+    if (other := places.setdefault(name, place)) != place:
+        raise ConfigError(
+            f"{name} is in two places: {other} and {place}. Rename one, or take it away "
+            "(searched: the working directory, WORLDSIZE_PLUGINS, installed packages, worldsize itself)."
+        )
 
 
 def make_importable(folders: Iterable[Path]) -> None:

@@ -139,7 +139,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _allowed(config: Mapping[str, Any]) -> Allowed:
-    return Allowed((*Allowed().prefixes, *config.get("allow_targets", ())))
+    return Allowed((*Allowed().prefixes, *config["run"].get("packages", ()), *config.get("allow_targets", ())))
 
 
 def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:

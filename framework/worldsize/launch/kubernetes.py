@@ -71,7 +71,7 @@ class Kubernetes(NodeLauncher):
         if shutil.which(self.kubectl[0]) is None:
             raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
         write_key(plan.run_dir)
-        files = {name: (plan.run_dir / name).read_text() for name in _FILES}
+        files = _files(plan.run_dir)
         keys = {"agents.key": read_key(plan.run_dir).decode()}
         secrets = {**keys, **({"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {})}
         jobset = self._has_jobsets()
@@ -129,9 +129,29 @@ class Kubernetes(NodeLauncher):
             limits={key: str(value) for key, value in limits.items() if value is not None},
             run_files=_RUN_FILES,
             volumes=self.volumes,
-            files=dict(files),
+            files={_key(path): text for path, text in files.items()},
+            paths={_key(path): path for path in files},
             secrets=dict(secrets),
         )
+
+
+def _files(run: Path) -> dict[str, str]:
+    """By path, what a pod begins its run folder with.
+
+    Raises:
+        ConfigError: a plugin that is in the run folder, since the image lacks it, has a file that is no text.
+    """
+    paths = [*_FILES, *(file.relative_to(run).as_posix() for file in run.glob("plugins/**/*") if file.is_file())]
+    try:
+        return {path: (run / path).read_text() for path in paths}
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"a ConfigMap cannot carry the plugins in {run / 'plugins'}: {error}. Put them into the image."
+        ) from error
+
+
+def _key(path: str) -> str:
+    return path.replace("/", "..")  # of a ConfigMap, whose keys have no slashes
 
 
 def _parts(plan: Plan) -> list[tuple[str, int, int]]:

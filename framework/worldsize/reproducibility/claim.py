@@ -136,5 +136,10 @@ def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[L
         yield Lowering("tolerance", f"files that the record lacks: {', '.join(then['left_out'])}")
     if then["scrubbed"]:
         yield Lowering("tolerance", "a secret was taken out of the recorded changes")
+    digests = {plugin["name"]: plugin["sha256"] for plugin in present.get("plugins", ())}
+    for plugin in original.get("plugins", ()):
+        is_in_code = plugin["source"] in ("worldsize", "project")  # which the commit and its patch tell more exactly
+        if not is_in_code and (found := digests.get(plugin["name"])) != plugin["sha256"]:
+            yield Lowering("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {found} now")
     if then["framework"] != now["framework"]:
         yield Lowering("tolerance", f"worldsize itself: {then['framework']} then, {now['framework']} now")

@@ -14,7 +14,7 @@ from typing import Any
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.redact import without_credentials
 
-_LARGEST = 1 << 20  # bytes of an untracked file that still goes into the patch
+LARGEST = 1 << 20  # bytes of an untracked file that still goes into the patch
 
 # every option that the user's git configuration could change so that `git apply` refuses the patch
 _DIFF = (
@@ -116,7 +116,7 @@ def _fits(root: Path, name: str) -> bool:
     if path.is_symlink():
         return True
     # git cannot add another repository, and one unreadable file would fail the whole patch
-    return path.is_file() and os.access(path, os.R_OK) and path.stat().st_size <= _LARGEST
+    return path.is_file() and os.access(path, os.R_OK) and path.stat().st_size <= LARGEST
 
 
 def _patch(root: Path, untracked: list[str]) -> bytes:

@@ -1,0 +1,103 @@
+"""What there is to choose from: options and plugins, where each comes from and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worldsize import __version__
+from worldsize.config.installed import installed
+from worldsize.config.places import bundle, config_folders, folders_of, foreign_roots, main_conf, roots
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """``name``: that of its module, e.g. "plugins.diloco". ``source``: whose it is: worldsize's, the project's, that
+    of a folder in ``WORLDSIZE_PLUGINS`` or of an installed distribution; of the last ``version`` is known.
+
+    ``foreign``: a folder that other hosts may not have.
+    """
+
+    name: str
+    folder: Path
+    source: str
+    version: str | None = None
+    foreign: bool = False
+
+    @property
+    def options(self) -> list[Option]:
+        return _options_in(self.folder / "conf")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One YAML of a group. ``about``: its first comment."""
+
+    group: str
+    name: str
+    file: Path
+
+    @property
+    def about(self) -> str:
+        comments = re.findall(r"^# ?(.*)", self.file.read_text(), re.MULTILINE)
+        return next((line for line in comments if not line.startswith("@package")), "")
+
+
+def options() -> list[Option]:
+    """Every option of every group, by group and name."""
+    folders = dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders()))
+    found = [option for folder in folders for option in _options_in(folder)]
+    return sorted(found, key=lambda option: (option.group, option.name))
+
+
+def _options_in(conf: Path) -> list[Option]:
+    files = sorted(conf.glob("*/**/*.yaml"))
+    return [Option(file.parent.relative_to(conf).as_posix(), file.stem, file) for file in files]
+
+
+def plugins() -> list[Plugin]:
+    """Every plugin and recipe, chosen or not; of installed ones those that are not broken."""
+    found = [_in_folder(root, folder) for root in roots() for folder in folders_of(root)]
+    packages = [
+        Plugin(each.module, each.folder, each.distribution, each.version) for each in installed() if each.folder
+    ]
+    return [*found, *packages]
+
+
+def _in_folder(root: Path, folder: Path) -> Plugin:
+    name = f"{folder.parent.name}.{folder.name}"
+    if root == bundle().resolve():
+        return Plugin(name, folder, "worldsize", __version__)
+    foreign = root in foreign_roots()
+    return Plugin(name, folder, str(root) if foreign else "project", foreign=foreign)
+
+
+def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
+    """What a run needs, by name: plugins that offer a chosen option, whose modules the configuration names, and whose
+    modules those name in turn.
+    """
+    known = plugins()
+    chosen = {(group.partition("@")[0], option) for group, option in choices.items()}
+    found = [each for each in known if any((option.group, option.name) in chosen for option in each.options)]
+    texts = [json.dumps(config, default=str), *(text for plugin in found for text in _sources(plugin))]
+    while texts:
+        text = texts.pop()
+        for plugin in known:
+            if plugin not in found and _is_named(plugin.name, text):
+                found.append(plugin)
+                texts += _sources(plugin)
+    return sorted(found, key=lambda plugin: plugin.name)
+
+
+def _is_named(module: str, text: str) -> bool:
+    package, _, name = module.rpartition(".")
+    parted = rf"|from {re.escape(package)} import .*\b{re.escape(name)}\b" if package else ""
+    return re.search(rf"\b{re.escape(module)}\b{parted}", text) is not None
+
+
+def _sources(plugin: Plugin) -> list[str]:
+    return [file.read_text(errors="replace") for file in plugin.folder.rglob("*.py")]
