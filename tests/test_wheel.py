@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,25 @@ def test_the_wheel_has_the_configuration_the_recipes_the_plugins_and_the_type_ma
         "worldsize/bundled/recipes/digits/recipe.py",
         "worldsize/bundled/plugins/diloco/conf/strategy/diloco.yaml",
         "worldsize/bundled/recipes/stdlib_lm/conf/recipe/stdlib_lm.yaml",
+        "worldsize/app/templates/init/dot_gitignore.j2",
+        "worldsize/app/templates/strategy/plugins/NAME/conf/strategy/NAME.yaml.j2",
     } <= names
+
+
+def test_the_wheel_has_its_extras_and_needs_none_of_their_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        facts = Parser().parsestr(files.read(name).decode())
+    assert {"recipes", "report", "tensorboard", "dev"} <= set(facts.get_all("Provides-Extra", ()))
+    needed = [line for line in facts.get_all("Requires-Dist", ()) if "extra ==" not in line]
+    assert not [line for line in needed if line.startswith(("transformers", "tensorboard", "matplotlib", "pytest"))]
+
+
+def test_importing_worldsize_imports_neither_torch_nor_hydra() -> None:
+    """It costs nothing next to importing torch."""
+    body = "import sys, worldsize; print(sorted({'torch', 'numpy', 'hydra', 'wandb', 'rich'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_the_installed_command_trains_outside_a_clone_and_reproduces_what_it_did(
@@ -44,10 +63,11 @@ def test_the_installed_command_trains_outside_a_clone_and_reproduces_what_it_did
         check=True,
     )
     work = tmp_path / "work"
-    work.mkdir()
     program = str(site / "bin" / "worldsize")
-    command = [sys.executable, program, "train", "recipe=digits", "steps=3", "logger=none"]
     environment = {**environment_without_wandb, "PYTHONPATH": str(site)}
+    subprocess.run([sys.executable, program, "init", work], env=environment, check=True, capture_output=True)
+    assert f'worldsize = {{ path = "{wheel}" }}' in (work / "pyproject.toml").read_text()
+    command = [sys.executable, program, "train", "recipe=mine", "steps=3", "logger=none"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (manifest,) = work.rglob("run_manifest.json")

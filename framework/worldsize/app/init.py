@@ -1,0 +1,68 @@
+"""``worldsize init NAME``: a project of one's own, in a folder of that name, which trains and has a test."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from worldsize import __version__
+from worldsize.app.templates import planned, write
+from worldsize.config.places import bundle
+from worldsize.errors import ConfigError
+
+RECIPE = "mine"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize init", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a new or empty folder, e.g. my_project; its name is the project's")
+    folder = parser.parse_args().folder
+    try:
+        init(folder)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    print(f"cd {folder}\nuv run train.py recipe={RECIPE}\nuv run pytest")
+
+
+def init(folder: Path) -> list[Path]:
+    """The files written.
+
+    Raises:
+        ConfigError: the folder is not empty, or its name cannot be a project's.
+    """
+    name = folder.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+        raise ConfigError(f"{name!r} cannot be a project's name. Use letters, digits, '-', '_' and '.'.")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there and not empty. Choose another folder; nothing was written.")
+    project = planned(
+        "init", folder, name=name, recipe=RECIPE, requirement=f"worldsize>={__version__}", source=source()
+    )
+    return list(write({**project, **planned("recipe", folder, name=RECIPE)}))
+
+
+def source() -> str | None:
+    """Where uv finds this worldsize if that is no package index (PEP 610), as an inline table of TOML."""
+    try:
+        origin = distribution("worldsize").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return _table(path=str(bundle()), editable=True)
+    if origin is None:
+        return None
+    facts = json.loads(origin)
+    if vcs := facts.get("vcs_info"):
+        return _table(git=facts["url"], rev=vcs["commit_id"])
+    if facts["url"].startswith("file:"):
+        path = unquote(urlparse(facts["url"]).path)
+        return _table(path=path, **({"editable": True} if "dir_info" in facts else {}))
+    return _table(url=facts["url"])
+
+
+def _table(**values: str | bool) -> str:
+    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"

@@ -1,0 +1,76 @@
+"""``worldsize list KIND``: strategies, clusters, recipes, ... or plugins: where each comes from, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from worldsize.config.catalogue import Option, Plugin, options, plugins
+from worldsize.config.installed import Installed, installed
+from worldsize.config.places import check_unique, main_conf
+from worldsize.errors import WorldsizeError, neighbours
+
+Row = Sequence[str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize list", description=__doc__)
+    parser.add_argument("kind", nargs="?", help="a group of the configuration, or plugins; without it, all groups")
+    kind = parser.parse_args().kind
+    try:
+        check_unique()
+        rows = _plugins() if kind == "plugins" else _options(kind)
+    except WorldsizeError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _options(kind: str | None) -> list[Row]:
+    """Raises WorldsizeError for a group that does not exist."""
+    found, known = options(), plugins()
+    groups = sorted({option.group for option in found})
+    wanted = groups if kind is None else [group for group in groups if kind in (group, _plural(group))]
+    if not wanted:
+        raise WorldsizeError(f"no kind {kind!r}{neighbours(str(kind), ['plugins', *groups])}")
+    return [
+        (f"{option.group}={option.name}", _source(option, known), option.about)
+        for option in found
+        if option.group in wanted
+    ]
+
+
+def _plugins() -> list[Row]:
+    """Installed packages that offer nothing are shown with the reason: they fail in no run that does not need them."""
+    found = [(each.name, each.version or "", each.source, _about(each)) for each in plugins()]
+    broken = [(each.module, each.version, each.distribution, f"broken: {each.broken}") for each in _broken()]
+    return [*found, *broken]
+
+
+def _broken() -> list[Installed]:
+    return [each for each in installed() if each.broken]
+
+
+def _about(plugin: Plugin) -> str:
+    """What it offers, and what the option of its own name does, or else the first."""
+    offers = sorted(plugin.options, key=lambda option: not plugin.name.endswith(f".{option.name}"))
+    names = ", ".join(f"{option.group}={option.name}" for option in offers)
+    return f"{names}: {offers[0].about}" if offers else "offers no option"
+
+
+def _plural(group: str) -> str:
+    return f"{group[:-1]}ies" if group.endswith("y") else f"{group}s"
+
+
+def _source(option: Option, known: Sequence[Plugin]) -> str:
+    """The plugin, with where it comes from unless worldsize has it; or the project's own file."""
+    owner = next((plugin for plugin in known if option.file.is_relative_to(plugin.folder)), None)
+    if owner is not None:
+        return owner.name if owner.source == "worldsize" else f"{owner.name} ({owner.source})"
+    here = Path.cwd().resolve()
+    is_own = option.file.is_relative_to(here) and not option.file.is_relative_to(main_conf())
+    return str(option.file.relative_to(here)) if is_own else "worldsize"

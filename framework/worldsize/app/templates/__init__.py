@@ -1,0 +1,51 @@
+"""Files that ``init`` and ``new`` begin with; one folder a kind, laid out as in a project."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from worldsize.errors import ConfigError
+
+_FOLDER = Path(__file__).parent
+
+
+def planned(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, str]:
+    """Files below ``folder`` and their texts; "NAME" in a path stands for ``name``, "dot_" for a leading dot.
+
+    Raises:
+        ConfigError: the class would have a name that its file uses already.
+    """
+    environment = Environment(loader=FileSystemLoader(_FOLDER / kind), undefined=StrictUndefined, trim_blocks=True)
+    environment.keep_trailing_newline = True
+    class_name = "".join(part.title() for part in name.split("_"))
+    given = {**values, "name": name, "class_name": class_name}
+    templates = sorted(environment.list_templates(extensions=["j2"]))
+    if any(re.search(rf"\b{re.escape(class_name)}\b", (_FOLDER / kind / each).read_text()) for each in templates):
+        raise ConfigError(f"a {kind} {name!r} would be a class {class_name}, which its file uses. Choose another name.")
+    return {folder / _path(each, name): environment.get_template(each).render(given) for each in templates}
+
+
+def _path(template: str, name: str) -> str:
+    return template.removesuffix(".j2").replace("NAME", name).replace("dot_", ".")
+
+
+def write(files: dict[Path, str]) -> Sequence[Path]:
+    """Write all of them, or none if one exists.
+
+    Raises:
+        ConfigError: one exists, or cannot be written.
+    """
+    if there := [path for path in files if path.exists()]:
+        raise ConfigError(f"{there[0]} exists, and is left as it is. Choose another name; nothing was written.")
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}.") from error
+    return list(files)
