@@ -4,7 +4,8 @@
         strategy = EASGD(period=4)
         tolerance = 0.05                # its mathematics is not that of one process
 
-It holds for strategies whose processes all train. Each test trains :class:`~worldsize.testing.recipes.Chain` on real
+It holds for the processes that train; a strategy whose other processes serve overrides ``run`` to start those beside
+them. Each test trains :class:`~worldsize.testing.recipes.Chain` on real
 gloo processes; what is compared with is a plain PyTorch loop on one process.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,7 +63,7 @@ def train(
     replica = strategy.replica(recipe, world)
     first = _resumed(replica, world, folder)
     before = _held(replica)
-    part = strategy.data_rank(world), strategy.data_parallel(_cluster(world.size))
+    part = strategy.data_rank(world), strategy.data_parallel(_beside(strategy, world.size))
     total = part[1] * strategy.default_micro_batches
     order = Order(SEED, BATCH, total, logical_ranks_of(*part, total))
     batches = micro_batches(recipe.data("train"), order, world.device, first=first)
@@ -107,6 +109,12 @@ def _mean_loss(losses: Sequence[Tensor], world: World) -> float:
 
 def _cluster(size: int, nodes: int = 1) -> Cluster:
     return Cluster("test", nodes, size, "cpu", "gloo")
+
+
+def _beside(strategy: Strategy, workers: int) -> Cluster:
+    """The smallest cluster on which so many processes train, beside those that serve."""
+    clusters = map(_cluster, count(workers))
+    return next(cluster for cluster in clusters if strategy.roles(cluster)["worker"].processes == workers)
 
 
 def reference(recipe: Recipe = CHAIN) -> Trained:
