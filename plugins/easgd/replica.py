@@ -1,0 +1,118 @@
+"""A worker that trains alone and meets the centre now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plugins.easgd.centre import Link
+from plugins.local_sgd.apart import statistics, trained
+from plugins.local_sgd.exchange import Exact, flat, mean_of, parted
+from plugins.local_sgd.rows import own, spread
+from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.strategies.synchronous import SynchronousReplica
+
+_HOST = torch.device("cpu")
+
+
+@final
+class ElasticReplica(Replica):
+    """``inner`` trains alone; every ``period`` steps it goes ``elasticity`` × its distance towards the centre.
+
+    The centre is the model: what is evaluated, and what any other strategy goes on from. What is not trained, such as
+    BatchNorm's statistics, and the optimizer's state are means over workers there. Part ``strategy`` of the state has
+    every worker's own, from which the same strategy goes on to the last bit.
+    """
+
+    def __init__(self, inner: SynchronousReplica, world: World, link: Link, *, period: int, elasticity: float) -> None:
+        self._inner, self._world, self._link = inner, world, link
+        self._period, self._elasticity = period, elasticity
+        self._own = trained(inner.model)
+        self._taken = 0  # steps, since training began or went on from a model alone
+        self._sent_bytes = 0
+        self._put(self._row())
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        result = self._inner.step(micro_batches)
+        self._taken += 1
+        if self._taken % self._period == 0:
+            mine_n = self._row()
+            self._sent_bytes += mine_n.nbytes
+            self._move_to(mine_n.lerp(self._link.meet(mine_n), self._elasticity))
+        return result
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        with self._at(self._centre()):
+            return self._inner.evaluate(batches)
+
+    def state(self) -> StateDict:
+        alone, centre_n = self._inner.state(), self._centre()
+        optimizer = alone["optimizer"]["state"]
+        mine = {"model": alone["model"], "optimizer": optimizer}
+        with self._at(centre_n):
+            model = {name: tensor.clone() for name, tensor in self._inner.model.state_dict().items()}
+        return {
+            **alone,
+            "model": model,
+            "optimizer": {**alone["optimizer"], "state": mean_of(optimizer, Exact(self._world))},
+            "strategy": {"taken": self._taken, "centre": centre_n, "workers": spread(mine, self._world)},
+        }
+
+    def load(self, state: StateDict) -> None:
+        kept = state["strategy"]
+        self._taken = kept["taken"]
+        if self._taken == 0:  # another strategy has saved it, or as many other workers
+            self._inner.load(state)
+            self._put(self._row())
+            return
+        mine = own(kept["workers"])
+        optimizer = {**state["optimizer"], "state": mine["optimizer"]}
+        self._inner.load({**state, "model": mine["model"], "optimizer": optimizer})
+        self._put(kept["centre"].cpu())
+
+    def facts(self) -> Mapping[str, Any]:
+        """Bytes that this worker has sent to the centre; evaluations and checkpoints are not counted."""
+        return {"sent_bytes": self._sent_bytes}
+
+    def close(self, *, complete: bool) -> None:
+        self._link.close()
+
+    def _row(self) -> Tensor:
+        return flat(self._own, _HOST)
+
+    def _move_to(self, row_n: Tensor) -> None:
+        for parameter, values in zip(self._own, parted(row_n, self._own), strict=True):
+            parameter.detach().copy_(values)
+
+    def _put(self, row_n: Tensor) -> None:
+        """Worker 0's row is the centre from now on, before any worker meets it."""
+        if self._world.rank == 0:
+            self._link.put(row_n)
+        if self._world.group is not None:
+            dist.barrier(self._world.group)
+
+    def _centre(self) -> Tensor:
+        """The same on every worker."""
+        row_n = self._link.look() if self._world.rank == 0 else self._row()
+        if self._world.group is None:
+            return row_n
+        dist.broadcast(sent_n := row_n.to(self._world.device), group=self._world.group, group_src=0)
+        return sent_n.cpu()
+
+    @contextmanager
+    def _at(self, centre_n: Tensor) -> Iterator[None]:
+        """The model at the centre, with the mean of the workers' statistics."""
+        mine_n, shared = self._row(), statistics(self._inner.model)
+        kept = [tensor.clone() for tensor in shared]
+        self._move_to(centre_n)
+        for tensor, mean in zip(shared, mean_of(shared, Exact(self._world)), strict=True):
+            tensor.copy_(mean)
+        yield
+        self._move_to(mine_n)
+        for tensor, before in zip(shared, kept, strict=True):
+            tensor.copy_(before)

@@ -1,0 +1,115 @@
+"""Elastic averaging SGD: workers train apart, each tied by a spring to a centre."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, final
+
+from plugins.easgd.centre import Centre, Link, joined
+from plugins.easgd.replica import ElasticReplica
+from plugins.local_sgd.apart import trained
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Cost,
+    Duty,
+    Numerics,
+    Recipe,
+    Reduction,
+    Replica,
+    Role,
+    Strategy,
+    Workload,
+    World,
+)
+from worldsize.planning.spread import across, served_bytes, served_seconds, whole_bytes
+from worldsize.run_directory import private
+from worldsize.strategies.parameter_server.channel import address_of, listen
+from worldsize.strategies.parameter_server.client import Dialer
+from worldsize.strategies.parameter_server.directory import Directory
+from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
+from worldsize.strategies.synchronous import alone
+
+_CENTRE = "centre-0"
+Rounds = Literal["together", "apart"]
+
+
+@final
+@dataclass(frozen=True)
+class EASGD(Strategy):
+    """Zhang, Choromanska & LeCun 2015 (arXiv 1412.6651).
+
+    Every ``period`` steps a worker moves towards the centre by moving_rate / workers of its distance, and the centre
+    as much towards the worker. ``rounds``: "together": all workers meet the centre as it was when the round began
+    (their equations 2 and 3, with the same bits every time); "apart": each as it comes (their algorithm 1).
+    """
+
+    numerics: Numerics = field(default_factory=Numerics)
+    reduce: Reduction = "flat"
+    reductions = ("flat",)
+    period: int = 4
+    moving_rate: float = 0.9
+    rounds: Rounds = "together"
+    nodes: int = 1
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigError(f"strategy.period={self.period} must be 1 or more; it is in steps.")
+        if not 0 < self.moving_rate <= 1:
+            raise ConfigError(f"strategy.moving_rate={self.moving_rate} must be above 0 and at most 1; 0.9 is usual.")
+        if self.rounds not in ("together", "apart"):
+            raise ConfigError(f"strategy.rounds={self.rounds!r} is unknown. Known: together, apart.")
+        if self.numerics.precision == "fp16":
+            raise ConfigError("easgd has no loss scale that workers share. Set precision=bf16 or fp32.")
+
+    def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        if cluster.processes < 2:
+            raise ConfigError(
+                f"easgd needs one process for the centre and at least one worker; the cluster has {cluster.processes}. "
+                "Set cluster.processes=3 or more."
+            )
+        return {"centre": Role(1, serves=True), "worker": Role(cluster.processes - 1)}
+
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        """Every worker's parameters to the centre and back, over the centre's one link, once in ``period`` steps."""
+        payload, workers, centre = work.parameter_bytes, range(1, cluster.processes), [0]
+        seconds = 2 * served_seconds(payload, workers, centre, cluster) / self.period
+        leaves = across(cluster, served_bytes(payload, workers, centre, cluster)) / self.period
+        return Cost(whole_bytes(work), len(workers) * payload / self.period, leaves, seconds)
+
+    def prepare(self, folder: Path) -> None:
+        if self.nodes > 1:
+            mint_authority(private(folder) / "keys")
+
+    def serve(self, recipe: Recipe, world: World, duty: Duty) -> None:
+        """The centre: a Unix socket inside a host, mutual TLS between hosts."""
+        workers, model = duty.workers, recipe.model()
+        keys = self._keys(_CENTRE, duty.folder)
+        with tempfile.TemporaryDirectory(prefix="worldsize_") as folder:
+            listener = listen(f"tcp:{duty.address}:0" if keys else f"unix:{folder}/centre", keys)
+            Directory(duty.folder, duty.timeout).claim(0, 1, address_of(listener), _CENTRE)
+            channels = joined(listener, keys, workers, duty.timeout)
+            listener.close()
+        numel = sum(parameter.numel() for parameter in trained(model))
+        centre = Centre(channels, numel=numel, elasticity=self.moving_rate / workers)
+        if self.rounds == "together":
+            centre.serve_together()
+        else:
+            centre.serve_apart()
+
+    def replica(self, recipe: Recipe, world: World) -> Replica:
+        if world.folder is None:
+            raise ConfigError("easgd needs its centre, which a run has.")
+        name, folder = f"worker-{world.rank}", Directory(world.folder, self.timeout)
+        channel, _ = Dialer(name, folder, self._keys(name, world.folder), self.timeout).connect(0, "worker")
+        model = recipe.model().to(world.device)
+        link = Link(channel, sum(parameter.numel() for parameter in trained(model)))
+        inner = alone(recipe, model, world, self.numerics)
+        return ElasticReplica(inner, world, link, period=self.period, elasticity=self.moving_rate / world.size)
+
+    def _keys(self, name: str, folder: Path) -> Keys | None:
+        return mint(folder / "keys", name) if self.nodes > 1 else None

@@ -1,0 +1,70 @@
+"""TensorBoard: metrics of a run as event files, written by TensorBoard's own library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
+from worldsize.errors import missing_extra
+
+if find_spec("tensorboard") is None:  # told before a process starts; the library itself is imported beside the training
+    raise missing_extra("logger=tensorboard", package="tensorboard", extra="tensorboard")
+
+
+@final
+class TensorBoard:
+    """Writes below ``folder`` / ``folder_name``; the folders above it name the run in TensorBoard."""
+
+    def __init__(
+        self,
+        *,
+        folder_name: str,
+        run_id: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        manifest: Path,
+        folder: Path,
+    ) -> None:
+        self._folder = folder / folder_name
+        self._config = config
+        self._writer: Any = None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted(first=first):
+                self._open(first)
+            case StepDone():
+                for name, value in _figures(event).items():
+                    self._writer.add_scalar(f"train/{name}", value, event.step)
+            case Evaluated(step=step, metrics=metrics):
+                for name, value in metrics.items():
+                    self._writer.add_scalar(f"test/{name}", value, step)
+                self._writer.flush()
+            case RunEnded() | RunFailed() if self._writer is not None:
+                self._writer.close()
+
+    def _open(self, first: int) -> None:
+        """A run that goes on after step ``first`` hides what an earlier attempt wrote of later steps."""
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds
+
+        self._writer = SummaryWriter(self._folder, purge_step=first + 1 if first else None)
+        if first == 0:
+            self._writer.add_text("config", _markdown(self._config))
+
+
+def _figures(event: StepDone) -> dict[str, float]:
+    figures = {
+        "loss": event.loss,
+        "lr": event.lr,
+        "samples_per_second": event.samples_per_second,
+        "data_seconds": event.data_seconds,
+        "step_seconds": max(event.step_seconds),
+    }
+    return figures if event.grad_norm is None else {**figures, "grad_norm": event.grad_norm}
+
+
+def _markdown(config: Mapping[str, Any]) -> str:
+    return "".join(f"    {key}: {value}\n" for key, value in config.items())

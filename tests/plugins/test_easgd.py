@@ -1,0 +1,119 @@
+"""Elastic averaging: the paper's equations, the contract with a centre beside the workers, what is refused."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plugins.easgd.centre import Centre
+from plugins.easgd.centre import Link as CentreLink
+from plugins.easgd.strategy import EASGD
+from worldsize.core import Cluster, ConfigError, Duty, Link, Numerics, Workload
+from worldsize.engine.data import Order, fetch
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.parameter_server.channel import Channel
+from worldsize.testing.contract import ALONE, BATCH, CHAIN, SEED, StrategyContract, train
+
+
+@contextmanager
+def centre(strategy: EASGD, workers: int) -> Iterator[Path]:
+    """The process that a run would start beside ``workers`` workers; the folder where they find it."""
+
+    def none(*_: Any) -> Any:
+        raise AssertionError("a centre asks for none of this")
+
+    with tempfile.TemporaryDirectory() as name:
+        asks = dict.fromkeys(("restore", "micro_batch", "evaluation", "wants_stop", "begins", "passes"), none)
+        facts: dict[str, Any] = {"steps": 0, "logical_ranks": workers, "timeout": 60.0, **asks}
+        duty = Duty(folder=Path(name), workers=workers, **facts)
+        world = replace(ALONE, role="centre")
+        process = get_context("fork").Process(target=strategy.serve, args=(CHAIN, world, duty), daemon=True)
+        process.start()
+        yield Path(name)
+        process.kill()
+        process.join()
+
+
+class TestEASGD(StrategyContract):
+    """Its mathematics is not that of one process, hence the tolerance."""
+
+    strategy = EASGD(period=2, timeout=60.0)
+    sizes = (2, 3)
+    impossible = 1
+    tolerance = 0.3
+    partners = (DDP(),)
+
+    def run(self, size: int, body: Any) -> list[Any]:
+        assert isinstance(self.strategy, EASGD)
+        with centre(self.strategy, size) as folder:
+            return super().run(size, lambda world: body(replace(world, folder=folder)))
+
+    def test_centre_and_workers_move_as_the_paper_says(self) -> None:
+        """Equations 2 and 3 of arXiv 1412.6651, with AdamW in the place of SGD, in plain PyTorch."""
+        found = self.run(2, lambda world: train(self.strategy, world, 4))[0]
+        models = [CHAIN.model() for _ in range(2)]
+        optimizers = [CHAIN.optimizer(model) for model in models]
+        middle = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
+        data, order = CHAIN.data("train"), Order(SEED, BATCH, 2, (0, 1))
+        for step in range(1, 5):
+            for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                CHAIN.loss(model, fetch(data, order.indices(step, rank, len(data)))).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            if step % 2 == 0:
+                pulls = [{n: 0.45 * (p - middle[n]) for n, p in model.state_dict().items()} for model in models]
+                for model, pull in zip(models, pulls, strict=True):
+                    model.load_state_dict({n: p - pull[n] for n, p in model.state_dict().items()})
+                middle = {n: at + pulls[0][n] + pulls[1][n] for n, at in middle.items()}
+        for name, tensor in middle.items():
+            torch.testing.assert_close(found.model[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_workers_that_come_apart_meet_the_centre_where_the_one_before_has_left_it() -> None:
+    ends = [socket.socketpair() for _ in range(2)]
+    middle = Centre([Channel(there) for _, there in ends], numel=2, elasticity=0.25)
+    first, second = (CentreLink(Channel(here), 2) for here, _ in ends)
+    serving = threading.Thread(target=middle.serve_apart)
+    serving.start()
+    first.put(torch.tensor([1.0, 2.0]))
+    assert second.meet(torch.tensor([5.0, 2.0])).tolist() == [1.0, 2.0]
+    assert first.meet(torch.tensor([2.0, 6.0])).tolist() == [2.0, 2.0]
+    assert second.look().tolist() == [2.0, 3.0]
+    first.close()
+    second.close()
+    serving.join()
+    for _, there in ends:
+        there.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: EASGD(period=0), "strategy.period=0 must be 1 or more"),
+        (lambda: EASGD(moving_rate=1.5), "strategy.moving_rate=1.5 must be above 0 and at most 1"),
+        (lambda: EASGD(rounds="never"), "'never' is unknown. Known: together, apart"),  # type: ignore[arg-type]
+        (lambda: EASGD(numerics=Numerics("fp16")), "Set precision=bf16 or fp32"),
+        (lambda: EASGD().replica(CHAIN, ALONE), "needs its centre"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_remedy(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_a_meeting_costs_every_worker_its_parameters_both_ways_over_the_link_of_the_centre() -> None:
+    links = {tier: Link(1e9, 0.0) for tier in ("device", "node", "network")}
+    cluster = Cluster("test", 1, 5, "cpu", "gloo", links=links)
+    cost = EASGD(period=4).cost(Workload(parameter_bytes=1e6, optimizer_bytes=0.0), cluster)
+    assert cost.communication_seconds == pytest.approx(2 * 4 * 1e6 / 1e9 / 4)
+    assert cost.sent_bytes == 4 * 1e6 / 4

@@ -1,0 +1,43 @@
+"""TensorBoard's own reader finds what the run has logged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import plugins.tensorboard.logger
+from worldsize.core import ConfigError
+
+
+def read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def test_the_event_files_have_the_figures_of_the_run_once_each_also_if_it_was_killed(train: Any) -> None:
+    options = ("recipe=digits", "recipe.width=4", "steps=6", "log_every=1", "evaluate_every=2", "checkpoint.every=2")
+    kill = ("launcher.max_restarts=1", "faults=[{action: kill, rank: 0, step: 6}]")
+    run = train(*options, *kill, "cluster.processes=1", logger="tensorboard")
+    assert run.code == 0, run.error
+    events = read(run.folder)
+    assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [
+        (line["step"], pytest.approx(line["loss"])) for line in run.steps()
+    ]
+    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    expected = [(line["step"], line["metrics"]["accuracy"]) for line in lines if line["event"] == "evaluation"]
+    found = {each.step: each.value for each in events.Scalars("test/accuracy")}
+    assert found == {step: pytest.approx(value) for step, value in expected}
+    assert "recipe" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"logger=tensorboard needs tensorboard.*uv sync --extra tensorboard"):
+        importlib.reload(plugins.tensorboard.logger)
