@@ -1,0 +1,109 @@
+"""The public API as text: ``uv run python tests/api.py`` writes docs/api.md again."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs" / "api.md"
+EVERYTHING = (
+    "worldsize.core",
+    "worldsize.errors",
+    "worldsize.testing.contract",
+    "worldsize.testing.hosts",
+    "worldsize.testing.recipes",
+    "worldsize.testing.runs",
+    "worldsize.testing.worlds",
+)
+BLOCKS = {  # what strategies are built from
+    "worldsize.collectives.exact": ("reduce_metrics",),
+    "worldsize.collectives.per_rank": ("own", "stacked"),
+    "worldsize.reproducibility.seeds": ("seed_generators",),
+    "worldsize.strategies.accumulation": ("Accumulation", "Backward"),
+    "worldsize.strategies.learning": ("Learning",),
+    "worldsize.strategies.synchronous": ("SynchronousReplica", "alone", "autocast", "metric_sums"),
+    "worldsize.world.environments": ("Placement",),
+}
+_HEAD = """# The public API
+
+What plugins and recipes may rely on; how it is used: [plugins.md](plugins.md). Written by `uv run python tests/api.py`.
+A change of what stands here has a line in the changelog that names the new digest.
+
+Digest: `{digest}`
+
+```python
+{listing}
+```
+"""
+
+
+def listing() -> str:
+    parts = [_module(name, sorted(_own_names(importlib.import_module(name)))) for name in EVERYTHING]
+    return "\n\n".join([*parts, *(_module(name, names) for name, names in sorted(BLOCKS.items()))])
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def page() -> str:
+    text = listing()
+    return _HEAD.format(digest=digest(text), listing=text)
+
+
+def _own_names(module: Any) -> Iterator[str]:
+    """Names that the module itself gives a meaning; aliases of types belong to whoever says them."""
+    for name, value in vars(module).items():
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__:
+            yield name
+
+
+def _module(name: str, names: Any) -> str:
+    module = importlib.import_module(name)
+    aliases = [line for each, line in _aliases(module) if name in EVERYTHING or each in names]
+    described = [line for each in names for line in _lines(each, getattr(module, each))]
+    return "\n".join([f"# {name}", *aliases, *described])
+
+
+def _aliases(module: Any) -> Iterator[tuple[str, str]]:
+    """Types and constants that the module gives a name, as its source says them."""
+    for node in ast.parse(inspect.getsource(module)).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Name) and not target.id.startswith("_"):
+            yield target.id, ast.unparse(node)
+
+
+def _lines(name: str, value: Any) -> Iterator[str]:
+    if inspect.isfunction(value):
+        yield f"def {name}{_signature(value)}"
+    elif inspect.isclass(value):
+        yield from _class(name, value)
+
+
+def _class(name: str, value: type) -> Iterator[str]:
+    bases = [base.__name__ for base in value.__bases__ if base is not object]
+    yield f"class {name}{'(' + ', '.join(bases) + ')' if bases else ''}"
+    if not issubclass(value, Exception):
+        yield f"    def __init__{_signature(value)}"
+    for member, what in sorted(vars(value).items()):
+        function = what.fget if isinstance(what, property) else getattr(what, "__func__", what)
+        if not member.startswith("_") and inspect.isfunction(function):
+            yield f"    {'property' if isinstance(what, property) else 'def'} {member}{_signature(function)}"
+    for member, hint in sorted(vars(value).get("__annotations__", {}).items()):
+        if not member.startswith("_") and not is_dataclass(value):  # else the signature has them
+            yield f"    {member}: {hint}"
+
+
+def _signature(value: Any) -> str:
+    return str(inspect.signature(value)).replace("'", "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,94 @@
+"""A project of one's own, and a strategy written from docs/plugins.md alone: laptop, Slurm, contract, reproduction."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clusters.slurm import Slurm
+from tests.clusters.witness import witness
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "plugins.md"
+DETERMINISTIC = ("recipe=mine", "reproducibility=deterministic", "steps=20")
+
+
+def files_of(page: str) -> dict[str, str]:
+    """What a reader would have written: each block of code that comes after the name of its file."""
+    return dict(re.findall(r"`((?:plugins|tests)/[\w/.]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL))
+
+
+@pytest.fixture
+def project(tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]) -> Path:
+    """Made by ``init``, with the documentation's strategy, and others as ``new`` leaves them."""
+
+    def made(*words: str, cwd: Path) -> str:
+        done = command(*words, cwd=cwd, environment=environment_without_wandb)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    said = made("init", "second", cwd=tmp_path)
+    assert said.splitlines() == ["cd second", "uv run train.py recipe=mine", "uv run pytest"]
+    folder = tmp_path / "second"
+    for kind in ("strategy", "recipe", "logger"):
+        made("new", kind, f"one_{kind}", cwd=folder)
+    made("new", "strategy", "rounded", cwd=folder)
+    written = files_of(DOCUMENTATION.read_text())
+    assert len(written) == 3
+    for name, text in written.items():
+        assert (folder / name).exists()  # `new` has put it there
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_strategy_written_from_the_documentation_trains_and_is_reproduced_on_every_rung(
+    project: Path,
+    slurm: Slurm,
+    command: Any,
+    warm_python: Path,
+    environment_without_wandb: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    def run(*words: str, **changes: str) -> str:
+        environment = {**environment_without_wandb, **changes}
+        done = command(*words, cwd=project, environment=environment, python=warm_python)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    def trained(name: str, *words: str, logger: str = "none", **changes: str) -> Path:
+        options = ("strategy=rounded", f"run.name={name}", f"logger={logger}")
+        run("train", *DETERMINISTIC, *options, *words, **changes)
+        return project / "runs" / "mine" / name
+
+    def digest(folder: Path) -> Any:
+        return json.loads((folder / "result.json").read_text())["state_digest"]
+
+    shared = tmp_path / "shared"
+    laptop = trained("laptop", "cluster.processes=2")
+    on_slurm = ("+cluster=slurm", "cluster.nodes=2", "launcher.wait=true", f"launcher.python={warm_python}")
+    there = trained("slurm", *on_slurm, logger=witness(shared), **slurm.environment, WORLDSIZE_PLUGINS=str(shared))
+    assert digest(there) == digest(laptop)
+    assert (there / "witness.txt").read_text() == str(there / "plugins" / "plugins" / "witness" / "logger.py")
+    recorded = {each["name"]: each for each in json.loads((there / "run_manifest.json").read_text())["plugins"]}
+    assert recorded.keys() == {"plugins.rounded", "plugins.witness", "recipes.mine"}
+    assert [recorded[name]["kept"] for name in sorted(recorded)] == [False, True, False]
+    for folder in (laptop, there):  # without the folder of the witness
+        assert "bitwise identical" in run("reproduce", str(folder), **slurm.environment)
+
+
+def test_a_project_passes_its_own_tests_as_they_were_made(
+    project: Path, warm_python: Path, environment_without_wandb: dict[str, str]
+) -> None:
+    """The contract of the documented strategy among them."""
+    words = [*(f"tests/test_{name}.py" for name in ("mine", "rounded", "one_logger"))]
+    words += ["tests/test_one_strategy.py::TestOneStrategy::test_the_loss_is_that_of_one_process[2]"]
+    body = f"import sys, pytest; sys.executable = {str(warm_python)!r}; sys.exit(pytest.main({words}))"
+    done = subprocess.run(
+        [warm_python, "-c", body], cwd=project, env=environment_without_wandb, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "10 passed" in done.stdout
