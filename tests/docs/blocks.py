@@ -62,10 +62,10 @@ def _fenced(page: Path) -> Iterator[Block]:
     for found in _FENCE.finditer(text):
         words = (found["how"] or "run").split()
         code = sum(int(word.removeprefix("exit=")) for word in words if word.startswith("exit="))
-        hows = [word for word in words if not word.startswith("exit=")] or ["run"]
+        how = " ".join(word for word in words if not word.startswith("exit=")) or "run"
         place = f"{page.relative_to(REPOSITORY)}:{text[: found.start('text')].count(chr(10)) + 1}"
-        assert set(hows) <= set(HOWS), f"{place}: {words}"
-        yield Block(place, found["text"], *hows, code, found["says"] or "")
+        assert how in HOWS, f"{place}: {how}"
+        yield Block(place, found["text"], how, code, found["says"] or "")
 
 
 def _inline(page: Path) -> Iterator[Block]:

@@ -34,7 +34,7 @@ def of_pages(*hows: str) -> pytest.MarkDecorator:
 def runs(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
     """Runs that a page may name: one that is complete, one that failed and can go on."""
     folder = tmp_path_factory.mktemp("documented")
-    words = ("train", "recipe=digits", "logger=none", "cluster.threads=1", "checkpoint.every=1", "log_every=1")
+    words = ("train", "logger=none", "reproducibility=elastic", "checkpoint.every=1", "log_every=1")
     ways = {"complete": ("steps=2",), "interrupted": ("steps=4", "faults=[{action: kill, step: 3}]")}
     for name, options in ways.items():
         done = command(*words, *options, f"run.name={name}", cwd=folder, environment=environment())
@@ -66,7 +66,12 @@ def bash(project: Path, tmp_path: Path, warm_python: Path, tmp_path_factory: pyt
     uv.program(tools, os.environ[warm.ZYGOTE], warm_python)
 
     def run(block: Block, *, around: Sequence[str] = (), name: str | None = None, **variables: str) -> None:
-        own = {uv.HOW: block.how, uv.SAID: str(said), "PATH": f"{tools}:{os.environ['PATH']}", **variables}
+        own = {
+            uv.HOW: block.how if block.code == 0 else "fails",
+            uv.SAID: str(said),
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            **variables,
+        }
         done = subprocess.run(
             [*around, "bash", "-euo", "pipefail", "-c", filled(block.text, project / "runs" / "digits", name)],
             cwd=project,

@@ -1,7 +1,7 @@
 """Plays ``uv`` where a block of the documentation is tried: commands are made short and cheap, and are run warm.
 
-``uv run train.py`` with words that were seen before is not run again: it says what it said then. Imports the standard
-library only; started as a program of its own by what :func:`program` writes.
+What several pages show is run once: a command whose words, made short, were seen before says what it said then.
+Imports the standard library only; it is started as a program of its own, by what :func:`program` writes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,30 +20,30 @@ from typing import NoReturn
 from tests import warm
 
 HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"  # variables: of what kind the block is, and the folder of what was said
-_CHEAP = {
-    "digits": (),
-    "stdlib_lm": ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500"),
-    "hf_causal_lm": ("recipe.config.hidden_size=16", "recipe.config.intermediate_size=16", "recipe.test_tokens=300"),
-    "word2vec": ("recipe.dim=4",),
-    "click_through": ("data.rows=2000", "data.test_rows=200", "recipe.dim=4", "recipe.rows=100"),
-}
-_SHORT = ("log_every=1", "cluster.threads=1")
-_RENDERED = {"recipe=hf_causal_lm", "strategy=mesh"}  # seconds of imports in each process; their own tests train them
-_SMALLER = (  # counts that a short run would not reach, and processes that need not be so many
+_GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
+_ALWAYS = ("log_every=1", "cluster.threads=1")
+# seconds of imports or of data for each: the tests of these recipes, of meshes and of wandb train them
+_COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
+_RENDERED = "strategy=mesh"
+_GROUP = re.compile(r"^\+(cluster|strategy)=")
+_SMALLER = (  # counts that a short run would not reach, and processes and points of a sweep that need not be so many
     (r"^(checkpoint\.every|evaluate_every|strategy\.inner_steps)=[1-9]\d*$", r"\1=1"),
     (r"^cluster\.processes=[48]$", "cluster.processes=2"),
-    (r"^(faults=.*)$", lambda found: re.sub(r"(step|seconds): [\d.]+", _sooner, found[1])),
+    (r"^cluster\.processes=5$", "cluster.processes=3"),
+    (r"^(\w+=[^,\[]+,[^,\[]+),[^\[]+$", r"\1"),
+    (r"\bstep: \d+", "step: 2"),
 )
-_ON_SLURM = (r"^cluster\.nodes=.*", "cluster.nodes=2"), (r"^strategy\.servers=.*", "strategy.servers=1")
-_NOT_HERE = re.compile(r"^cluster\.(gpus_per_node|time|partition|account|cpus_per_task|memory|setup)=")
-
-
-def _sooner(found: re.Match[str]) -> str:
-    return f"step: {min(int(found[2]), 2)}" if found[1] == "step" else f"seconds: {min(float(found[2]), 0.01):g}"
+_ON_TWO_NODES = ((r"^cluster\.nodes=.*", "cluster.nodes=2"), (r"^strategy\.servers=.*", "strategy.servers=1"))
+_NOT_HERE = re.compile(r"^cluster\.(gpus_per_node|processes_per_node|time)=")
+_DEFAULT = re.compile(r"^(cluster=laptop|cluster\.processes=2|recipe=digits|strategy=ddp|reproducibility=seeded)$")
+_OF_NO_MATTER = re.compile(  # for what code is run
+    r"^(seed=\d+|(lr|batch_size|logical_ranks|evaluate_every|model|recipe\.(context|test_bytes|width))=.*|checkpoint=none"
+    r"|faults=\[\{action: sleep, rank: \d, seconds: [\d.]+\}\])$"
+)
 
 
 def program(folder: Path, zygote: str, python: Path) -> None:
-    """Write programs ``uv``, ``pip`` and what else the blocks call into ``folder``."""
+    """Write programs ``uv`` and ``pip`` into ``folder``."""
     root = str(Path(__file__).parents[2])
     head = f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {root!r})\nfrom tests.docs import uv\n"
     (folder / "uv").write_text(f"{head}uv.main({zygote!r}, {str(python)!r})\n")
@@ -52,7 +53,7 @@ def program(folder: Path, zygote: str, python: Path) -> None:
 
 
 def main(zygote: str, python: str) -> NoReturn:
-    words = sys.argv[1:]
+    how, words = os.environ[HOW], sys.argv[1:]
     if words[:1] != ["run"]:
         sys.exit(f"uv {words[0]} is not for a test: mark the block")
     words = words[1:]
@@ -61,35 +62,48 @@ def main(zygote: str, python: str) -> NoReturn:
     match words:
         case ["pytest", *_]:
             sys.exit(0)  # it is these tests
-        case ["python", "-m", module, *rest]:
-            os.execv(sys.executable, [sys.executable, "-m", module, *rest])
+        case ["python", "-m", "worldsize.testing.hosts", *rest]:
+            sys.exit(_on_hosts(rest))
         case ["train.py", *rest]:
-            _once(zygote, python, ["train.py", *scaled(rest, os.environ[HOW], python)])
-        case ["worldsize", ("train" | "plan" | "scale") as name, *rest]:
-            _once(zygote, python, ["worldsize", name, *scaled(rest, os.environ[HOW], python)])
+            words = ["train.py", *scaled(rest, how, python)]
+        case ["worldsize", ("train" | "plan") as name, *rest]:
+            words = ["worldsize", name, *scaled(rest, how, python)]
         case ["worldsize", *_]:
-            sys.exit(_run(zygote, python, words, (0, 1, 2)))
-    sys.exit(f"{words[0]} is not for a test: mark the block")
+            pass
+        case _:
+            sys.exit(f"{words[0]} is not for a test: mark the block")
+    if words[1] in ("status", "logs", "compare", "workers", "cancel"):
+        sys.exit(_run(zygote, python, words, (0, 1, 2)))
+    _once(zygote, python, words)
 
 
 def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
-    """The command's words, for a run of two steps on what there is."""
-    if "--cfg" in words or "--help" in words:
+    """The command's words, for a run of two steps on what there is; the same for commands that run the same code."""
+    flags = [word for word in words if "=" not in word or word.startswith("-")]
+    values = [_GROUP.sub(r"\1=", word) for word in words if word not in flags]
+    if "--cfg" in flags or "--help" in flags:
         return list(words)
-    given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
-    if how == "show" or _RENDERED & set(words):
+    given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in values}
+    if any(map(_COMPOSED.match, values)):
+        return [*flags, *values, "--cfg", "job"]
+    if how == "show" or _RENDERED in values:
         gpus = ["cluster.processes=8"] if given.get("cluster") == "node" else []
-        return [*words, *gpus, *([] if "launch" in given else ["launch=show"])]
-    kept = [word for word in words if not _NOT_HERE.match(word)] if how in ("slurm", "hosts") else list(words)
-    for pattern, smaller in (*_SMALLER, *(_ON_SLURM if how == "slurm" else ())):
-        kept = [re.sub(pattern, smaller, word) for word in kept]
-    length = ["epochs=0.1"] if "epochs" in given else [f"steps={3 if 'faults' in given else 2}"]
-    cheap = [word for word in (*_SHORT, *_CHEAP.get(given.get("recipe", "digits"), ()))]
-    return [*kept, *length, *cheap, *_silent(given), *_there(given, how, python)]
+        return [*flags, *values, *gpus, *([] if "launch" in given else ["launch=show"])]
+    there = how in ("slurm", "hosts")
+    values = [word for word in values if not (there and _NOT_HERE.match(word))]
+    if how != "fails":
+        values = [word for word in values if not _OF_NO_MATTER.match(word)]
+    for pattern, smaller in (*_SMALLER, *(_ON_TWO_NODES if there else ())):
+        values = [re.sub(pattern, smaller, word) for word in values]
+    values += ["epochs=0.1"] if "epochs" in given else [f"steps={3 if 'faults' in given else 2}"]
+    values += [*_ALWAYS, "logger=none", *(_GPT if given.get("recipe") == "stdlib_lm" else ())]
+    return [*flags, *canonical([*values, *_there(given, how, python)])]
 
 
-def _silent(given: dict[str, str]) -> list[str]:
-    return [] if any(key.startswith("logger") for key in given) else ["logger=none"]
+def canonical(values: Sequence[str]) -> list[str]:
+    """In order, the last of each key, without defaults."""
+    last = {word.partition("=")[0]: word for word in values}
+    return sorted(word for word in last.values() if not _DEFAULT.match(word))
 
 
 def _there(given: dict[str, str], how: str, python: str) -> list[str]:
@@ -101,18 +115,35 @@ def _there(given: dict[str, str], how: str, python: str) -> list[str]:
     return []
 
 
+def _on_hosts(words: Sequence[str]) -> int:
+    """Two hosts for the first command of a page; the others of that page are rendered."""
+    said = Path("said_on_hosts")
+    if said.exists():
+        shown = subprocess.run(words[words.index("uv") :], env={**os.environ, HOW: "show"}, stdout=subprocess.PIPE)
+        print(said.read_text())
+        return shown.returncode
+    command = [sys.executable, "-m", "worldsize.testing.hosts", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    said.write_text(done.stdout)
+    print(done.stdout)
+    return done.returncode
+
+
 def _once(zygote: str, python: str, words: Sequence[str]) -> NoReturn:
-    key = json.dumps([os.environ[HOW], *words])
+    shown = "launch=show" in words
+    pattern, same = (
+        (r"\d+", "#") if shown else (r"interrupted_\d+", "interrupted")
+    )  # rendered once, whatever the numbers
+    key = json.dumps(["show" if shown else os.environ[HOW], *(re.sub(pattern, same, word) for word in words)])
     said = Path(os.environ[SAID], hashlib.sha256(key.encode()).hexdigest())
     if not said.exists():
-        begun = time.monotonic()
-        with Path(f"{said}.{os.getpid()}.out").open("w+b") as out, Path(f"{said}.{os.getpid()}.err").open("w+b") as err:
+        begun, texts = time.monotonic(), [said.with_suffix(f".{os.getpid()}{kind}") for kind in (".out", ".err")]
+        with texts[0].open("wb") as out, texts[1].open("wb") as err:
             code = _run(zygote, python, words, (0, out.fileno(), err.fileno()))
-            facts = {"words": words, "seconds": time.monotonic() - begun, "code": code}
-            texts = {"out": Path(out.name).read_text(), "err": Path(err.name).read_text()}
-        temporary = said.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({**facts, **texts}))
-        temporary.rename(said)
+        found = {"words": words, "seconds": time.monotonic() - begun, "code": code}
+        draft = said.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({**found, "out": texts[0].read_text(), "err": texts[1].read_text()}))
+        draft.rename(said)
     found = json.loads(said.read_text())
     sys.stdout.write(found["out"])
     sys.stderr.write(found["err"])
