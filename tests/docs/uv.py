@@ -21,7 +21,6 @@ from tests import warm
 
 HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"  # variables: of what kind the block is, and the folder of what was said
 _GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
-_ALWAYS = ("log_every=1", "cluster.threads=1")
 # seconds of imports or of data for each: the tests of these recipes, of meshes and of wandb train them
 _COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
 _RENDERED = "strategy=mesh"
@@ -85,19 +84,23 @@ def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
         return list(words)
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in values}
     if any(map(_COMPOSED.match, values)):
-        return [*flags, *values, "--cfg", "job"]
+        return [*flags, "--cfg", "job", *sorted(values)]
     if how == "show" or _RENDERED in values:
         gpus = ["cluster.processes=8"] if given.get("cluster") == "node" else []
-        return [*flags, *values, *gpus, *([] if "launch" in given else ["launch=show"])]
+        return [*flags, *sorted([*values, *gpus, *([] if "launch" in given else ["launch=show"])])]
+    return [*flags, *canonical([*_smaller(values, how), *_there(given, how, python)])]
+
+
+def _smaller(values: Sequence[str], how: str) -> list[str]:
     there = how in ("slurm", "hosts")
-    values = [word for word in values if not (there and _NOT_HERE.match(word))]
+    kept = [word for word in values if not (there and _NOT_HERE.match(word))]
     if how != "fails":
-        values = [word for word in values if not _OF_NO_MATTER.match(word)]
+        kept = [word for word in kept if not _OF_NO_MATTER.match(word)]
     for pattern, smaller in (*_SMALLER, *(_ON_TWO_NODES if there else ())):
-        values = [re.sub(pattern, smaller, word) for word in values]
-    values += ["epochs=0.1"] if "epochs" in given else [f"steps={3 if 'faults' in given else 2}"]
-    values += [*_ALWAYS, "logger=none", *(_GPT if given.get("recipe") == "stdlib_lm" else ())]
-    return [*flags, *canonical([*values, *_there(given, how, python)])]
+        kept = [re.sub(pattern, smaller, word) for word in kept]
+    length = 3 if any(word.startswith("faults=") for word in kept) else 2
+    gpt = _GPT if "recipe=stdlib_lm" in kept else ()
+    return [*kept, f"steps={length}", "log_every=1", "cluster.threads=1", "logger=none", *gpt]
 
 
 def canonical(values: Sequence[str]) -> list[str]:
