@@ -87,7 +87,8 @@ def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
         return [*flags, "--cfg", "job", *sorted(values)]
     if how == "show" or _RENDERED in values:
         gpus = ["cluster.processes=8"] if given.get("cluster") == "node" else []
-        return [*flags, *sorted([*values, *gpus, *([] if "launch" in given else ["launch=show"])])]
+        shown = [] if "launch" in given else ["launch=show"]
+        return [*flags, *sorted([*values, *gpus, *shown, "logger=none"])]
     return [*flags, *canonical([*_smaller(values, how), *_there(given, how, python)])]
 
 
