@@ -6,7 +6,7 @@ A comment before a fence says how its commands are tried; without one they are r
     <!-- test: slurm -->      on the tests' own Slurm
     <!-- test: hosts -->      on two hosts that are network namespaces
     <!-- test: live -->       while a run with a parameter server is being trained
-    <!-- test: exists -->     not run, because it takes minutes or what was started by hand: its files are there
+    <!-- test: exists -->     not run, as it takes minutes, or what was made before: its scripts are there
     <!-- test: exit=75 -->    the block ends with this code
 
 What a ``text`` block right after them shows is in their output; ``...`` stands for anything. A block of Python or YAML

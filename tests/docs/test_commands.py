@@ -67,7 +67,8 @@ def bash(project: Path, tmp_path: Path, warm_python: Path, tmp_path_factory: pyt
 
     def run(block: Block, *, around: Sequence[str] = (), name: str | None = None, **variables: str) -> None:
         own = {
-            uv.HOW: block.how if block.code == 0 else "fails",
+            "BROWSER": "true",
+            uv.HOW: block.how if block.code == 0 else "exact",
             uv.SAID: str(said),
             "PATH": f"{tools}:{os.environ['PATH']}",
             **variables,
@@ -99,8 +100,13 @@ def _filled(line: str, runs: Path, name: str | None) -> str:
     if " resume " in line:
         name = f"interrupted_{len(list(runs.iterdir()))}"
         shutil.copytree(runs / "interrupted", runs / name)
-    line = line.replace("<run A>", f"runs/digits/{name}").replace("<run B>", f"runs/digits/{name}")
-    return line.replace("<manifest>", f"runs/digits/{name}/run_manifest.json").replace("<run>", name)
+    line = re.sub("<run [AB]>", f"runs/digits/{name}", line).replace("runs/sweeps/<date>", "runs/digits")
+    return (
+        line.replace("<manifest>", f"runs/digits/{name}/run_manifest.json")
+        .replace("<run>", name)
+        .replace("<a>", name)
+        .replace("<b>", name)
+    )
 
 
 @of_pages("run", "show")
@@ -150,6 +156,7 @@ def _while_trained(block: Block, bash: Bash, project: Path, command: Command, be
 def test_files_of_commands_that_are_not_run_are_there(page: Path) -> None:
     for block in blocks(page):
         if block.how == "exists":
-            subprocess.run(["bash", "-n", "-c", block.text], check=True)
-            scripts = [word for word in shlex.split(block.text, comments=True) if word.endswith(".py")]
+            text = re.sub(r"<(\w+)>", r"\1", block.text)
+            subprocess.run(["bash", "-n", "-c", text], check=True)
+            scripts = [word for word in shlex.split(text, comments=True) if word.endswith(".py")]
             assert all((REPOSITORY / word).is_file() for word in scripts), f"{block.place}: {scripts}"

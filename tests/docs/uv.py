@@ -19,16 +19,19 @@ from typing import NoReturn
 
 from tests import warm
 
-HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"  # variables: of what kind the block is, and the folder of what was said
+# variables: of what kind the block is (exact: what it says depends on numbers), and the folder of what was said
+HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"
 _GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
 # seconds of imports or of data for each: the tests of these recipes, of meshes and of wandb train them
 _COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
 _RENDERED = "strategy=mesh"
+_LEAST_STEPS = {"faults=": 3, "world_sizes=": 5}
 _GROUP = re.compile(r"^\+(cluster|strategy)=")
 _SMALLER = (  # counts that a short run would not reach, and processes and points of a sweep that need not be so many
     (r"^(checkpoint\.every|evaluate_every|strategy\.inner_steps)=[1-9]\d*$", r"\1=1"),
     (r"^cluster\.processes=[48]$", "cluster.processes=2"),
     (r"^cluster\.processes=5$", "cluster.processes=3"),
+    (r"^(world_sizes|accumulations|strategies)=(\w+),.*$", r"\1=\2"),
     (r"^(\w+=[^,\[]+,[^,\[]+),[^\[]+$", r"\1"),
     (r"\bstep: \d+", "step: 2"),
 )
@@ -65,7 +68,9 @@ def main(zygote: str, python: str) -> NoReturn:
             sys.exit(_on_hosts(rest))
         case ["train.py", *rest]:
             words = ["train.py", *scaled(rest, how, python)]
-        case ["worldsize", ("train" | "plan") as name, *rest]:
+        case ["worldsize", "plan", *rest]:
+            words = ["worldsize", "plan", *scaled(rest, "exact", python)]
+        case ["worldsize", ("train" | "scale") as name, *rest]:
             words = ["worldsize", name, *scaled(rest, how, python)]
         case ["worldsize", *_]:
             pass
@@ -95,11 +100,11 @@ def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
 def _smaller(values: Sequence[str], how: str) -> list[str]:
     there = how in ("slurm", "hosts")
     kept = [word for word in values if not (there and _NOT_HERE.match(word))]
-    if how != "fails":
+    if how != "exact":
         kept = [word for word in kept if not _OF_NO_MATTER.match(word)]
     for pattern, smaller in (*_SMALLER, *(_ON_TWO_NODES if there else ())):
         kept = [re.sub(pattern, smaller, word) for word in kept]
-    length = 3 if any(word.startswith("faults=") for word in kept) else 2
+    length = next((steps for key, steps in _LEAST_STEPS.items() if any(word.startswith(key) for word in kept)), 2)
     gpt = _GPT if "recipe=stdlib_lm" in kept else ()
     return [*kept, f"steps={length}", "log_every=1", "cluster.threads=1", "logger=none", *gpt]
 
