@@ -99,9 +99,7 @@ def test_thousands_of_ranks_are_a_short_table() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they can be timed")
 def test_steps_of_gpus_that_are_elsewhere_are_given(plan: Any) -> None:
     words = ("recipe=digits", "+cluster=slurm", "cluster.gpus_per_node=2", "logger=none")
-    done = plan(*words)
-    assert done.returncode == 2
-    assert "Give --compute, e.g. --compute 250ms." in done.stderr
+    assert "Give --compute, e.g. --compute 250ms." in " ".join(plan(*words).stdout.split())
     assert float(rows(plan(*words, "--compute", "250ms").stdout)["ddp"][-3].removesuffix(" ms")) >= 250
 
 

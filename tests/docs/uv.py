@@ -70,6 +70,8 @@ def main(zygote: str, python: str) -> NoReturn:
             words = ["train.py", *scaled(rest, how, python)]
         case ["worldsize", "plan", *rest]:
             words = ["worldsize", "plan", *scaled(rest, "exact", python)]
+        case ["worldsize", "doctor", *rest]:  # which would complain of the loopback's speed
+            words = ["worldsize", "doctor", *scaled([*rest, "cluster.links.network.bandwidth=1e6"], how, python)]
         case ["worldsize", ("train" | "scale") as name, *rest]:
             words = ["worldsize", name, *scaled(rest, how, python)]
         case ["worldsize", *_]:
