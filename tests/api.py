@@ -1,4 +1,4 @@
-"""The public API as text: ``uv run python tests/api.py`` writes docs/api.md again."""
+"""The public API as text: ``uv run python tests/api.py`` writes docs/api/public.md again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
-PAGE = REPOSITORY / "docs" / "api.md"
+PAGE = REPOSITORY / "docs" / "api" / "public.md"
 EVERYTHING = (
     "worldsize.core",
     "worldsize.errors",
@@ -33,8 +33,8 @@ BLOCKS = {  # what strategies are built from
 }
 _HEAD = """# The public API
 
-What plugins and recipes may rely on; how it is used: [plugins.md](plugins.md). Written by `uv run python tests/api.py`.
-A change of what stands here has a line in the changelog that names the new digest.
+What plugins and recipes may rely on; how it is used: [plugins.md](../plugins.md). Written by
+`uv run python tests/api.py`. A change of what stands here has a line in the changelog that names the new digest.
 
 Digest: `{digest}`
 
@@ -61,7 +61,7 @@ def page() -> str:
 def _own_names(module: Any) -> Iterator[str]:
     """Names that the module itself gives a meaning; aliases of types belong to whoever says them."""
     for name, value in vars(module).items():
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__:
+        if not name.startswith("_") and name != "main" and getattr(value, "__module__", None) == module.__name__:
             yield name
 
 

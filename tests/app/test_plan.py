@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from worldsize.app.plan import rank_table
 from worldsize.core import Cluster, Link, Workload
@@ -93,6 +94,13 @@ def test_thousands_of_ranks_are_a_short_table() -> None:
     assert list(table.columns[0].cells) == [*map(str, range(8)), "...", *map(str, range(4088, 4096))]
     found = DDP().cost(Workload(2e9, 4e9, compute_seconds=0.25), cluster)
     assert found.communication_seconds == pytest.approx(2 * (4095 / 4096 * 2e9 / 12.5e9 + 4095 * 5e-6))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here they can be timed")
+def test_steps_of_gpus_that_are_elsewhere_are_given(plan: Any) -> None:
+    words = ("recipe=digits", "+cluster=slurm", "cluster.gpus_per_node=2", "logger=none")
+    assert "Give --compute, e.g. --compute 250ms." in " ".join(plan(*words).stdout.split())
+    assert float(rows(plan(*words, "--compute", "250ms").stdout)["ddp"][-3].removesuffix(" ms")) >= 250
 
 
 def test_what_cannot_be_planned_is_refused(plan: Any) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
+import torch
+
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Link, Numerics, Workload
 from worldsize.engine.data import Order
@@ -85,9 +87,20 @@ class Predictor:
             order = Order(settings.seed, settings.batch_size, settings.logical_ranks, (0,))
             numerics = getattr(settings.strategy, "numerics", Numerics())
             self._measured[key] = calibrate(
-                settings.recipe, numerics, order, cluster.device, at_once=key[1], threads=threads
+                settings.recipe, numerics, order, self._device(cluster), at_once=key[1], threads=threads
             )
         return self._measured[key]
+
+    def _device(self, cluster: Cluster) -> str:
+        """Where the recipe takes its steps; where their time is given, any device shows what they need."""
+        if cluster.device != "cuda" or torch.cuda.is_available():
+            return cluster.device
+        if self._given.compute_seconds is None:
+            raise ConfigError(
+                "the recipe's steps cannot be timed here: cluster.device=cuda, and this machine has no GPU that torch "
+                "can use. Give --compute, e.g. --compute 250ms."
+            )
+        return "cpu"
 
     def _at_once(self, settings: Settings) -> int:
         """Processes that compute at the same time on the cores of one machine."""

@@ -60,7 +60,7 @@ def main() -> None:
         "--mode", choices=("strong", "weak"), default="strong", help="the batch is global, or a process's"
     )
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     try:
         leave(scale(options.overrides, mode=options.mode, links=options.links))
     except WorldsizeError as error:

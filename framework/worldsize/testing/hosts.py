@@ -1,11 +1,19 @@
-"""Hosts as network namespaces of this machine: own address, own name, own sshd, links that can be shaped and cut."""
+"""Hosts as network namespaces of this machine: own address, own name, own sshd, links that can be shaped and cut.
+
+    python -m worldsize.testing.hosts --rate 200mbit uv run train.py +cluster=ssh cluster.hosts=[h1,h2] ...
+
+runs a command on the first of two such hosts (as root), where ``ssh h2`` leads to the other.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -127,6 +135,8 @@ def _connect(hosts: Hosts) -> None:
         own = Path("/etc/netns", space)  # which `ip netns exec` lays over /etc
         own.mkdir(parents=True)
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+        (own / "ssh").mkdir()
+        (own / "ssh" / "ssh_config").write_text(_SSH.format(folder=hosts.folder))
 
 
 def _serve_ssh(hosts: Hosts) -> None:
@@ -154,3 +164,23 @@ def _forget(space: str) -> None:
     while subprocess.run(["ip", "netns", "del", space], capture_output=True).returncode and time.monotonic() < deadline:
         time.sleep(0.05)
     shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m worldsize.testing.hosts", description=__doc__)
+    parser.add_argument("--count", type=int, default=2, help="of hosts (default: 2)")
+    parser.add_argument("--rate", help="of every link, both ways, e.g. 200mbit (default: as fast as it goes)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what host 1 runs")
+    options = parser.parse_args()
+    if why := missing():
+        sys.exit(why)
+    name = f"ws{os.getpid()}"
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), name=name, count=options.count) as hosts:
+        if options.rate:
+            hosts.shape(options.rate)
+        done = subprocess.run(hosts.on(1, options.command), check=False)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A hook of mkdocs: READMEs of the repository are pages of the site too, under links as files of the repository have.
+
+A link that leads to a page becomes one inside the site; of one that leads to another file of the repository, the text
+stays. Pages that mkdocs.yml does not name come last in the navigation.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_FRONT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")  # readme.md, ...: README.md would take the place of index.md
+_LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_TEXT_OF_LINK = re.compile(r"\[([^\]]*)\]\(\x00\)")
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr):<code>~?(?:[\w.]+\.)?(\w+)</code>")
+
+
+def readmes() -> dict[str, str]:
+    """Files of the repository outside of docs/, and the site's pages that they are."""
+    found = [path.relative_to(REPOSITORY).as_posix() for path in sorted(REPOSITORY.glob("*/*/README.md"))]
+    nested = [name for name in found if name.startswith(("recipes/", "plugins/"))]
+    return {name.lower(): name for name in _FRONT} | {name: name for name in (*nested, "benchmarks/README.md")}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    assert config.nav is not None
+    named = set(_leaves(config.nav))
+    for title in ("recipes", "plugins"):
+        config.nav.append({title.capitalize(): [name for name in readmes() if name.startswith(f"{title}/")]})
+    docs = Path(config.docs_dir)
+    pages = [path.relative_to(docs).as_posix() for path in sorted(docs.rglob("*.md"))]
+    if others := [page for page in pages if page not in named]:
+        config.nav.append({"More": others})
+    return config
+
+
+def _leaves(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    else:
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(child)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for page, source in readmes().items():
+        files.append(File.generated(config, page, abs_src_path=str(REPOSITORY / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri = page.file.src_uri
+    source = readmes().get(uri, f"docs/{uri}")
+
+    def moved(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
+        there = _page_of(target)
+        if files.get_file_from_path(there):
+            return posixpath.relpath(there, posixpath.dirname(uri) or ".") + (found[2] or "")
+        return "\x00" if (REPOSITORY / target).exists() else found[0]
+
+    return _TEXT_OF_LINK.sub(r"\1", _LINK.sub(moved, markdown))
+
+
+def _page_of(source: str) -> str:
+    """The page that a file of the repository is; what is no page stays as it is, and is not found among them."""
+    pages = {file: page for page, file in readmes().items()}
+    return pages.get(source) or (source.removeprefix("docs/") if source.startswith("docs/") else f"../{source}")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings write :class:`~a.b.C`; the page shows C."""
+    return _ROLE.sub(r"<code>\1</code>", html)

@@ -1,0 +1,38 @@
+"""Messages that docs/troubleshooting.md shows are those that the code prints."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.docs.blocks import REPOSITORY, blocks
+
+PAGE = REPOSITORY / "docs" / "troubleshooting.md"
+COMPARED = {block.says for block in blocks(PAGE)}  # with what a command has said, see test_commands
+SHOWN = [text for text in re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.M | re.S) if text not in COMPARED]
+_LEAST = 14  # characters of a message that are the code's own
+
+
+def texts() -> Iterator[list[str]]:
+    """Every string of the framework, as the parts between what is filled in."""
+    for path in (REPOSITORY / "framework").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                filled = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                yield "".join(map(str, filled)).split("\0")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield [node.value]
+
+
+@pytest.fixture(scope="module")
+def patterns() -> list[re.Pattern[str]]:
+    long = [parts for parts in texts() if sum(map(len, parts)) >= _LEAST]
+    return [re.compile(".*".join(map(re.escape, parts)), re.S) for parts in long]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=[text.strip()[:40] for text in SHOWN])
+def test_a_message_is_made_of_what_the_code_prints(shown: str, patterns: list[re.Pattern[str]]) -> None:
+    assert any(pattern.fullmatch(shown.strip()) for pattern in patterns), shown
