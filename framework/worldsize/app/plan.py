@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
     parser.add_argument("--overlap", type=float, help="share of compute behind which bytes travel, 0 to 1")
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
-    leave(plan(parser.parse_args()))
+    leave(plan(parser.parse_intermixed_args()))
 
 
 def _seconds(text: str) -> float:
