@@ -25,6 +25,7 @@ EVERYTHING = (
 BLOCKS = {  # what strategies are built from
     "worldsize.collectives.exact": ("reduce_metrics",),
     "worldsize.collectives.per_rank": ("own", "stacked"),
+    "worldsize.phases": ("phase",),
     "worldsize.reproducibility.seeds": ("seed_generators",),
     "worldsize.strategies.accumulation": ("Accumulation", "Backward"),
     "worldsize.strategies.learning": ("Learning",),

@@ -15,6 +15,7 @@ from plugins.local_sgd.apart import statistics, trained
 from plugins.local_sgd.exchange import Exact, flat, mean_of, parted
 from plugins.local_sgd.rows import own, spread
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.phases import phase
 from worldsize.strategies.synchronous import SynchronousReplica
 
 _HOST = torch.device("cpu")
@@ -41,9 +42,10 @@ class ElasticReplica(Replica):
         result = self._inner.step(micro_batches)
         self._taken += 1
         if self._taken % self._period == 0:
-            mine_n = self._row()
-            self._sent_bytes += mine_n.nbytes
-            self._move_to(mine_n.lerp(self._link.meet(mine_n), self._elasticity))
+            with phase("update"):  # and communication, where the link waits
+                mine_n = self._row()
+                self._sent_bytes += mine_n.nbytes
+                self._move_to(mine_n.lerp(self._link.meet(mine_n), self._elasticity))
         return result
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:

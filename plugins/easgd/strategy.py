@@ -79,7 +79,8 @@ class EASGD(Strategy):
         payload, workers, centre = work.parameter_bytes, range(1, cluster.processes), [0]
         seconds = 2 * served_seconds(payload, workers, centre, cluster) / self.period
         leaves = across(cluster, served_bytes(payload, workers, centre, cluster)) / self.period
-        return Cost(whole_bytes(work), len(workers) * payload / self.period, leaves, seconds)
+        sent = len(workers) * payload / self.period
+        return Cost(whole_bytes(work), sent, leaves, seconds, exposed_seconds=seconds, same=False)
 
     def prepare(self, folder: Path) -> None:
         if self.nodes > 1:
