@@ -11,7 +11,7 @@ from worldsize.testing.contract import StrategyContract
 
 class TestDiLoCo(StrategyContract):
     strategy = DiLoCo(inner_steps=3, outer_lr=0.9, outer_momentum=0.1)
-    sizes = (3,)
+    sizes = (2,)  # the mean of two equal models has their bits
     tolerance = 0.3
     partners = (DDP(), LocalSGD(inner_steps=3))
 
