@@ -1,6 +1,6 @@
 """What plan predicts for a step next to what it takes: four hosts of two processes, links of so many Mbit/s.
 
-uv run python benchmarks/predictions.py 200 large     # or small; 1000 (root; network namespaces)
+uv run python benchmarks/predictions.py 200 large 64     # or small; 1000; tokens a process (root; network namespaces)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worldsize.testing.hosts import running
 
 EACH, STEPS, WARM_UP, BATCH = 2, 12, 4, 8
 MODELS = {"small": ("recipe.width=128",), "large": ("recipe.width=256",)}  # 3.3 and 12.9 MB of parameters
-OPTIONS = ("recipe=stdlib_lm", "recipe.depth=4", "recipe.context=8", "clip_norm=null", f"batch_size={BATCH}")
+OPTIONS = ("recipe=stdlib_lm", "recipe.depth=4", "clip_norm=null", f"batch_size={BATCH}")
 WAYS = {
     "ddp": ("strategy=ddp",),
     "ddp, hierarchical": ("strategy=ddp", "strategy.reduce=hierarchical"),
@@ -39,18 +39,20 @@ WAYS = {
 }
 
 
-def main(megabits: int, model: str) -> None:
+def main(megabits: int, model: str, tokens: int) -> None:
     torch.set_num_threads(1)
-    drawn = Table("", "step", "spread", "predicted", "error", "computes", "waits", title=f"{model}, {megabits} Mbit/s")
+    title = f"{model}, {tokens} tokens a process, {megabits} Mbit/s"
+    drawn = Table("", "step", "spread", "predicted", "error", "computes", "waits", title=title)
+    shape = (*OPTIONS, *MODELS[model], f"recipe.context={tokens}")
     measured: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name, warm_python(Path(name)) as python:
         folder = Path(name)
         with running(folder, name="plan", count=4) as hosts:
             hosts.shape(f"{megabits}mbit")
             links = measured_links(hosts, EACH)
-            predicted = forecasts(Predictor(Given(links=links, one_machine=True)), model)
+            predicted = forecasts(Predictor(Given(links=links, one_machine=True)), shape)
             for way, options in WAYS.items():
-                words = (*OPTIONS, *MODELS[model], *options, f"cluster.processes_per_node={EACH}", f"steps={STEPS}")
+                words = (*shape, *options, f"cluster.processes_per_node={EACH}", f"steps={STEPS}")
                 logged = trained_on(hosts, *words, python=python)
                 steps = [BATCH / each["samples_per_second"] for each in logged[WARM_UP:]]
                 measured[way], found = statistics.median(steps), predicted[way]
@@ -64,7 +66,7 @@ def main(megabits: int, model: str) -> None:
     _judge(measured, {way: each.step_seconds for way, each in predicted.items()})
 
 
-def forecasts(predictor: Predictor, model: str) -> dict[str, Forecast]:
+def forecasts(predictor: Predictor, shape: tuple[str, ...]) -> dict[str, Forecast]:
     """By way, before anything runs."""
     found: dict[str, Forecast] = {}
     for way, options in WAYS.items():
@@ -73,7 +75,7 @@ def forecasts(predictor: Predictor, model: str) -> dict[str, Forecast]:
             found[way] = predictor.forecast(settings_of(cfg))
 
         cluster = ("cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", f"cluster.processes_per_node={EACH}")
-        words = ("cluster.threads=1", "optimizer=sgd", "recipe.test_bytes=1000", *OPTIONS, *MODELS[model], *options)
+        words = ("cluster.threads=1", "optimizer=sgd", "recipe.test_bytes=1000", *shape, *options)
         compose_and_call(task, [*cluster, *words])
     return found
 
@@ -87,4 +89,4 @@ def _judge(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Non
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

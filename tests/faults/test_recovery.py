@@ -65,22 +65,28 @@ def uninterrupted(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Ca
     return cache(lambda *options: outcome(train(*OPTIONS, *options).folder))
 
 
-SOME_POINTS = list(POINTS.items())[::4]
+EVERY_POINT = list(POINTS.items())
 
 
 @pytest.mark.parametrize(
-    ("size", "options"),
-    [(2, ()), (3, ()), (3, ("reproducibility=elastic",)), (4, ("reproducibility=elastic",))],
-    ids=["2-ddp", "3-ddp", "3-elastic", "4-elastic"],
+    ("size", "options", "points"),
+    [
+        (2, (), EVERY_POINT[::2]),
+        (3, ("reproducibility=elastic", "logical_ranks=6"), EVERY_POINT[1::2]),
+        (4, ("reproducibility=elastic",), EVERY_POINT[:1]),
+    ],
+    ids=["2-ddp", "3-elastic", "4-elastic"],
 )
 def test_a_rank_killed_at_any_point_is_made_good_to_the_last_bit(
-    train: Any, uninterrupted: Callable[..., dict[str, Any]], size: int, options: tuple[str, ...]
+    train: Any,
+    uninterrupted: Callable[..., dict[str, Any]],
+    size: int,
+    options: tuple[str, ...],
+    points: list[tuple[str, int]],
 ) -> None:
-    if size == 3 and options:
-        options = (*options, "logical_ranks=6")
     options = (*options, f"cluster.processes={size}", "evaluate_every=5")
     expected = uninterrupted(*options)
-    for point, rank in POINTS.items() if size == 3 and "logical_ranks=6" in options else SOME_POINTS:
+    for point, rank in points:
         run = train(*OPTIONS, *options, RESTART, fault("kill", rank=rank, step=8, point=point))
         assert run.code == 0, (point, run.error)
         assert restarts(run.folder) == ["failed", "completed"], point

@@ -49,10 +49,8 @@ def reference() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "how",
     [
-        (SERVERS, "cluster.processes=2"),
         (SERVERS, "cluster.processes=6", "strategy.servers=2"),
         (SERVERS, "cluster.processes=4", "strategy.servers=2", "strategy.sharding=range", "strategy.transport=tls"),
-        (HYBRID, "cluster.processes=2"),
         (HYBRID, "cluster.processes=5", "strategy.servers=3"),
     ],
     ids=" ".join,
@@ -84,7 +82,6 @@ def test_workers_servers_and_the_side_of_dense_parameters_change_no_bit(train: A
             (SERVERS, "strategy.servers=2", "cluster.processes=4"),
             (SERVERS, "strategy.servers=1", "cluster.processes=3"),
         ),
-        ((HYBRID, "strategy.servers=2", "cluster.processes=4"), (HYBRID, "strategy.servers=1", "cluster.processes=2")),
         ((HYBRID, "strategy.servers=2", "cluster.processes=4"), (SERVERS, "strategy.servers=1", "cluster.processes=2")),
     ],
     ids=str,
