@@ -19,6 +19,7 @@ import pytest
 
 from tests import warm
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -26,8 +26,6 @@ STRATEGIES = {
     "local_sgd": ("strategy.inner_steps=5", "precision=fp16", "cluster.processes=2"),
     "diloco": ("strategy.inner_steps=5", "cluster.processes=3"),
     "easgd": ("strategy.period=5", "cluster.processes=3"),
-    # what was sent after steps 5 and 10 is on its way when steps 8 and 12 are saved
-    "streaming_diloco": ("strategy.inner_steps=5", "strategy.delay=4", "cluster.processes=2"),
 }
 
 
