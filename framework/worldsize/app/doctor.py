@@ -20,9 +20,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.app.leave import leave
-from worldsize.app.train import refuse
-from worldsize.config.compose import compose_and_call
-from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.app.train import code_of
+from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -52,19 +51,7 @@ def main() -> None:
 
 def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
     """Exit code: 0 all is well, 1 something is not, 2 a configuration that cannot run."""
-    codes = [0]
-
-    def task(cfg: DictConfig) -> None:
-        try:
-            codes.append(_examine(cfg, wanted))
-        except WorldsizeError as error:  # Hydra would print where it was raised
-            codes.append(refuse(error))
-
-    try:
-        compose_and_call(task, arguments)
-    except WorldsizeError as error:
-        codes.append(refuse(error))
-    return max(codes)
+    return code_of(lambda cfg: _examine(cfg, wanted), arguments)
 
 
 def _examine(cfg: DictConfig, wanted: Wanted) -> int:

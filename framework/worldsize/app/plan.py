@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.app.leave import leave
-from worldsize.app.train import refuse
-from worldsize.config.compose import choices, compose_and_call, task_overrides
+from worldsize.app.train import code_of
+from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.planning.advice import (
@@ -67,22 +67,10 @@ def _seconds(text: str) -> float:
 
 def plan(options: argparse.Namespace) -> int:
     """Exit code: 0, or that of a configuration that cannot run."""
-    codes = [0]
-
-    def task(cfg: DictConfig) -> None:
-        try:
-            _show(cfg, options)
-        except WorldsizeError as error:  # Hydra would print where it was raised
-            codes.append(refuse(error))
-
-    try:
-        compose_and_call(task, options.overrides)
-    except WorldsizeError as error:
-        codes.append(refuse(error))
-    return max(codes)
+    return code_of(lambda cfg: _show(cfg, options), options.overrides)
 
 
-def _show(cfg: DictConfig, options: argparse.Namespace) -> None:
+def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     import torch  # takes seconds, as what follows
 
     from worldsize.app.execute import settings_of
@@ -108,6 +96,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> None:
     _print(*(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()))
     if not shared and (warning := _retuning_text(settings)):
         print(warning, file=sys.stderr)
+    return 0
 
 
 _UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig
 
@@ -53,6 +53,23 @@ def _run(cfg: DictConfig) -> int:
         return execute(cfg)
     except WorldsizeError as error:
         return refuse(error)
+
+
+def code_of(task: Callable[[DictConfig], int], arguments: Sequence[str]) -> int:
+    """The largest of the codes that ``task`` gives for what ``arguments`` compose to, and of what is refused."""
+    codes = [0]
+
+    def guarded(cfg: DictConfig) -> None:
+        try:
+            codes.append(task(cfg))
+        except WorldsizeError as error:  # Hydra would print where it was raised
+            codes.append(refuse(error))
+
+    try:
+        compose_and_call(guarded, arguments)
+    except WorldsizeError as error:
+        codes.append(refuse(error))
+    return max(codes)
 
 
 def refuse(error: WorldsizeError) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from worldsize import __version__
 from worldsize.config.installed import installed
-from worldsize.config.places import bundle, config_folders, folders_of, foreign_roots, main_conf, roots
+from worldsize.config.places import bundle, folders_of, foreign_roots, options_in, roots, searched
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Plugin:
 
     @property
     def options(self) -> list[Option]:
-        return _options_in(self.folder / "conf")
+        return [Option(*each) for each in options_in(self.folder / "conf")]
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,8 @@ class Option:
 
 def options() -> list[Option]:
     """Every option of every group, by group and name."""
-    folders = dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders()))
-    found = [option for folder in folders for option in _options_in(folder)]
+    found = [Option(*each) for folder in searched() for each in options_in(folder)]
     return sorted(found, key=lambda option: (option.group, option.name))
-
-
-def _options_in(conf: Path) -> list[Option]:
-    files = sorted(conf.glob("*/**/*.yaml"))
-    return [Option(file.parent.relative_to(conf).as_posix(), file.stem, file) for file in files]
 
 
 def plugins() -> list[Plugin]:

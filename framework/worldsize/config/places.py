@@ -53,12 +53,22 @@ def config_folders() -> list[Path]:
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 
 
+def searched() -> list[Path]:
+    """Every ``conf/``, that of ``config.yaml`` first, each once."""
+    return list(dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders())))
+
+
+def options_in(conf: Path) -> list[tuple[str, str, Path]]:
+    """Group, name and file of each option that a ``conf/`` adds."""
+    files = sorted(conf.glob("*/**/*.yaml"))
+    return [(file.parent.relative_to(conf).as_posix(), file.stem, file) for file in files]
+
+
 def check_unique() -> None:
     """Raise ConfigError if two places offer one option, or two folders are one module: only one would be found."""
     places: dict[str, Path] = {}
-    for conf in dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders())):
-        for file in sorted(conf.glob("*/**/*.yaml")):
-            group, _, option = file.relative_to(conf).with_suffix("").as_posix().rpartition("/")
+    for conf in searched():
+        for group, option, file in options_in(conf):
             _note(places, f"{group}={option}", file)
     for root in roots():
         for folder in folders_of(root):
