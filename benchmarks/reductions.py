@@ -60,7 +60,9 @@ def measured(options: tuple[str, ...], megabits: int) -> tuple[float, float]:
 
 def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float]:
     before = hosts.sent(2)
-    logged = trained_on(hosts, *MODEL, BUCKETS, *options, "cluster.processes_per_node=2", f"steps={steps}")
+    logged = trained_on(
+        hosts, *MODEL, BUCKETS, *options, "cluster.processes_per_node=2", f"steps={steps}", "log_every=1"
+    )
     return hosts.sent(2) - before, statistics.median(4 / each["samples_per_second"] for each in logged[3:])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _BLOCK = 1024  # numbers that share a scale
+_CACHED = 1 << 18  # numbers that a CPU takes at a time: they stay in its cache
 
 
 class Codec(ABC):
@@ -22,8 +24,26 @@ class Codec(ABC):
         """uint8 [p, bytes], contiguous; as many bytes for every row of n."""
 
     @abstractmethod
+    def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
+        """float32 [p, k], of some ``columns`` of rows of ``length``, the first of which begins a block."""
+
+    def pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
+        """Columns of the rows and their float32 [p, k], one piece after the other."""
+        for columns in _spans(wire_pb, length):
+            yield columns, self._decoded(wire_pb, columns, length)
+
     def decode(self, wire_pb: Tensor, length: int) -> Tensor:
         """float32 [p, length]."""
+        values_pn = torch.empty(len(wire_pb), length, device=wire_pb.device)
+        for columns, piece_pk in self.pieces(wire_pb, length):
+            values_pn[:, columns] = piece_pk
+        return values_pn
+
+
+def _spans(rows: Tensor, length: int) -> Iterator[slice]:
+    """Columns of whole blocks, on CPUs so many that all rows of them stay in the cache."""
+    each = max(1, _CACHED // _BLOCK // len(rows)) * _BLOCK if rows.device.type == "cpu" else length
+    return (slice(first, min(first + each, length)) for first in range(0, length, each))
 
 
 @final
@@ -36,8 +56,8 @@ class Half(Codec):
     def encode(self, values_pn: Tensor) -> Tensor:
         return values_pn.to(self._dtype).view(torch.uint8)
 
-    def decode(self, wire_pb: Tensor, length: int) -> Tensor:
-        return wire_pb.view(self._dtype).float()
+    def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
+        return wire_pb.view(self._dtype)[:, columns].float()
 
 
 @final
@@ -48,17 +68,37 @@ class Int8(Codec):
 
     def encode(self, values_pn: Tensor) -> Tensor:
         """Scales, then levels of whole blocks."""
-        rows, padding = len(values_pn), -values_pn.shape[1] % _BLOCK
-        blocks_pkb = (F.pad(values_pn, (0, padding)) if padding else values_pn).view(rows, -1, _BLOCK)
-        scale_pk1 = torch.linalg.vector_norm(blocks_pkb, ord=torch.inf, dim=2, keepdim=True) / 127
-        levels = blocks_pkb.div(scale_pk1.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        return torch.cat([part.view(rows, -1).view(torch.uint8) for part in (scale_pk1, levels)], dim=1)
+        rows, length = values_pn.shape
+        wire_pb = torch.empty(rows, -(-length // _BLOCK) * (4 + _BLOCK), dtype=torch.uint8, device=values_pn.device)
+        scales_pk, levels_pkb = _parts(wire_pb, length)
+        for columns in _spans(values_pn, length):
+            blocks = slice(columns.start // _BLOCK, -(-columns.stop // _BLOCK))
+            _quantize(values_pn[:, columns], scales_pk[:, blocks], levels_pkb[:, blocks])
+        return wire_pb
 
-    def decode(self, wire_pb: Tensor, length: int) -> Tensor:
-        rows, blocks = len(wire_pb), -(-length // _BLOCK)
-        scale_pk1 = wire_pb[:, : 4 * blocks].reshape(-1).view(torch.float32).view(rows, blocks, 1)
-        levels_pkb = wire_pb[:, 4 * blocks :].view(torch.int8).view(rows, blocks, _BLOCK)
-        return levels_pkb.float().mul_(scale_pk1).flatten(1)[:, :length]
+    def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
+        scales_pk, levels_pkb = _parts(wire_pb, length)
+        blocks = slice(columns.start // _BLOCK, -(-columns.stop // _BLOCK))
+        values_pkb = levels_pkb[:, blocks].float().mul_(scales_pk[:, blocks, None])
+        return values_pkb.flatten(1)[:, : columns.stop - columns.start]
+
+
+def _parts(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Views of the scales, float32 [p, blocks], and of the levels, int8 [p, blocks, numbers]."""
+    blocks = -(-length // _BLOCK)
+    return (
+        wire_pb[:, : 4 * blocks].view(torch.float32),
+        wire_pb[:, 4 * blocks :].view(torch.int8).view(len(wire_pb), blocks, _BLOCK),
+    )
+
+
+def _quantize(values_pn: Tensor, scales_pk: Tensor, levels_pkb: Tensor) -> None:
+    """Into ``scales_pk`` and ``levels_pkb``, of whole blocks."""
+    padding = -values_pn.shape[1] % _BLOCK
+    blocks_pkb = (F.pad(values_pn, (0, padding)) if padding else values_pn).view(len(values_pn), -1, _BLOCK)
+    torch.div(blocks_pkb.abs().amax(2), 127, out=scales_pk)
+    scales_pk1 = scales_pk[:, :, None].clamp_min(torch.finfo(torch.float32).tiny)
+    levels_pkb.copy_(blocks_pkb.div(scales_pk1).round_())
 
 
 CODECS: dict[str, Codec] = {"bf16": Half(torch.bfloat16), "fp16": Half(torch.float16), "int8": Int8()}
