@@ -54,6 +54,11 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def excluded(self) -> Path:
+        """Hosts that were too slow, a line each: the run goes on without them."""
+        return self.path / "excluded"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 

@@ -129,6 +129,14 @@ class Training:
             for slow in self._stragglers.judge(event.step, event.splits):
                 host, device = self._places[slow.rank]
                 self._emit(Straggling(event.step, host=host, device=device, **vars(slow)))
+                if self._settings.excludes_slow:
+                    self._leave_out(host)
+
+    def _leave_out(self, host: str) -> None:
+        """Save and stop, to go on without ``host``."""
+        with self._run.excluded.open("a") as file:
+            file.write(f"{host}\n")
+        self._preemption.want()
 
     def _tell(self, saved: Iterable[CheckpointSaved]) -> None:
         for event in saved:

@@ -106,6 +106,20 @@ def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
     assert state_digest(run.folder) == laptop("steps=120")
 
 
+def test_a_run_goes_on_without_the_node_on_which_a_rank_is_slow(slurm: Slurm, submit: Any, laptop: Any) -> None:
+    slow = "faults=[{action: slow, rank: 1, seconds: 0.05}]"  # in the first attempt
+    run = submit("cluster.nodes=1", "cluster.processes_per_node=4", "steps=300", "launcher.exclude_slow=true", slow)
+    slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=60)
+    first_job, second_job = (job["id"] for job in manifest(run.folder)["jobs"])
+    slurm.wait_for(second_job, "COMPLETED", seconds=60)
+    assert first_job != second_job
+    assert reasons(run.folder) == ["preempted", "completed"]
+    first, second = (attempt["job"]["nodes"] for attempt in manifest(run.folder)["attempts"])
+    assert (run.folder / "excluded").read_text() == f"{first}\n"
+    assert {first, second} == {"127.0.0.1", "127.0.0.2"}
+    assert state_digest(run.folder) == laptop("steps=300")
+
+
 def test_a_cancelled_run_saves_and_can_be_resumed(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:

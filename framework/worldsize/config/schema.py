@@ -11,10 +11,14 @@ from omegaconf import MISSING
 
 @dataclass
 class LinkSchema:
-    """Bandwidth in bytes a second per direction; latency in seconds."""
+    """Bandwidth in bytes a second per direction; latency and gap (a round of a ring at the least) in seconds; incast:
+    share of the bandwidth that is left where all ranks send to all at once.
+    """
 
     bandwidth: float = MISSING
     latency: float = MISSING
+    gap: float = 0.0
+    incast: float = 1.0
 
 
 @dataclass

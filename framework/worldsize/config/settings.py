@@ -55,6 +55,11 @@ class Settings:
         return bool(self.config["nonfinite"] == "stop")
 
     @property
+    def excludes_slow(self) -> bool:
+        """Whether the launcher goes on without a host on which a rank is slow."""
+        return bool(self.config["launcher"].get("exclude_slow", False))
+
+    @property
     def anatomy(self) -> bool:
         """Whether it is measured where the time of steps goes."""
         return bool(self.config["observe"]["anatomy"])

@@ -30,10 +30,11 @@ class Slurm(NodeLauncher):
     """One job; srun starts one agent a node.
 
     ``time``: limit, in Slurm's words ("02:00:00"); ``signal_before``: seconds before its end in which the run is
-    saved and queued again by itself, at most ``max_requeues`` times; ``setup``: shell lines before the start (module
-    load, activating an environment); ``container``: image, for clusters whose srun has ``--container-image``;
-    ``options``: any other of sbatch, by their long names (null: an option without a value). ``python``: interpreter on
-    the nodes; ``wait``: come back when the job has ended.
+    saved and queued again by itself, at most ``max_requeues`` times; ``exclude_slow``: when a rank is found to be
+    slow, the run is saved and goes on in another job, without its node; ``setup``: shell lines before the start
+    (module load, activating an environment); ``container``: image, for clusters whose srun has
+    ``--container-image``; ``options``: any other of sbatch, by their long names (null: an option without a value).
+    ``python``: interpreter on the nodes; ``wait``: come back when the job has ended.
     """
 
     time: str | None = None
@@ -51,6 +52,7 @@ class Slurm(NodeLauncher):
     options: Mapping[str, Any] = field(default_factory=dict)
     signal_before: int = 120
     max_requeues: int = 100
+    exclude_slow: bool = False
     python: str | None = None
     wait: bool = False
     submits = True
@@ -110,6 +112,8 @@ class Slurm(NodeLauncher):
             python=shlex.quote(self.python or sys.executable),
             srun_options=f" --container-image={shlex.quote(self.container)}" if self.container else "",
             max_requeues=self.max_requeues,
+            exclude_slow=self.exclude_slow,
+            excluded=shlex.quote(self.exclude or ""),
         )
 
     def _options(self, cluster: Cluster, plans: Sequence[Plan], folder: Path) -> list[tuple[str, Any]]:

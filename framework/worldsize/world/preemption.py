@@ -29,6 +29,10 @@ class Preemption:
     def is_wanted(self) -> bool:
         return bool(self._since)
 
+    def want(self) -> None:
+        """As if a signal had come."""
+        self._since.setdefault(0, time.monotonic())
+
     def _note(self, number: int, _: FrameType | None) -> None:
         if time.monotonic() - self._since.setdefault(number, time.monotonic()) > _SAME:
             signal.signal(number, signal.SIG_DFL)
