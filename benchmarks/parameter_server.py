@@ -121,7 +121,7 @@ def _sparse_rounds(link: ShardLink, touched: int) -> Round:
     def once() -> None:
         step = next(steps)
         ids_n = batches[step % len(batches)]
-        rows_nd = link.pull_rows(0, ids_n, DIM, step=step - 1)
+        rows_nd, _ = link.pull_rows(0, ids_n, DIM, step=step - 1)
         link.push_rows(0, ids_n, rows_nd, step=step, width=1, node=0)  # answered by the next pull, as in training
 
     return once
@@ -453,7 +453,9 @@ def _over_links(servers: int, megabits: int) -> float:
     with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=WORKERS + servers) as hosts:
         hosts.shape(f"{megabits}mbit")
         words = (*MODEL, *strategy, "cluster.processes_per_node=1", "batch_size=4", "steps=12")
-        return statistics.median(4 / float(each["samples_per_second"]) for each in trained_on(hosts, *words)[3:])
+        return statistics.median(
+            4 / float(each["samples_per_second"]) for each in trained_on(hosts, *words, "log_every=1")[3:]
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from worldsize.checkpoints.load import load, newest
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Duty, EvaluationBatch, MicroBatch, StateDict, World
 from worldsize.engine.data import drawn, evaluation_batches, is_iterable
+from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.run_directory import RunDirectory, private
 from worldsize.world.environments import Placement
 from worldsize.world.heartbeat import Heartbeat
@@ -22,6 +24,8 @@ def duty_of(
 ) -> Duty:
     alone = replace(world, rank=0, size=1, groups={})
     data = cache(settings.recipe.data)  # which only workers ask for
+    log_every = settings.pace.log_every
+    times = cache(lambda: UnitTimes(Timing(run.timing(world.rank), rank=world.rank), world.device, every=log_every))
     return Duty(
         folder=private(run.servers(placement.attempt)),
         workers=settings.roles["worker"].processes,
@@ -29,11 +33,12 @@ def duty_of(
         logical_ranks=settings.logical_ranks,
         timeout=settings.cluster.timeout,
         restore=partial(_restored, settings, run, alone),
-        micro_batch=_drawing(settings, partial(data, "train"), world, placement.heartbeat),
+        micro_batch=_drawing(settings, partial(data, "train"), world, placement.heartbeat, times),
         evaluation=partial(_evaluation, settings, partial(data, "test"), world),
         wants_stop=wants_stop,
         begins=settings.faults.enter,
         passes=settings.faults.at,
+        measured=lambda step: times().measured(step) if settings.anatomy else nullcontext(),
         address=placement.address,
     )
 
@@ -47,7 +52,11 @@ def _restored(
 
 
 def _drawing(
-    settings: Settings, dataset: Callable[[], Any], world: World, heartbeat: Path | None
+    settings: Settings,
+    dataset: Callable[[], Any],
+    world: World,
+    heartbeat: Path | None,
+    times: Callable[[], UnitTimes],
 ) -> Callable[[int, int], MicroBatch]:
     """Draws in this process; passes the faults planned for a step, and tells the step, before its first data.
 
@@ -64,7 +73,8 @@ def _drawing(
             beats.step(step - 1)
         if is_iterable(dataset()):
             raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
-        return drawn(dataset(), order, world.device, step, logical_rank)
+        with times().drawing() if settings.anatomy else nullcontext():
+            return drawn(dataset(), order, world.device, step, logical_rank)
 
     return draw
 

@@ -33,7 +33,9 @@ def centre(strategy: EASGD, workers: int) -> Iterator[Path]:
         raise AssertionError("a centre asks for none of this")
 
     with tempfile.TemporaryDirectory() as name:
-        asks = dict.fromkeys(("restore", "micro_batch", "evaluation", "wants_stop", "begins", "passes"), none)
+        asks = dict.fromkeys(
+            ("restore", "micro_batch", "evaluation", "wants_stop", "begins", "passes", "measured"), none
+        )
         facts: dict[str, Any] = {"steps": 0, "logical_ranks": workers, "timeout": 60.0, **asks}
         duty = Duty(folder=Path(name), workers=workers, **facts)
         world = replace(ALONE, role="centre")

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
+import torch
+
 from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.observe.jsonl import rewind
+from worldsize.phases import Clock
 
 
 @final
@@ -23,21 +29,66 @@ class Timing:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted(first=first):
-                self._file.close()
-                rewind(self._path, first)
-                self._file = self._path.open("a", buffering=1)
+                self.begin(first)
             case StepDone():
-                self._write(event)
+                own = {"step_seconds": event.step_seconds[self._rank], "data_seconds": event.data_seconds}
+                phases = (event.compute_seconds, event.communication_seconds, event.update_seconds)
+                self.write(event.step, **own, **dict(zip(_PHASES, phases, strict=True)))
             case RunEnded() | RunFailed():
                 self._file.close()
 
-    def _write(self, event: StepDone) -> None:
-        parts = {
-            "step_seconds": event.step_seconds[self._rank],
-            "data_seconds": event.data_seconds,
-            "compute_seconds": event.compute_seconds,
-            "communication_seconds": event.communication_seconds,
-            "update_seconds": event.update_seconds,
-        }
-        measured = {name: seconds for name, seconds in parts.items() if seconds is not None}
-        self._file.write(json.dumps({"step": event.step, **measured}) + "\n")
+    def begin(self, first: int) -> None:
+        """What was written of steps after ``first`` will be done again."""
+        self._file.close()
+        rewind(self._path, first)
+        self._file = self._path.open("a", buffering=1)
+
+    def write(self, step: int, **seconds: float | None) -> None:
+        measured = {name: value for name, value in seconds.items() if value is not None}
+        self._file.write(json.dumps({"step": step, **measured}) + "\n")
+
+
+_PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
+
+
+@final
+class UnitTimes:
+    """As :class:`Timing` writes them, of a process that takes units of steps as they are dealt: at every ``every``
+    steps the means since the last line. What is neither data nor computing is waiting: for weights, and for work.
+    """
+
+    def __init__(self, timing: Timing, device: torch.device, *, every: int) -> None:
+        self._timing, self._clock, self._every = timing, Clock(device), every
+        self._data = self._compute = self._update = 0.0
+        self._last, self._since = -1, 0.0  # step of the last line, and when it was written
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Data are waited for within."""
+        begun = time.perf_counter()
+        yield
+        self._data += time.perf_counter() - begun
+
+    @contextmanager
+    def measured(self, step: int) -> Iterator[None]:
+        """A unit of ``step`` is computed within."""
+        if self._last < 0:
+            self._timing.begin(step - 1)
+            self._last, self._since = step - 1, time.perf_counter() - self._data
+        with self._clock.opened():
+            self._clock.start(data=0.0)
+            yield
+            self._clock.end()
+        _, compute, _, update = self._clock.take().sum(0).tolist()
+        self._compute, self._update = self._compute + compute, self._update + update
+        if step // self._every > self._last // self._every:
+            self._write(step, time.perf_counter())
+
+    def _write(self, step: int, now: float) -> None:
+        steps, elapsed = step - self._last, now - self._since
+        waited = elapsed - self._data - self._compute - self._update
+        parts = {"step": elapsed - self._data, "data": self._data, "compute": self._compute}
+        parts |= {"communication": waited, "update": self._update}
+        self._timing.write(step, **{f"{name}_seconds": seconds / steps for name, seconds in parts.items()})
+        self._last, self._since = step, now
+        self._data = self._compute = self._update = 0.0

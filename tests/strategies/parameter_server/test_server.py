@@ -6,7 +6,6 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def assert_it_serves(server: Server) -> None:
     before, step = weights(server), server.shard.step
     gradient = torch.arange(20.0)
     channel = joined(server, name=f"worker-{random.random()}")
-    push(channel, gradient.clone(), replace(GOOD, step=step + 1))
+    push(channel, gradient.clone(), GOOD._replace(step=step + 1))
     assert torch.allclose(weights(server), before - 0.1 * gradient)
     channel.send(Header(Operation.PULL, step=step + 1))
     header, received = channel.answer(Operation.WEIGHTS), torch.empty(20)
@@ -89,16 +88,16 @@ def assert_it_serves(server: Server) -> None:
 
 
 BAD = {
-    "a shape": (replace(GOOD, shape=(21,)), "expected torch.float32 [20]"),
-    "a dtype": (replace(GOOD, dtype=torch.float64), "expected torch.float32 [20]"),
-    "a table": (replace(GOOD, table=1), "table 1; there are 1"),
-    "a step": (replace(GOOD, step=3), "the shard is at step 1"),
-    "a part": (replace(GOOD, width=4), "part 0 of 4"),
-    "no part": (replace(GOOD, node=7), "part 7 of 1"),
-    "an epoch": (replace(GOOD, epoch=9), "of 1 was next"),
-    "a number": (replace(GOOD, sequence=5), "PUSH 5 of epoch 1 came; 1 of 1 was next"),
-    "an operation": (replace(GOOD, operation=Operation.APPLY), "APPLY from a worker"),
-    "much": (replace(GOOD, shape=(1 << 36,)), "expected torch.float32 [20]"),
+    "a shape": (GOOD._replace(shape=(21,)), "expected torch.float32 [20]"),
+    "a dtype": (GOOD._replace(dtype=torch.float64), "expected torch.float32 [20]"),
+    "a table": (GOOD._replace(table=1), "table 1; there are 1"),
+    "a step": (GOOD._replace(step=3), "the shard is at step 1"),
+    "a part": (GOOD._replace(width=4), "part 0 of 4"),
+    "no part": (GOOD._replace(node=7), "part 7 of 1"),
+    "an epoch": (GOOD._replace(epoch=9), "of 1 was next"),
+    "a number": (GOOD._replace(sequence=5), "PUSH 5 of epoch 1 came; 1 of 1 was next"),
+    "an operation": (GOOD._replace(operation=Operation.APPLY), "APPLY from a worker"),
+    "much": (GOOD._replace(shape=(1 << 36,)), "expected torch.float32 [20]"),
 }
 
 

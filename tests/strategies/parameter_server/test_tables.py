@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return read_tensors(read(max((folder / "checkpoints").glob("step_*"))), "model")
 
 
-def reference() -> dict[str, Tensor]:
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
+
+
+def reference(optimizer_of: Any = ADAGRAD, clip: float = float("inf")) -> dict[str, Tensor]:
     """A hand-written loop over whole tables, on whole batches of four parts."""
-    recipe = Word2Vec(16, 5, 5, 20, False, partial(torch.optim.Adagrad, lr=0.1))
+    recipe = Word2Vec(16, 5, 5, 20, False, optimizer_of)
     model = recipe.model()
     local = Word2Vec(16, 5, 5, 20, True, partial(torch.optim.Adagrad, lr=0.1)).model()
     with torch.no_grad():
@@ -42,6 +46,7 @@ def reference() -> dict[str, Tensor]:
         for rank in range(4):
             batch = drawn(dataset, order, torch.device("cpu"), step, rank)
             (recipe.loss(model, batch.data) / 4).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return model.state_dict()
 
@@ -60,6 +65,16 @@ def test_tables_on_servers_learn_what_they_learn_in_one_process(train: Any, how:
     assert run.code == 0, run.error
     found = weights(run.folder)
     for name, tensor in reference().items():
+        assert (found[name] - tensor).norm() / tensor.norm() < 1e-6, name
+
+
+def test_the_norm_of_a_gradient_on_two_sides_is_that_of_the_whole(train: Any) -> None:
+    clip, plain = 0.001, ("optimizer=sgd", "optimizer.momentum=0", "lr=100")
+    run = train(*WORDS, *plain, "seed=3", HYBRID, "cluster.processes=6", "strategy.servers=2", f"clip_norm={clip}")
+    assert run.code == 0, run.error
+    assert all(step["grad_norm"] > clip for step in run.steps())
+    found = weights(run.folder)
+    for name, tensor in reference(partial(torch.optim.SGD, lr=100), clip).items():
         assert (found[name] - tensor).norm() / tensor.norm() < 1e-6, name
 
 
@@ -102,16 +117,19 @@ def test_a_run_with_tables_goes_on_with_another_number_of_servers(
 
 
 def test_rows_that_are_updated_as_gradients_come_learn_too(train: Any) -> None:
-    size = ("cluster.processes=4", "strategy.consistency=async")
     options = ("recipe=word2vec", "recipe.dim=16", "batch_size=510", "steps=150", "cluster.threads=1")
-    found = [train(*options, how, *size) for how in (SERVERS, HYBRID)]
-    assert [run.code for run in found] == [0, 0], [run.error for run in found]
+    cached = (SERVERS, "strategy.consistency=bounded", "strategy.staleness=4", "strategy.cache_rows=4096")
+    ways = ((SERVERS, "strategy.consistency=async"), (HYBRID, "strategy.consistency=async"), cached)
+    found = [train(*options, *how, "cluster.processes=4") for how in ways]
+    assert [run.code for run in found] == [0, 0, 0], [run.error for run in found]
     losses = [[step["loss"] for step in run.steps()] for run in found]
     assert all(sum(each[-3:]) / 3 < 0.8 * each[0] for each in losses)
+    (told,) = re.findall(r"(\d+)% of outer.weight cached", (found[2].folder / "logs" / "worker_00000.log").read_text())
+    assert int(told) > 10
 
 
 def test_what_a_table_cannot_do_is_said(train: Any) -> None:
-    run = train(*WORDS, HYBRID, "cluster.processes=2", "clip_norm=1.0")
+    run = train(*WORDS, HYBRID, "cluster.processes=2", "clip_norm=1.0", "strategy.consistency=async")
     assert run.code == 2
     assert "Set clip_norm=null" in run.error
     run = train(*WORDS, SERVERS, "cluster.processes=2", "optimizer=sgd")
@@ -119,15 +137,24 @@ def test_what_a_table_cannot_do_is_said(train: Any) -> None:
     assert "Use SGD without momentum, Adagrad, Adam or AdamW" in run.error
 
 
-def test_the_load_of_each_server_and_its_hottest_rows_are_logged(train: Any) -> None:
+def test_the_load_of_each_server_its_hottest_rows_and_the_times_of_each_worker_are_logged(train: Any) -> None:
     size = ("cluster.processes=4", "strategy.servers=2", "steps=40", "log_every=20")
     for how in (SERVERS, HYBRID):
-        servers = train(*WORDS, how, *size).steps()[-1]["facts"]["servers"]
+        run = train(*WORDS, how, *size)
+        servers = run.steps()[-1]["facts"]["servers"]
         assert len(servers) == 2
         assert all(server["pushes"] > 0 and server["bytes_in"] > 0 for server in servers)
         hottest = servers[0]["tables"]["outer.weight"]["hottest"]
         assert len(hottest) == 5
         assert all(times >= 1 for _, times in hottest)
+        for worker in range(2 if how == SERVERS else 0):
+            lines = (run.folder / "timing" / f"worker_{worker:05d}.jsonl").read_text().splitlines()
+            last = json.loads(lines[-1])
+            assert last["step"] == 40
+            parts = [last[f"{phase}_seconds"] for phase in ("compute", "communication", "update")]
+            assert sum(parts) == pytest.approx(last["step_seconds"], rel=1e-6)
+            assert parts[0] > 0
+            assert parts[1] > 0
 
 
 def test_an_embedding_that_is_not_sparse_stays_dense() -> None:

@@ -8,9 +8,11 @@ that both ends map, see :mod:`lane`.
 from __future__ import annotations
 
 import json
+import select
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
@@ -29,7 +31,7 @@ from worldsize.strategies.parameter_server.frames import (
     parse,
 )
 from worldsize.strategies.parameter_server.keys import Keys
-from worldsize.strategies.parameter_server.lane import AVAILABLE, LEAST, Lane, accept, offer
+from worldsize.strategies.parameter_server.lane import AVAILABLE, LEAST, POLLED, Lane, accept, offer
 
 _BUFFERS = 512  # in one system call; the kernel takes at most 1024
 _ROOM = 1 << 20  # bytes a Unix socket buffers, so that its ends wait less for each other; TCP finds its own size
@@ -48,6 +50,10 @@ class Channel:
         self._socket = connection
         self._tls = isinstance(connection, ssl.SSLSocket)
         self._header = bytearray(SIZE)
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+        self._later: list[bytes] = []
+        self._is_quick = False  # the frame before came within the time that is worth polling for
         self._there: Lane | None = None
         self._back: Lane | None = None
         self.identity = identity
@@ -82,16 +88,22 @@ class Channel:
 
     def send(self, header: Header, payload: Sequence[memoryview] = ()) -> None:
         """Raises LostError."""
-        head, parts = memoryview(header.pack()), [part for part in payload if part.nbytes]
+        heads = memoryview(b"".join((*self._later, header.pack())))
+        self._later.clear()
+        parts = [part for part in payload if part.nbytes]
         try:
             with phase("communication"):
                 if self._there and header.length >= LEAST:
-                    self._send([head])
+                    self._send([heads])
                     self._there.send(parts)
                 else:
-                    self._send([head, *parts])
+                    self._send([heads, *parts])
         except OSError as error:
             raise LostError(str(error)) from error
+
+    def send_later(self, header: Header) -> None:
+        """Together with the next frame, or when this end has nothing left to read: a peer is woken once for both."""
+        self._later.append(header.pack())
 
     def _send(self, parts: list[memoryview]) -> None:
         if self._tls:
@@ -109,8 +121,32 @@ class Channel:
 
     def header(self) -> Header:
         """The next frame's header. Raises LostError or RefusedError."""
+        begun = time.perf_counter()
+        if self._later and not self._has_arrived():
+            self._flush()
+        if self._is_quick:
+            self._poll(begun + POLLED)
         self.fill([memoryview(self._header)])
+        self._is_quick = time.perf_counter() - begun < POLLED
         return parse(self._header)
+
+    def _flush(self) -> None:
+        heads = memoryview(b"".join(self._later))
+        self._later.clear()
+        try:
+            self._send([heads])
+        except OSError as error:
+            raise LostError(str(error)) from error
+
+    def _poll(self, until: float) -> None:
+        """Stay awake until something comes: to be woken takes longer than a peer that is awake does to answer."""
+        with phase("communication"):
+            while time.perf_counter() < until and not self._has_arrived():
+                pass
+
+    def _has_arrived(self) -> bool:
+        """Whether there is something to read."""
+        return bool(self._arrivals.poll(0)) or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0)
 
     def fill(self, parts: Sequence[memoryview]) -> None:
         """Receive one payload, which ``parts`` hold exactly. Raises LostError."""

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -111,8 +111,10 @@ class ShardLink:
         self._pending.append(_Push(header, payload))
         self._persist(lambda: self._channel.send(header, payload))
 
-    def pull_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> Tensor:
-        """float32 [n, dim]: rows that have seen all updates up to ``step``, and what was pushed before."""
+    def pull_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> tuple[Tensor, int]:
+        """float32 [n, dim]: rows that have seen all updates up to ``step``, and what was pushed before; and up to which
+        step they have seen all.
+        """
         rows_nd = torch.empty(len(ids_n), dim)
         header = Header(Operation.PULL_ROWS, table, torch.int64, (len(ids_n),), step=step)
         while True:
@@ -122,7 +124,7 @@ class ShardLink:
                 answer.require(torch.float32, (len(ids_n), dim))
                 self._channel.fill([view(rows_nd)])
                 self._seen = answer.seen
-                return rows_nd
+                return rows_nd, answer.step
             except LostError:
                 self._recover()
 
@@ -180,7 +182,7 @@ class ShardLink:
             taken = facts["sequence"]  # of a server that has come back from a checkpoint, lower than before
             self._pending = deque(push for push in self._pending if push.header.sequence > taken)
             for number, push in enumerate(self._pending, taken + 1):
-                push.header = replace(push.header, sequence=number)
+                push.header = push.header._replace(sequence=number)
             self._sequence = taken + len(self._pending)
             with suppress(LostError):
                 self._channel.share(self._dialer.timeout)

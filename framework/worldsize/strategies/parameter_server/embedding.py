@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from worldsize.core import ConfigError
+from worldsize.strategies.parameter_server.cache import RowCache
 from worldsize.strategies.parameter_server.client import ShardLink
 from worldsize.strategies.parameter_server.rows import RowGradients, RowRule, Table
 
@@ -112,26 +113,57 @@ def remotes(model: nn.Module) -> Iterator[RemoteTable]:
 
 @final
 class TableLinks:
-    """The tables of ``model`` on its servers. ``step``: the one whose updates pulled rows must have seen."""
+    """The tables of ``model`` on its servers. ``step``: the one whose updates pulled rows must have seen.
 
-    def __init__(self, model: nn.Module, rule: RowRule) -> None:
-        self._remotes, self._rule = list(remotes(model)), rule
+    With ``cache_rows`` of each table kept, a row that has seen the updates up to ``oldest`` is not pulled again; None:
+    every row is.
+    """
+
+    def __init__(self, model: nn.Module, rule: RowRule, *, cache_rows: int = 0) -> None:
+        self._remotes, self._rule, self._cache_rows = list(remotes(model)), rule, cache_rows
         self._places = {remote.table.name: place for place, remote in enumerate(self._remotes)}
         self.links: Sequence[ShardLink] = ()
         self.step = 0
+        self.oldest: int | None = None
         for remote in self._remotes:
             remote.pull = self._pull
 
+    def connect(self, links: Sequence[ShardLink]) -> None:
+        """To these servers; what was cached from others is forgotten."""
+        self.links = links
+        self.caches = [RowCache(self._cache_rows, remote.table.dim) for remote in self._remotes]
+
     def _pull(self, table: Table, ids_n: Tensor) -> Tensor:
+        if self.oldest is None or not self._cache_rows:
+            return self._pulled(table, ids_n)[0]
+        cache = self.caches[self._places[table.name]]
+        rows_nd, missing_n = cache.get(ids_n, self.oldest)
+        wanted_n = ids_n[missing_n]
+        if len(wanted_n):
+            found_nd, clock = self._pulled(table, wanted_n)
+            rows_nd[missing_n] = found_nd
+            cache.put(wanted_n, found_nd, clock)
+        return rows_nd
+
+    def _pulled(self, table: Table, ids_n: Tensor) -> tuple[Tensor, int]:
+        """float32 [n, dim] from the servers, and the clock of the one that is behind the others."""
         place = self._places[table.name]
         if len(self.links) == 1:
             return self.links[0].pull_rows(place, ids_n, table.dim, step=self.step)
-        rows_nd, owners_n = torch.empty(len(ids_n), table.dim), self._rule.shard_of(ids_n, table)
+        rows_nd, owners_n, clocks = torch.empty(len(ids_n), table.dim), self._rule.shard_of(ids_n, table), []
         for shard, link in enumerate(self.links):
             mine_n = (owners_n == shard).nonzero().flatten()
             if len(mine_n):
-                rows_nd[mine_n] = link.pull_rows(place, ids_n[mine_n], table.dim, step=self.step)
-        return rows_nd
+                rows_nd[mine_n], clock = link.pull_rows(place, ids_n[mine_n], table.dim, step=self.step)
+                clocks.append(clock)
+        return rows_nd, min(clocks, default=0)
+
+    def told(self) -> list[str]:
+        """What was read from the caches."""
+        each = zip(self._remotes, self.caches, strict=True)
+        return [
+            f"{1 - cache.missed / cache.read:.0%} of {remote.table.name} cached" for remote, cache in each if cache.read
+        ]
 
     def take(self) -> list[RowGradients]:
         """Of each table, since the last call."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -60,9 +59,7 @@ class Operation(IntEnum):
     REFUSED = 18  # message: why; the connection ends
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):  # which is made three times as fast as a frozen dataclass
     """``shape=()`` means no payload. ``width`` and ``node``: which part of a step a gradient belongs to.
 
     ``seen``: updates in the weights that it was computed with, or that these weights have seen (modulo 2^32).

@@ -67,8 +67,16 @@ class HybridParameterServer(Strategy):
     def __post_init__(self) -> None:
         if self.consistency not in ("sync", "async"):
             raise ConfigError(f"strategy.consistency={self.consistency!r} is unknown. Known: sync, async.")
-        if self.numerics.clip_norm is not None or self.numerics.nonfinite == "skip":
-            raise ConfigError("the norm of a gradient on two sides is not known. Set clip_norm=null, nonfinite=stop.")
+        if self.judges and (self.consistency == "async" or self.reduce == "ordered"):
+            raise ConfigError(
+                "the norm of a gradient on two sides is known where all wait for it, and up to rounding. Set "
+                "clip_norm=null, nonfinite=stop, or strategy.consistency=sync without reproducibility=elastic."
+            )
+
+    @property
+    def judges(self) -> bool:
+        """Whether a step's update waits for the norm of its whole gradient."""
+        return self.numerics.clip_norm is not None or self.numerics.nonfinite == "skip"
 
     @property
     def _house(self) -> House:
@@ -88,7 +96,8 @@ class HybridParameterServer(Strategy):
 
     def serve(self, recipe: Recipe, world: World, duty: Duty) -> None:
         gathers = self.consistency == "sync"
-        rule = Rule(duty.logical_ranks, gathers=gathers, finite=self.numerics.nonfinite == "stop")
+        finite = self.numerics.nonfinite == "stop"
+        rule = Rule(duty.logical_ranks, gathers=gathers, approves=self.judges, finite=finite)
         server, succession, _ = self._house.server(
             recipe, learning_of(recipe), world, duty, rule=rule, rows=self._rows, shards=[()] * self.servers
         )
@@ -103,16 +112,40 @@ class HybridParameterServer(Strategy):
         return _HybridReplica(self, recipe, world, dialer, self._rows)
 
 
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
 @final
 class _Noting(Accumulation):
-    """Another accumulation; after each backward pass, the gradients of rows are taken aside, as if it were alone."""
+    """Another accumulation; after each backward pass, the gradients of rows are taken aside, as if it were alone.
 
-    def __init__(self, inner: Accumulation, take: Callable[[], list[RowGradients]]) -> None:
-        self._inner, self._take = inner, take
+    ``rows_norm()``: of those of the step, on servers that then wait for ``approve(norm, factor)``.
+    """
+
+    def __init__(
+        self,
+        inner: Accumulation,
+        take: Callable[[], list[RowGradients]],
+        rows_norm: Callable[[], Tensor],
+        approve: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        self._inner, self._take, self._rows_norm, self._approve = inner, take, rows_norm, approve
         self.noted: dict[int, list[RowGradients]] = {}
 
     def resumed(self) -> None:
         self._inner.resumed()
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """By the norm of the whole gradient, rows included, as in torch.nn.utils.clip_grad_norm_."""
+        dense = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        rows_norm = self._rows_norm()
+        norms = [rows_norm, nn.utils.get_total_norm(dense).to(rows_norm.device)] if dense else [rows_norm]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        factor = torch.clamp(limit / (norm + _TINY), max=1.0)
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        self._approve(norm, factor)
+        return norm
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         places = {id(batch): place for place, batch in enumerate(batches)}
@@ -136,9 +169,10 @@ class _HybridReplica(Replica):
         self._gathers = strategy.consistency == "sync"
         model = made_remote(recipe.model()).to(world.device)
         self._tables = TableLinks(model, rule)
-        self._tables.links = [ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)]
+        self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
         module = self._wrapped(model)
-        self._sums = _Noting(accumulation(strategy.reduce, module, world.group), self._tables.take)
+        sums = accumulation(strategy.reduce, module, world.group)
+        self._sums = _Noting(sums, self._tables.take, self._rows_norm, self._approve)
         self._inner = SynchronousReplica(
             recipe,
             world,
@@ -159,12 +193,35 @@ class _HybridReplica(Replica):
         self._tables.step = self._step if self._gathers else 0
         self._step += 1
         result = self._inner.step(micro_batches)
-        total = len(micro_batches) * self._world.size
+        self._push()
+        return result
+
+    def _push(self) -> None:
+        width = len(self._sums.noted) * self._world.size
         for place, gradients in sorted(self._sums.noted.items()):
             rank = place * self._world.size + self._world.rank  # strided, as data are dealt
-            self._tables.push(gradients, step=self._step, width=total, node=rank)  # answered by the next pull
+            self._tables.push(gradients, step=self._step, width=width, node=rank)  # answered by the next pull
         self._sums.noted.clear()
-        return result
+
+    def _rows_norm(self) -> Tensor:
+        """Of the rows of this step's mean gradient, on all servers; the first worker asks them."""
+        self._push()
+        norm = torch.zeros((), device=self._world.device)
+        if self._world.rank == 0:
+            told = [peer.message(Operation.NORMS) for peer in self._peers]
+            norm += torch.linalg.vector_norm(
+                torch.tensor([n for each in told for norms in each.values() for n in norms])
+            )
+        if self._world.group is not None and self._world.size > 1:
+            torch.distributed.broadcast(norm, group=self._world.group, group_src=0)
+        return norm
+
+    def _approve(self, norm: Tensor, factor: Tensor) -> None:
+        """Let the servers update; or leave the step out, as the dense part does."""
+        skipped = self._inner.numerics.nonfinite == "skip" and not bool(norm.isfinite())
+        if self._world.rank == 0:
+            for peer in self._peers:
+                peer.tell(Operation.APPLY, {"step": self._step, "factor": None if skipped else float(factor)})
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         self._tables.step = self._step if self._gathers else 0

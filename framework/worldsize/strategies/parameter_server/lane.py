@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import select
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -14,9 +16,10 @@ from numpy.typing import NDArray
 
 from worldsize.strategies.parameter_server.frames import RefusedError
 
-LEAST = 1 << 15  # bytes of a payload; the kernel copies fewer in less time than it takes to wake the peer
+LEAST = 1 << 18  # bytes of a payload; the kernel copies fewer in less time than it takes to wake the peer
 _PIECE, _SLOTS = 1 << 20, 4  # small enough for the processor's cache, where the receiver finds what the sender wrote
 _SIZE = _PIECE * _SLOTS
+POLLED = 2e-4  # seconds in which to stay awake for what is about to come: to be woken takes a good part of them
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 AVAILABLE = hasattr(os, "memfd_create") and hasattr(fcntl, _SEALS[0])  # on Linux
 
@@ -29,6 +32,8 @@ class Lane:
 
     def __init__(self, memory: NDArray[numpy.uint8], line: socket.socket) -> None:
         self._memory, self.line = memory, line
+        self._arrivals = select.poll()
+        self._arrivals.register(line, select.POLLIN)
         self._turn = self._waiting = 0  # slots to be filled by the sender, or to be emptied by the receiver
 
     @staticmethod
@@ -55,6 +60,9 @@ class Lane:
 
     def _next(self) -> NDArray[numpy.uint8]:
         if not self._waiting:
+            until = time.perf_counter() + POLLED
+            while time.perf_counter() < until and not self._arrivals.poll(0):
+                pass
             self._waiting = len(self.line.recv(_SLOTS))
             if not self._waiting:
                 raise ConnectionError("the peer closed the connection")

@@ -183,7 +183,7 @@ class Server:
             self._load.taken(header)
             self.changed.notify_all()
         self._settle(ticket)
-        channel.send(Header(Operation.DONE, table=header.table, sequence=header.sequence))
+        channel.send_later(Header(Operation.DONE, table=header.table, sequence=header.sequence))
 
     def receive(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
         """The payload of a push: its bytes, and the gradient that they are. Raises LostError or RefusedError."""
@@ -267,11 +267,10 @@ class Server:
         with self.changed:
             self._wait_for(header.step)
             values_nd = rows.pull(ids_n)
-            seen = self.shard.updates % 2**32
-        channel.send(
-            Header(Operation.WEIGHTS, header.table, torch.float32, (len(ids_n), rows.table.dim), seen=seen),
-            [view(values_nd)],
-        )
+            seen, step = self.shard.updates % 2**32, self.shard.closed
+        shape = (len(ids_n), rows.table.dim)
+        head = Header(Operation.WEIGHTS, header.table, torch.float32, shape, seen=seen, step=step)
+        channel.send(head, [view(values_nd)])
         self._load.given(values_nd.nbytes)
 
     def _peer(self, channel: Channel, facts: Mapping[str, Any]) -> None:

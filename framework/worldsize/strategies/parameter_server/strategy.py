@@ -15,7 +15,6 @@ from worldsize.core import (
     ConfigError,
     Cost,
     Duty,
-    Handling,
     Numerics,
     Recipe,
     Reduction,
@@ -66,7 +65,8 @@ class ParameterServer(Strategy):
     Embeddings with ``sparse=True`` are tables: a row exists on its server once it is touched, and its initial value
     follows from ``seed``, table and row. ``sharding``: rows go to servers by "hash" (id modulo servers) or "range".
     ``admit_after``: pushes before a row is kept; ``capacity``: rows of a table that a server keeps, the ones touched
-    last.
+    last. ``cache_rows``: of each table that a worker keeps; a row is pulled again when it has not seen all updates that
+    ``staleness`` asks for, the worker's own among them.
     """
 
     numerics: Numerics = field(default_factory=Numerics)
@@ -87,6 +87,7 @@ class ParameterServer(Strategy):
     sharding: Sharding = "hash"
     admit_after: int = 0
     capacity: int | None = None
+    cache_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.consistency not in ("sync", "bounded", "async"):
@@ -97,6 +98,11 @@ class ParameterServer(Strategy):
             )
         if self.compression != "none" and self.reduce == "ordered":
             raise ConfigError("compressed gradients depend on the number of workers. Set strategy.compression=none.")
+        if self.cache_rows and (self.cache_rows < 0 or not self.staleness):
+            raise ConfigError(
+                f"strategy.cache_rows={self.cache_rows}: rows may be read again where reads may be stale. Set "
+                "strategy.consistency=bounded and strategy.staleness, or strategy.cache_rows=0."
+            )
         if not 0 < self.top_share <= 1:
             raise ConfigError(f"strategy.top_share={self.top_share} must be above 0 and at most 1.")
         if self.numerics.precision == "fp16":
@@ -138,7 +144,7 @@ class ParameterServer(Strategy):
         payload, shards = work.parameter_bytes, range(self.servers)
         workers = range(self._house.processes, cluster.processes)
         seconds = served_seconds(payload, workers, shards, cluster)
-        added = len(workers) * payload / self.servers * work.handling.get("none", Handling()).add
+        added = len(workers) / self.servers * work.sum_seconds
         frame = served_seconds(min(payload, self.bucket_mb * 2**20), workers, shards, cluster)
         pushed = max(frame, exposed_seconds(max(seconds, added), work.overlap * work.compute_seconds))
         worker = 2 * payload + work.activation_bytes
@@ -175,6 +181,8 @@ class ParameterServer(Strategy):
             numerics=self.numerics,
             gathers=self.bound == 0,
             rows=self._rows,
+            staleness=self.staleness,
+            cache_rows=self.cache_rows,
             codec=self._codec,
         )
         worker.run(self.lease)

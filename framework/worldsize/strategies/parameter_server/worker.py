@@ -29,7 +29,10 @@ _OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent before a thread has 
 
 @final
 class Worker:
-    """``shards``: what each server owns. ``gathers``: a step's gradients are summed before they are an update."""
+    """``shards``: what each server owns. ``gathers``: a step's gradients are summed before they are an update.
+
+    ``staleness``: steps that what it reads may be behind; rows that are not are read from ``cache_rows`` of them.
+    """
 
     def __init__(
         self,
@@ -42,12 +45,15 @@ class Worker:
         numerics: Numerics,
         gathers: bool,
         rows: RowRule,
+        staleness: int = 0,
+        cache_rows: int = 0,
         codec: Codec | None = None,
     ) -> None:
         self._recipe, self._world, self._duty, self._dialer = recipe, world, duty, dialer
         self._numerics, self._gathers, self._shards = numerics, gathers, shards
         self._model = made_remote(recipe.model()).to(world.device)
-        self._tables = TableLinks(self._model, rows)
+        self._staleness = staleness
+        self._tables = TableLinks(self._model, rows, cache_rows=cache_rows)
         self._codec, self._feedback = codec, Feedback(codec) if codec else None
         # each worker begins with another server, so that they do not all wait for the same link
         self._order = [(world.rank + turn) % len(shards) for turn in range(len(shards))]
@@ -71,7 +77,7 @@ class Worker:
         """Work as a member; False if the server that leads is gone, or has given this worker up."""
         control, facts = self._dialer.connect(0, "control")
         links = [ShardLink(self._dialer, shard, facts["epoch"]) for shard in range(len(self._shards))]
-        self._tables.links = links
+        self._tables.connect(links)
         try:
             return self._work(control, links)
         except LostError:
@@ -92,7 +98,7 @@ class Worker:
             control.tell(Operation.TICK, {**done, "leaves": self._duty.wants_stop()})
             task = control.message(control.answer(Operation.TASK))
             if task["do"] == "stop":
-                print(f"ends: {task['why']}", flush=True)
+                print(f"ends: {task['why']}", *self._tables.told(), sep="; ", flush=True)
                 return True
             if task["do"] == "join":
                 return False
@@ -101,14 +107,23 @@ class Worker:
     def _train(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:
         step, ranks = task["step"], task["ranks"]
         batches = [self._duty.micro_batch(step, rank) for rank in ranks]
+        with self._duty.measured(step):
+            losses = self._learned(batches, links, step, ranks)
+        return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
+
+    def _learned(
+        self, batches: Sequence[Any], links: Sequence[ShardLink], step: int, ranks: Sequence[int]
+    ) -> list[Tensor]:
+        """Pull, compute, push; the losses."""
         self._pull(links, step - 1 if self._gathers else 0)
+        self._tables.oldest = step - 1 - self._staleness
         if self._overlap and len(ranks) == 1 and (self._gathers or self._numerics.clip_norm is None):
             losses = [self._overlapped(self._overlap, batches[0], links, step, ranks[0])]
         else:
             losses = self._summed(batches, links, step, ranks)
         for link in links:
             link.settle()
-        return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
+        return losses
 
     def _summed(
         self, batches: Sequence[Any], links: Sequence[ShardLink], step: int, ranks: Sequence[int]
@@ -182,6 +197,7 @@ class Worker:
 
     def _evaluate(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:
         self._pull(links, 0)
+        self._tables.oldest = None
         batches = self._duty.evaluation(task["part"], task["parts"])
         with autocast(self._world.device, self._numerics.precision):
             sums, names = metric_sums(self._recipe, self._model, batches)

@@ -1,0 +1,44 @@
+"""Rows that a worker reads again: each has seen what the bound asks for, and is the row that was asked for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from worldsize.core import ConfigError
+from worldsize.strategies.parameter_server.cache import RowCache
+from worldsize.strategies.parameter_server.strategy import ParameterServer
+
+DIM = 3
+
+
+def pulled(ids_n: Tensor, clock: int) -> Tensor:
+    """A row that says which one it is, and when it was pulled."""
+    return torch.stack([ids_n, torch.full_like(ids_n, clock), ids_n], dim=1).float()
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 64, 1000])
+def test_a_read_is_never_staler_than_the_bound(capacity: int) -> None:
+    dice, cache, reads = random.Random(capacity), RowCache(capacity, DIM), 0
+    for step in range(1, 200):
+        staleness, clock = 4, step - 1 - dice.randrange(5)  # of the server, which is within the bound
+        ids_n = torch.tensor(sorted(dice.sample(range(500), dice.randrange(1, 60))))
+        oldest = max(0, step - 1 - staleness)
+        rows_nd, missing_n = cache.get(ids_n, oldest)
+        found_nd = rows_nd[~missing_n]
+        assert (found_nd[:, 0] == ids_n[~missing_n]).all()
+        assert (found_nd[:, 2] == ids_n[~missing_n]).all()
+        assert (found_nd[:, 1] >= oldest).all()
+        reads += len(found_nd)
+        cache.put(ids_n[missing_n], pulled(ids_n[missing_n], clock), clock)
+    assert reads == cache.read - cache.missed > 0
+
+
+def test_rows_are_cached_only_where_reads_may_be_stale() -> None:
+    assert ParameterServer(consistency="bounded", staleness=2, cache_rows=10).cache_rows == 10
+    for consistency in ("sync", "bounded", "async"):
+        with pytest.raises(ConfigError, match=r"Set strategy\.consistency=bounded and strategy\.staleness"):
+            ParameterServer(consistency=consistency, cache_rows=10)
