@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from links import measured_links, trained_on, warm_python
+from links import examined, trained_on, warm_python
 from worldsize.app.execute import settings_of
 from worldsize.app.predict import Given, Predictor
 from worldsize.config.compose import compose_and_call
@@ -26,7 +26,7 @@ from worldsize.planning.forecast import Forecast
 from worldsize.planning.scaling import spread
 from worldsize.testing.hosts import running
 
-EACH, STEPS, WARM_UP, BATCH = 2, 12, 4, 8
+EACH, STEPS, WARM_UP, BATCH = 2, 50, 2, 8
 MODELS = {"small": ("recipe.width=128",), "large": ("recipe.width=256",)}  # 3.3 and 12.9 MB of parameters
 OPTIONS = ("recipe=stdlib_lm", "recipe.depth=4", "clip_norm=null", f"batch_size={BATCH}")
 WAYS = {
@@ -49,7 +49,7 @@ def main(megabits: int, model: str, tokens: int) -> None:
         folder = Path(name)
         with running(folder, name="plan", count=4) as hosts:
             hosts.shape(f"{megabits}mbit")
-            links = measured_links(hosts, EACH)
+            links = examined(hosts, *shape, f"cluster.processes_per_node={EACH}", python=python)
             predicted = forecasts(Predictor(Given(links=links, one_machine=True)), shape)
             for way, options in WAYS.items():
                 words = (*shape, *options, f"cluster.processes_per_node={EACH}", f"steps={STEPS}")
@@ -62,7 +62,8 @@ def main(megabits: int, model: str, tokens: int) -> None:
                 drawn.add_row(way, *cells, f"{error:+.0%}", *parts)
     Console(width=120).print(drawn)
     for tier, link in links.items():
-        print(f"{tier}: {link.bandwidth / 1e6:.1f} MB/s, {1e6 * link.latency:.0f} µs")
+        micro = f"{1e6 * link.latency:.0f} µs, gap {1e6 * link.gap:.0f} µs"
+        print(f"{tier}: {link.bandwidth / 1e6:.1f} MB/s, {micro}, incast {link.incast:.2f}")
     _judge(measured, {way: each.step_seconds for way, each in predicted.items()})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,13 +33,18 @@ __all__ = ["ConfigError", "NonfiniteLossError", "WorldsizeError"]  # raised by w
 
 @dataclass(frozen=True)
 class Link:
-    """One tier of the interconnect: bandwidth in bytes a second per direction, latency in seconds.
+    """One tier of the interconnect: bandwidth in bytes a second per direction, latency in seconds. ``gap``: seconds of
+    a round in which every rank sends to one and hears from one, at the least, however few the bytes (g of LogP, Culler
+    et al. 1993, doi:10.1145/155332.155333): more than the latency where processors are what bounds it. ``incast``:
+    share of the bandwidth that is left where all ranks send to all at once (Phanishayee et al., FAST 2008).
 
     Of tiers "device" and "node" a rank's, of "network" a node's: its ranks share it.
     """
 
     bandwidth: float
     latency: float
+    gap: float = 0.0
+    incast: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,23 +73,13 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Handling:
-    """Seconds that a rank needs for each byte of float32 that it writes as a message, reads from one, or adds up."""
-
-    encode: float = 0.0
-    decode: float = 0.0
-    add: float = 0.0
-
-
-@dataclass(frozen=True)
 class Workload:
     """A step of training, before it is known how it will be divided. Bytes are of the whole model.
 
     ``unit_bytes``: of the largest part that a sharded model gathers at once; ``activation_bytes``: of a micro-batch;
     ``boundary_bytes``: of what one block hands to the next, for a micro-batch; ``compute_seconds``: forward, backward
     and update of what one rank does in a step, by itself; ``update_seconds``: of these the update; ``overlap``: share
-    of them behind which communication hides. ``handling``: by codec of the messages, "none" if they are sent as they
-    are.
+    of them behind which communication hides; ``sum_seconds``: to add up as many numbers as there are parameters.
     """
 
     parameter_bytes: float
@@ -95,7 +91,7 @@ class Workload:
     compute_seconds: float = 0.0
     update_seconds: float = 0.0
     overlap: float = 0.0
-    handling: Mapping[str, Handling] = field(default_factory=dict)
+    sum_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class Cost:
     """What a strategy makes of a :class:`Workload`, for each rank: memory, bytes sent and seconds of communication a
     step; ``across_bytes`` are what a node sends to others. ``exposed_seconds``: of that communication, what cannot
     hide behind compute (None: what is longer than the share of it that can be hidden behind). ``added_seconds``: what
-    a rank computes beside the workload (encoding), or less if negative (an update that others share). ``idle``: share
+    a rank computes beside the workload, or less if negative (an update that others share). ``idle``: share
     of a step in which a rank waits its turn. ``same``: a step's result is that of one process, up to rounding.
     """
 
@@ -351,6 +347,7 @@ class Duty:
     ``micro_batch(step, logical_rank)``, ``evaluation(part, parts)``: data, of any part of the run.
     ``address``: of this host, as the others reach it.
     ``begins(step)``, ``passes(point)``: where faults may have been planned.
+    ``measured(step)``: within is what this process computes of a step, whose data it has drawn; its times are logged.
     """
 
     folder: Path
@@ -364,6 +361,7 @@ class Duty:
     wants_stop: Callable[[], bool]
     begins: Callable[[int], None]
     passes: Callable[[str], None]
+    measured: Callable[[int], AbstractContextManager[None]]
     address: str = "127.0.0.1"
 
 

@@ -7,12 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, World
 from worldsize.planning.doctor.found import leave
@@ -20,8 +22,10 @@ from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 
 _FIRST, _LARGEST = 1 << 20, 1 << 26  # bytes of a message
+_GATHERED = 1 << 25  # bytes of a ring's, at most: about a bucket of DDP
 _SECONDS = 0.15  # that a measured message should take
 _REPEATS, _MESSAGES = 3, 50
+_GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,13 @@ def probe(world: World, placement: Placement, transport: Mapping[str, Any], find
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     leave(findings, f"rank_{world.rank:05d}", who)
     found = [asdict(edge) for edge in _measure(world, placement.local_world_size, pairs=pairs)]
+    rings = _rings(world)
     gathered: list[Any] = [found]
     if world.size > 1:
         gathered = [None] * world.size
         dist.all_gather_object(gathered, found)
     if world.rank == 0:
-        leave(findings, "links", {"edges": [edge for each in gathered for edge in each]})
+        leave(findings, "links", {"edges": [edge for each in gathered for edge in each], "rings": rings})
     return 0
 
 
@@ -156,6 +161,54 @@ def _echo(world: World, source: int) -> None:
     hear(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device), 1)
     hear(few, 1)
     hear(torch.zeros(int(few), dtype=torch.uint8, device=world.device), _REPEATS)
+
+
+def _rings(world: World) -> dict[str, dict[str, float]]:
+    """By tier, what a ring carries while all of them are busy: those inside the nodes, and one over all ranks, of which
+    one edge leaves each node. As the fields of a Link, but for the latency.
+    """
+    everyone, inside = world.groups.get("all"), world.groups.get("node")
+    rings = {"node": everyone} if inside is None else {"node": inside, "network": everyone}
+    found = {tier: _ring(world, ring) for tier, ring in rings.items() if ring is not None and ring.size() > 1}
+    if everyone is not None and inside is not None:
+        found["network"]["incast"] = _incast(world, everyone, inside.size(), found["network"]["bandwidth"])
+    return found
+
+
+def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
+    """Of an all-gather, by round: the time of a few bytes, and the bandwidth of many. Means, since a step waits for the
+    slow ones too.
+    """
+    rounds = ring.size() - 1
+
+    def seconds(size: int, times: int) -> float:
+        part, whole = _bytes(world, size), _bytes(world, size * ring.size())
+        return _mean(world, partial(dist.all_gather_into_tensor, whole, part, group=ring), times) / rounds
+
+    gap = seconds(8, _GATHERS)
+    first = torch.tensor(seconds(_FIRST // ring.size(), _REPEATS), device=world.device)
+    dist.all_reduce(first, group=ring)  # all must send as much
+    size = int(min(_GATHER_SECONDS * _FIRST / (rounds * float(first)), _GATHERED / ring.size()))
+    return {"gap": gap, "bandwidth": size / seconds(size, _REPEATS)}
+
+
+def _incast(world: World, group: ProcessGroup, per_node: int, bandwidth: float) -> float:
+    """Of an all-to-all that would take :data:`_GATHER_SECONDS` at full ``bandwidth``."""
+    few = torch.tensor(bandwidth, device=world.device)
+    dist.broadcast(few, 0, group=group)
+    part = int(min(_GATHER_SECONDS * float(few) / (per_node * (group.size() - per_node)), _GATHERED / group.size()))
+    theirs, mine = (_bytes(world, part * group.size()) for _ in range(2))
+    seconds = _mean(world, partial(dist.all_to_all_single, theirs, mine, group=group), _REPEATS)
+    return min(1.0, per_node * (group.size() - per_node) * part / bandwidth / seconds)
+
+
+def _bytes(world: World, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=world.device)
+
+
+def _mean(world: World, action: Callable[[], Any], times: int) -> float:
+    action()  # connects
+    return statistics.fmean(_timed(world, action) for _ in range(times))
 
 
 def _timed(world: World, action: Callable[[], Any]) -> float:

@@ -97,6 +97,8 @@ def test_four_hosts_are_green_and_their_links_measured(examined: Any, tmp_path: 
         if source != target
     }
     assert network["bandwidth"] < 1.3 * 125e6  # the shaped link, and not loopback's
+    assert network["gap"] > network["latency"] > 0  # eight threads of four hosts share two cores
+    assert 0 < network["incast"] <= 1
     assert "✓" in found.shown
     assert not list((tmp_path / "project" / "runs" / "doctor").iterdir())
 

@@ -42,6 +42,14 @@ def test_the_payload_at_which_64_gpus_spend_half_of_a_step_on_a_flat_ring() -> N
     assert ring_payload_bytes(1e-6, 64, NETWORK) == 0
 
 
+def test_a_round_takes_no_less_than_the_gap_and_a_crowd_slows_a_link() -> None:
+    busy = Link(1e9, 1e-5, gap=1e-3, incast=0.8)
+    assert all_gather_seconds(8e3, 8, busy) == pytest.approx(7 * 1e-3)
+    assert ring_all_reduce_seconds(8e9, 8, busy) == pytest.approx(14 * (1e-5 + 1.0))
+    assert all_to_all_seconds(8e3, 4, 2, NODE, busy) == pytest.approx(1e-3)
+    assert all_to_all_seconds(8e9, 4, 2, NODE, busy) == pytest.approx(1e-5 + 12.0 / 0.8)  # 2 × 6 GB leave a node
+
+
 @pytest.mark.parametrize("payload", [1e6, 1e8, 2e9])
 def test_eight_nodes_of_eight_are_faster_by_node_than_as_one_ring(payload: float) -> None:
     flat = ring_all_reduce_seconds(payload, 64, NETWORK)

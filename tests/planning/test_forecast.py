@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from worldsize.core import Cluster, Cost, Handling, Link, Workload
+from worldsize.core import Cluster, Cost, Link, Workload
 from worldsize.planning.advice import best_text, retuning_text, unfit
 from worldsize.planning.forecast import Forecast, accumulated, forecast
-from worldsize.planning.spread import coding_seconds, served_bytes
+from worldsize.planning.spread import served_bytes
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 
 LINKS = {"node": Link(10e9, 0.0), "network": Link(1e9, 0.0)}
-WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.5, handling={"none": Handling()})
+WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.5)
 
 
 def cluster(nodes: int, each: int, device: str = "cpu") -> Cluster:
@@ -39,14 +39,15 @@ def test_gloo_reduces_where_others_scatter() -> None:
     assert on_cpus.step_seconds == pytest.approx(0.4 - 7 / 8 * 0.04 + 2.8)  # a rank updates an eighth
 
 
-def test_encoding_takes_time_and_saves_bytes() -> None:
-    handling = Handling(encode=2e-9, decode=1e-9, add=0.5e-9)
-    assert coding_seconds(1e8, 4, handling, lossy=False) == pytest.approx(1.25 * 0.2 + 2 * 0.1 + 3 * 0.05)
-    assert coding_seconds(1e8, 4, handling, lossy=True) == pytest.approx(1.25 * 0.2 + 3.25 * 0.1 + 5 * 0.05)
-    work = Workload(8e8, 0.0, compute_seconds=1.0, handling={"bf16": handling})
-    found = DDP(compress="bf16").cost(work, cluster(4, 2))
+def test_compressed_sums_are_an_all_to_all_and_an_all_gather() -> None:
+    found = DDP(compress="bf16").cost(WORK, cluster(4, 2))
     assert found.communication_seconds == pytest.approx(4e8 * (2 * 6 / 8 + 7 / 8) / 1e9)
-    assert found.added_seconds == pytest.approx(coding_seconds(8e8, 8, handling, lossy=False))
+
+
+def test_what_was_measured_under_the_strategy_stands_for_what_the_workload_has() -> None:
+    cost = Cost(0.0, 0.0, 0.0, 1.0, idle=0.2, exposed_seconds=0.3, added_seconds=0.1)
+    assert forecast(cost, WORK).step_seconds == pytest.approx((0.4 + 0.1) / 0.8 + 0.3)
+    assert forecast(cost, WORK, 0.6).step_seconds == pytest.approx(0.6 / 0.8 + 0.3)
 
 
 def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:

@@ -13,13 +13,15 @@ def point(size: int, rate: float, *, strategy: str = "ddp", accumulation: int = 
 
 def test_a_step_is_as_long_as_on_its_slowest_rank_and_warm_up_does_not_count() -> None:
     line = {"data_seconds": 0.1, "compute_seconds": 0.2, "communication_seconds": 0.3, "update_seconds": 0.1}
-    slow = [{**line, "step_seconds": 0.9 if step < 2 else 0.6 + step / 100} for step in range(10)]
-    quick = [{**line, "step_seconds": 0.6, "data_seconds": 0.0} for _ in slow]
+    slow = [{**line, "step": step, "step_seconds": 0.9 if step < 2 else 0.6 + step / 100} for step in range(10)]
+    quick = [{**line, "step": step, "step_seconds": 0.6, "data_seconds": 0.0} for step in range(12)]
     found = timed([quick, slow])
     assert found.step_seconds == pytest.approx(0.7 + 0.055)  # steps 2 to 9: 0.72 to 0.79
     assert found.spread_seconds == pytest.approx(0.045)
     assert found.phases == pytest.approx({"data": 0.05, "compute": 0.2, "communication": 0.3, "update": 0.1})
-    assert timed([[{"step_seconds": 1.0, "data_seconds": 0.5}] * 5]).phases == {"data": 0.5}
+    assert timed([[{"step": step, "step_seconds": 1.0, "data_seconds": 0.5} for step in range(5)]]).phases == {
+        "data": 0.5
+    }
     assert spread([1.0, 2.0, 3.0]) == 2.0
 
 

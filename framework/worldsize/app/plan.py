@@ -124,11 +124,19 @@ def _forecasts(predictor: Predictor, shared: Sequence[str]) -> tuple[dict[str, F
     found: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for name, settings in _strategies(refused, shared):
+        _note(f"trying {name}")
         try:
             found[name] = predictor.forecast(settings)
         except ConfigError as error:
             refused[name] = str(error)
+    _note("")
     return found, refused
+
+
+def _note(text: str) -> None:
+    """In place of the last one, for who looks on. Without a thread, since processes are forked meanwhile."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _strategies(refused: dict[str, str], shared: Sequence[str]) -> Iterator[tuple[str, Settings]]:

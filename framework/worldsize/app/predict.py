@@ -6,7 +6,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import final
 
@@ -16,6 +18,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Link, Numerics, Workload
 from worldsize.engine.data import Order
 from worldsize.planning.calibrate import calibrate
+from worldsize.planning.dry_run import slowdown
 from worldsize.planning.forecast import Forecast, accumulated, forecast
 from worldsize.world.world import threads_per_process
 
@@ -41,7 +44,7 @@ def links_of(file: Path) -> dict[str, Link]:
     """
     try:
         tiers = json.loads(file.read_text())["links"]
-        return {tier: Link(float(found["bandwidth"]), float(found["latency"])) for tier, found in tiers.items()}
+        return {tier: Link(**{name: float(value) for name, value in found.items()}) for tier, found in tiers.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} has no measured links ({error!r}). Write it with worldsize doctor --json.") from None
 
@@ -64,7 +67,21 @@ class Predictor:
         cost = settings.strategy.cost(work, self.cluster(settings))
         if cost is None:
             raise ConfigError("it does not say what it costs")
-        return forecast(cost, work)
+        return forecast(cost, work, self._computed(settings))
+
+    def _computed(self, settings: Settings) -> float | None:
+        """In a step under the strategy itself; None where compute is given, or it cannot be tried, or has no peers."""
+        given, cluster = self._given, settings.cluster
+        is_given = given.parameter_bytes or given.compute_seconds is not None
+        if is_given or cluster.processes == 1 or len(settings.roles) > 1:
+            return None
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            try:
+                times = pool.submit(slowdown, settings, self._device(cluster), _threads(cluster)).result()
+            except RuntimeError:  # it communicates otherwise
+                return None
+        micro_batches = settings.logical_ranks // settings.strategy.data_parallel(cluster)
+        return times * accumulated(self._micro_batch(settings), micro_batches).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:
         """Of one rank's step, if all that train share the batch evenly."""
@@ -81,13 +98,12 @@ class Predictor:
 
     def _micro_batch(self, settings: Settings) -> Workload:
         cluster, batch_size = settings.cluster, settings.batch_size // settings.logical_ranks
-        threads = cluster.threads or threads_per_process(cluster.processes_per_node)
-        key = (batch_size, self._at_once(settings), threads)
+        key = (batch_size, self._at_once(settings), _threads(cluster))
         if key not in self._measured:
             order = Order(settings.seed, settings.batch_size, settings.logical_ranks, (0,))
             numerics = getattr(settings.strategy, "numerics", Numerics())
             self._measured[key] = calibrate(
-                settings.recipe, numerics, order, self._device(cluster), at_once=key[1], threads=threads
+                settings.recipe, numerics, order, self._device(cluster), at_once=key[1], threads=key[2]
             )
         return self._measured[key]
 
@@ -110,3 +126,7 @@ class Predictor:
         if self._given.one_machine or cluster.nodes == 1:
             return workers
         return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be another machine
+
+
+def _threads(cluster: Cluster) -> int:
+    return cluster.threads or threads_per_process(cluster.processes_per_node)

@@ -14,20 +14,18 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.collectives.codecs import CODECS
-from worldsize.core import Handling, MicroBatch, Numerics, Recipe, Workload, World
+from worldsize.core import MicroBatch, Numerics, Recipe, Workload, World
 from worldsize.engine.data import Order, micro_batches
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 
-_WARM_UP, _STEPS = 2, 5
-_HANDLED = 25 << 18  # numbers at most: a bucket of DDP
+_WARM_UP, _STEPS = 2, 11
 
 
 def calibrate(
     recipe: Recipe, numerics: Numerics, order: Order, kind: str, *, at_once: int = 1, threads: int = 1
 ) -> Workload:
     """Of the micro-batches in ``order``, on one process of so many ``threads`` and this machine's first device of a
-    ``kind`` ("cpu", "cuda"): its ``compute_seconds``, the wait for data included, are the median of five steps.
+    ``kind`` ("cpu", "cuda"): its ``compute_seconds``, the wait for data included, are the median of eleven steps.
 
     With ``at_once`` processes, which do the same at the same time, each step is as long as the longest of them: as it
     will be where they share cores and memory. They are forked: this process must have no OpenMP pool.
@@ -81,7 +79,7 @@ class _Calibration:
             compute_seconds=seconds,
             update_seconds=min(update, seconds),
             overlap=max(0.0, seconds - forward - update) / seconds,
-            handling=self._handling(sum(parameter.numel() for parameter in parameters)),
+            sum_seconds=self._sum_seconds(sum(parameter.numel() for parameter in parameters)),
         )
 
     def _seconds(
@@ -96,19 +94,10 @@ class _Calibration:
 
         return self._timed(lambda: replica.step(draw())), self._timed(forward), self._timed(replica.optimizer.step)
 
-    def _handling(self, numbers: int) -> dict[str, Handling]:
-        """Of a tensor as large as all gradients, whose memory is asked for anew each time as in a step."""
-        numbers = min(numbers, _HANDLED)
-        values_1n = torch.randn(1, numbers, device=self.device)
-        other_1n, each = values_1n.clone(), 1 / values_1n.nbytes
-        added = each * self._timed(lambda: other_1n.add_(values_1n))
-        found = {"none": Handling(add=added)}
-        for name, codec in CODECS.items():
-            wire = codec.encode(values_1n)
-            encode = each * self._timed(lambda codec=codec: codec.encode(values_1n))  # type: ignore[misc]
-            decode = each * self._timed(lambda codec=codec, wire=wire: codec.decode(wire, numbers))  # type: ignore[misc]
-            found[name] = Handling(encode, decode, added)
-        return found
+    def _sum_seconds(self, numbers: int) -> float:
+        values_n = torch.randn(numbers, device=self.device)
+        others_n = values_n.clone()
+        return self._timed(lambda: others_n.add_(values_n))
 
     def _timed(self, action: Callable[[], object]) -> float:
         return statistics.median([self._once(action) for _ in range(_WARM_UP + _STEPS)][_WARM_UP:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from worldsize.core import Link
 
@@ -16,9 +17,14 @@ def message_seconds(payload_bytes: float, link: Link) -> float:
     return link.latency + payload_bytes / link.bandwidth
 
 
+def round_seconds(payload_bytes: float, link: Link) -> float:
+    """Each rank sends so many bytes to one and hears as many from one."""
+    return max(message_seconds(payload_bytes, link), link.gap)
+
+
 def all_gather_seconds(payload_bytes: float, ranks: int, link: Link) -> float:
-    """Ring; ``payload_bytes`` is what every rank has in the end. n − 1 messages of 1/n of it."""
-    return (ranks - 1) * message_seconds(payload_bytes / ranks, link)
+    """Ring; ``payload_bytes`` is what every rank has in the end. n − 1 rounds of 1/n of it."""
+    return (ranks - 1) * round_seconds(payload_bytes / ranks, link)
 
 
 def reduce_scatter_seconds(payload_bytes: float, ranks: int, link: Link) -> float:
@@ -47,10 +53,14 @@ def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, in
     them (github.com/pytorch/gloo, gloo/alltoall.cc): one latency. A node's ranks share its link ``across``.
     """
     ranks = nodes * ranks_per_node
-    near = message_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
+    near = _crowded_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
     if nodes == 1:
         return near
-    return max(near, message_seconds(ranks_per_node * (ranks - ranks_per_node) * payload_bytes / ranks, across))
+    return max(near, _crowded_seconds(ranks_per_node * (ranks - ranks_per_node) * payload_bytes / ranks, across))
+
+
+def _crowded_seconds(payload_bytes: float, link: Link) -> float:
+    return round_seconds(payload_bytes / link.incast, link)
 
 
 def hierarchical_all_reduce_seconds(
@@ -61,7 +71,7 @@ def hierarchical_all_reduce_seconds(
     ``across`` is the link of a rank, or with ``shared`` of a node, whose ranks then divide its bandwidth.
     """
     mine = payload_bytes / ranks_per_node
-    link = Link(across.bandwidth / ranks_per_node, across.latency) if shared else across
+    link = replace(across, bandwidth=across.bandwidth / ranks_per_node) if shared else across
     inner = reduce_scatter_seconds(payload_bytes, ranks_per_node, inside)
     return (
         inner + ring_all_reduce_seconds(mine, nodes, link) + all_gather_seconds(payload_bytes, ranks_per_node, inside)

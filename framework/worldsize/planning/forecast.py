@@ -25,9 +25,12 @@ class Forecast:
         return self.compute_seconds / self.step_seconds if self.step_seconds else 1.0
 
 
-def forecast(cost: Cost, work: Workload) -> Forecast:
-    """A rank is idle in its share of the compute; what communication hides behind compute is not waited for."""
-    busy = (work.compute_seconds + cost.added_seconds) / (1 - cost.idle)
+def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forecast:
+    """A rank is idle in its share of the compute; what communication hides behind compute is not waited for.
+
+    ``computed``: seconds that a rank computes in a step, where that was measured under the strategy itself.
+    """
+    busy = (work.compute_seconds + cost.added_seconds if computed is None else computed) / (1 - cost.idle)
     exposed = cost.exposed_seconds
     if exposed is None:
         exposed = exposed_seconds(cost.communication_seconds, work.overlap * work.compute_seconds)

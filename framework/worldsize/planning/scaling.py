@@ -42,10 +42,12 @@ class Point:
 
 
 def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
-    """From the lines of ``timing/``, by rank. A step is as long as on the rank where it is longest; a phase is the mean
-    over ranks. The first fifth of the steps is left out.
+    """From the lines of ``timing/``, by rank, of the steps that all have. A step is as long as on the rank where it is
+    longest; a phase is the mean over ranks. The first fifth of the steps is left out.
     """
-    steps = list(zip(*ranks, strict=True))
+    by_step = [{int(line["step"]): line for line in lines} for lines in ranks]
+    shared = sorted(set.intersection(*map(set, by_step)))
+    steps = [[lines[step] for lines in by_step] for step in shared]
     steps = steps[int(_WARM_UP * len(steps)) :]
     seconds = [max(line["step_seconds"] + line["data_seconds"] for line in lines) for lines in steps]
     known = [phase for phase in PHASES if f"{phase}_seconds" in steps[0][0]]
@@ -63,13 +65,13 @@ def spread(seconds: Sequence[float]) -> float:
 
 
 def read_timed(run: Path, batch_size: int) -> Timed:
-    """Of a run folder; where no process trains by itself (servers deal the work), from its throughput alone."""
+    """Of a run folder; without the times of ranks (``observe.anatomy=false``, servers) from its throughput alone."""
     files = sorted((run / "timing").glob("worker_*.jsonl"))
     if files:
         return timed([[json.loads(line) for line in file.read_text().splitlines()] for file in files])
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    rates = [line["samples_per_second"] for line in lines if line["event"] == "step"]
-    return timed([[{"step_seconds": batch_size / rate, "data_seconds": 0.0} for rate in rates]])
+    steps = [(line["step"], batch_size / line["samples_per_second"]) for line in lines if line["event"] == "step"]
+    return timed([[{"step": step, "step_seconds": seconds, "data_seconds": 0.0} for step, seconds in steps]])
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from worldsize.core import Cluster, ConfigError, Handling, Link, Workload
+from worldsize.core import Cluster, ConfigError, Link, Workload
 from worldsize.planning.cost import (
     all_gather_seconds,
     all_to_all_seconds,
@@ -83,7 +84,7 @@ def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 
     if cluster.nodes == 1:
         return all_reduce_seconds(payload_bytes, cluster)
     network = link(cluster, "network")
-    network = Link(network.bandwidth / smaller, network.latency)
+    network = replace(network, bandwidth=network.bandwidth / smaller)
     inside = link(cluster, "node") if cluster.processes_per_node > 1 else network
     return hierarchical_all_reduce_seconds(
         payload_bytes, cluster.nodes, cluster.processes_per_node, inside, network, shared=True
@@ -93,17 +94,6 @@ def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 
 def whole_bytes(work: Workload) -> float:
     """Parameters, gradients, optimizer state and activations where nothing is divided."""
     return 2 * work.parameter_bytes + work.optimizer_bytes + work.activation_bytes
-
-
-def coding_seconds(payload_bytes: float, ranks: int, handling: Handling, *, lossy: bool) -> float:
-    """What a rank computes for a compressed sum over ``ranks``: it divides, writes its parts, reads and adds up the
-    others', writes and reads the sum, and puts it back. With ``lossy`` codecs it adds what earlier messages left out
-    and works out what these do. See :func:`worldsize.collectives.reductions.compressed`.
-    """
-    written, read, added = 1 + 1 / ranks, 2.0, 3.0
-    if lossy:
-        read, added = read + 1 + 1 / ranks, added + 2
-    return payload_bytes * (written * handling.encode + read * handling.decode + added * handling.add)
 
 
 def ring_share(ranks: int) -> float:

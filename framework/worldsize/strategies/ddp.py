@@ -16,7 +16,6 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Handling,
     Numerics,
     Recipe,
     Reduction,
@@ -32,7 +31,6 @@ from worldsize.planning.spread import (
     all_gather_all_seconds,
     all_reduce_seconds,
     by_node_seconds,
-    coding_seconds,
     exchanged_across_bytes,
     exchanged_all_seconds,
     ring_share,
@@ -81,8 +79,8 @@ class DDP(Strategy):
         return {"worker": Role(processes=cluster.processes)}
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Buckets hide behind the backward pass. What ``compress`` saves and costs counts where it applies: everywhere,
-        or across nodes only. Gradients that are small on CPUs are gathered whole, see collectives/gathered.py.
+        """Buckets hide behind the backward pass. What ``compress`` saves counts where it applies: everywhere, or
+        across nodes only. Gradients that are small on CPUs are gathered whole, see collectives/gathered.py.
         """
         payload, ranks = work.parameter_bytes, cluster.processes
         if self._is_by_node(cluster):
@@ -101,7 +99,6 @@ class DDP(Strategy):
             across_bytes=across(cluster, leaving),
             communication_seconds=seconds(payload),
             exposed_seconds=hidden if work.overlap else None,
-            added_seconds=self._added_seconds(work, cluster),
         )
 
     @property
@@ -128,15 +125,6 @@ class DDP(Strategy):
         if self._is_exchanged:
             return exchanged_all_seconds(payload_bytes * self._factor, cluster)
         return all_reduce_seconds(payload_bytes * self._factor, cluster)
-
-    def _added_seconds(self, work: Workload, cluster: Cluster) -> float:
-        """Encoding, and sums that are computed here rather than while others are on their way."""
-        payload, ranks, summed = work.parameter_bytes, cluster.processes, 0.0
-        if self._is_by_node(cluster):
-            summed = 3 * payload * work.handling.get("none", Handling()).add  # divided, added up, put back
-            payload, ranks = payload / cluster.processes_per_node, cluster.nodes
-        handling = work.handling.get(self.compress, Handling()) if self.compress in SIZES else Handling()
-        return summed + coding_seconds(payload, ranks, handling, lossy=self.compress == "int8")
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model().to(world.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 import torch
@@ -16,7 +16,6 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Link,
     Numerics,
     Precision,
     Recipe,
@@ -98,7 +97,7 @@ class FSDP(Strategy):
         copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
         if copies > 1:
             between = 2 * ring_share(copies) * payload / size
-            shared = Link(slowest(cluster).bandwidth / cluster.processes_per_node, slowest(cluster).latency)
+            shared = replace(slowest(cluster), bandwidth=slowest(cluster).bandwidth / cluster.processes_per_node)
             seconds += ring_all_reduce_seconds(payload / size, copies, shared)
             sent, leaving = sent + between, leaving + between * cluster.processes_per_node
         ends = 2 * all_gather_seconds(work.unit_bytes, size, inside)

@@ -205,14 +205,21 @@ def _expanded_counts(text: str) -> list[int]:
     return [int(count) for count, times in pairs for _ in range(int(times or 1))]
 
 
+_JOB = {
+    "id": "SLURM_JOB_ID",
+    "array_task": "SLURM_ARRAY_TASK_ID",
+    "partition": "SLURM_JOB_PARTITION",
+    "nodes": "SLURM_JOB_NODELIST",
+}
+
+
 def job_of(environ: Environ) -> dict[str, Any] | None:
     """What the manifest says of the scheduler's job that this process belongs to."""
     if "SKYPILOT_TASK_ID" in environ:  # the same after a recovery
         return {"scheduler": "skypilot", "id": environ["SKYPILOT_TASK_ID"]}
     if "SLURM_JOB_ID" not in environ:
         return None
-    names = {"id": "SLURM_JOB_ID", "array_task": "SLURM_ARRAY_TASK_ID", "partition": "SLURM_JOB_PARTITION"}
-    facts = {key: environ[name] for key, name in names.items() if name in environ}
+    facts = {key: environ[name] for key, name in _JOB.items() if name in environ}
     return {"scheduler": "slurm", **facts, "requeues": int(environ.get("SLURM_RESTART_COUNT", "0"))}
 
 

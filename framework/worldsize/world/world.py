@@ -152,8 +152,8 @@ def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
 
 
 def places(world: World) -> list[tuple[str, str]]:
-    """Host and device of each rank of this role, which all of them must ask for."""
-    mine = (socket.gethostname(), str(world.device))
+    """Host, as its scheduler knows it, and device of each rank of this role, which all of them must ask for."""
+    mine = (os.environ.get("SLURMD_NODENAME") or socket.gethostname(), str(world.device))
     group = world.groups.get(f"checkpoint/{world.role}")  # of gloo: what is sent are objects
     if group is None:
         return [mine]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,8 +26,11 @@ def test_ranks_of_a_node_share_its_link_and_the_slowest_link_bounds_a_tier() -> 
     assert links["network"][0, 1].bandwidth == pytest.approx(7e7)
     assert links["network"][1, 0].bandwidth == pytest.approx(2e8)
     assert links["node"][0, 0].bandwidth == pytest.approx(4e9)
-    assert tiers(links)["network"].bandwidth == pytest.approx(7e7)
-    assert tiers(links)["network"].latency == pytest.approx(2e-4)
+    assert tiers(links, {})["network"].bandwidth == pytest.approx(7e7)
+    assert tiers(links, {})["network"].latency == pytest.approx(2e-4)
+    rings = {"network": {"bandwidth": 6e7, "gap": 1e-3, "incast": 0.7}}
+    assert replace(tiers(links, rings)["network"], latency=0) == Link(6e7, 0, gap=1e-3, incast=0.7)
+    assert tiers(links, rings)["node"].bandwidth == pytest.approx(4e9)
 
 
 @pytest.mark.parametrize("node", range(4))
@@ -85,7 +89,8 @@ def test_plain_sockets_where_a_fabric_is_declared_are_a_red_line() -> None:
 def test_the_report_has_the_links_and_pairs_that_plan_reads() -> None:
     written = evaluate(found(), cluster(network=GIGABIT), needed_bytes=0).as_json()
     assert written["schema"] == 1
-    assert written["links"]["network"] == {"bandwidth": pytest.approx(GIGABIT), "latency": pytest.approx(1e-4)}
+    network = {"bandwidth": pytest.approx(GIGABIT), "latency": pytest.approx(1e-4), "gap": 0.0, "incast": 1.0}
+    assert written["links"]["network"] == network
     assert [(pair["from"], pair["to"]) for pair in written["pairs"]] == [
         ("h1", "h2"),
         ("h2", "h3"),

@@ -28,4 +28,4 @@ def evaluate(found: Found, cluster: Cluster, *, needed_bytes: float) -> Report:
     measured = links.measured(found.edges, cluster.processes_per_node)
     left_out = ("versions", "nonce")
     told = [{key: value for key, value in facts.items() if key not in left_out} for facts in found.hosts.values()]
-    return Report(checks, links.tiers(measured), links.pairs(measured, found), told)
+    return Report(checks, links.tiers(measured, found.rings), links.pairs(measured, found), told)

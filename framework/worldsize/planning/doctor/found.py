@@ -41,6 +41,7 @@ class Found:
     meeting: Facts = field(default_factory=dict)
     ranks: Sequence[Facts] = ()
     edges: Sequence[Facts] = ()
+    rings: Mapping[str, Facts] = field(default_factory=dict)
     names: Sequence[str] = ()
 
     def name(self, node: int) -> str:
@@ -62,4 +63,4 @@ def read(folder: Path, nodes: int, names: Sequence[str] = ()) -> Found:
         # a host's clock against that of the file system, for those that nobody has asked
         hosts[int(facts["node"])] = {**facts, "ahead": facts["written"] - path.stat().st_mtime}
     ranks = [left(folder, path.stem) for path in sorted(folder.glob("rank_*.json"))]
-    return Found(nodes, dict(sorted(hosts.items())), meeting, ranks, left(folder, "links").get("edges", ()), names)
+    return Found(nodes, dict(sorted(hosts.items())), meeting, ranks, names=names, **left(folder, "links"))

@@ -42,12 +42,13 @@ def _link(tier: str, edges: Sequence[Facts]) -> Link:
     return Link(sum(rates) if tier == "network" else min(rates), latency)
 
 
-def tiers(found: Mapping[str, Measured]) -> dict[str, Link]:
-    """For each tier its slowest link, which bounds a ring, and the median latency."""
+def tiers(found: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
+    """For each tier the median latency, and what its rings have found; where there are none, as on one device, the
+    bandwidth of its slowest link.
+    """
+    slowest = {tier: {"bandwidth": min(link.bandwidth for link in links.values())} for tier, links in found.items()}
     return {
-        tier: Link(
-            min(link.bandwidth for link in links.values()), statistics.median(link.latency for link in links.values())
-        )
+        tier: Link(latency=statistics.median(link.latency for link in links.values()), **rings.get(tier, slowest[tier]))
         for tier, links in found.items()
     }
 

@@ -1,0 +1,124 @@
+"""A strategy's own steps on one rank whose peers are not there: what it computes, without communication."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, HashStore
+from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.futures import Future
+
+from worldsize.config.settings import Settings
+from worldsize.core import Cluster, MicroBatch, Numerics, Replica, World
+from worldsize.engine.data import micro_batches
+from worldsize.strategies.synchronous import alone
+
+_BACKEND = "silent"
+_WARM_UP, _STEPS = 2, 5
+
+
+def slowdown(settings: Settings, kind: str, threads: int) -> float:
+    """How many times as long as one process by itself the first rank computes in a step, with the same micro-batches:
+    hooks, encoding and copies included, what others do left out. The fastest of five steps each, in turns, in this
+    process, on this machine's first device of a ``kind`` ("cpu", "cuda").
+
+    Raises:
+        RuntimeError: the strategy communicates in a way that :class:`SilentGroup` does not know.
+    """
+    torch.set_num_threads(threads)
+    recipe, strategy, device = settings.recipe, settings.strategy, torch.device(kind)
+    with silent_world(settings.cluster, device) as world:
+        numerics = getattr(strategy, "numerics", Numerics())
+        single = alone(recipe, recipe.model().to(device), World("worker", 0, 1, 0, 1, 0, 0, device), numerics)
+        replicas, part = (single, strategy.replica(recipe, world)), settings.data_part(world)
+        batches = micro_batches(recipe.data("train"), settings.order(part.rank, part.size), device)
+        drawn = islice(batches, _WARM_UP + _STEPS)
+        turns = [[_seconds(replica, each, device) for replica in replicas] for each in drawn][_WARM_UP:]
+    return min(under_it for _, under_it in turns) / min(by_itself for by_itself, _ in turns)
+
+
+def _seconds(replica: Replica, micro_batches: Sequence[MicroBatch], device: torch.device) -> float:
+    begun = time.perf_counter()
+    replica.step(micro_batches)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+@contextmanager
+def silent_world(cluster: Cluster, device: torch.device) -> Iterator[World]:
+    """As the first rank of ``cluster`` sees it, with its groups, whose other members are not there."""
+    size, per_node = cluster.processes, cluster.processes_per_node
+    if _BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_BACKEND, _group, devices=["cpu", "cuda"])
+    dist.init_process_group(_BACKEND, store=HashStore(), rank=0, world_size=size)
+    groups: dict[str, Any] = {"all": dist.group.WORLD, "worker": dist.group.WORLD}
+    if per_node < size:
+        groups["node"] = dist.new_group(list(range(per_node)))
+        groups["across"] = dist.new_group(list(range(0, size, per_node)))
+    yield World("worker", 0, size, 0, size, 0, 0, device, groups)
+    dist.destroy_process_group()
+
+
+def _group(store: object, rank: int, size: int, timeout: object) -> ProcessGroup:
+    return SilentGroup(rank, size)
+
+
+@final
+class SilentGroup(ProcessGroup):
+    """Every collective ends at once, as if all ranks had the same tensors."""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return _BACKEND
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # by which compiled operators find it
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def barrier(self, *args: Any) -> Work:
+        return _done([])
+
+    def broadcast(self, tensors: list[Tensor], *args: Any) -> Work:  # type: ignore[override]
+        return _done(tensors)
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: AllreduceOptions
+    ) -> Work:
+        return _done([self._reduced(tensor, opts) for tensor in tensors])
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:  # type: ignore[override]
+        return self.allreduce(tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any) -> Work:  # type: ignore[override]
+        for parts, part in zip(outputs, inputs, strict=True):
+            for each in parts:
+                each.copy_(part)
+        return _done(outputs)
+
+    def all_gather_single(self, whole: Tensor, part: Tensor, *args: Any) -> Work:
+        whole.view(self.size(), -1).copy_(part.flatten().clone())  # it may be a part of the whole
+        return _done([whole])
+
+    def reduce_scatter_single(self, part: Tensor, whole: Tensor, opts: Any) -> Work:
+        part.view(-1).copy_(whole.view(self.size(), -1)[self.rank()])
+        return _done([self._reduced(part, opts)])
+
+    def _reduced(self, tensor: Tensor, opts: Any) -> Tensor:
+        return tensor.mul_(self.size()) if opts.reduceOp == ReduceOp.SUM else tensor
+
+    def all_to_all_single(self, theirs: Tensor, mine: Tensor, *args: Any) -> Work:
+        theirs.copy_(mine)
+        return _done([theirs])
+
+
+def _done(result: object) -> Work:
+    future: Future[object] = Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
