@@ -290,6 +290,20 @@ class Numerics:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update waits for the norm of the whole gradient: it is clipped, or must be finite."""
+        return self.clip_norm is not None or self.nonfinite == "skip"
+
+    @property
+    def norm_limit(self) -> float:
+        """The largest norm of a gradient; infinite without clipping."""
+        return float("inf") if self.clip_norm is None else self.clip_norm
+
+    def skips(self, norm: Tensor) -> bool:
+        """Whether the step whose gradient has ``norm`` (a scalar) leaves the parameters alone; waits for a device."""
+        return self.nonfinite == "skip" and not bool(norm.isfinite())
+
 
 # ---------------------------------------------------------------- how replicas agree
 

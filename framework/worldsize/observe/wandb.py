@@ -1,19 +1,22 @@
-"""Weights & Biases, from rank 0 of a run."""
+"""Weights & Biases, from rank 0 of a run.
+
+wandb's import takes a second: it is left to the process that logs, for which no step waits.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, final
-
-import wandb
+from typing import TYPE_CHECKING, Any, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling
 from worldsize.observe.events import described
 
-Mode = Literal["auto", "online", "offline", "disabled"]
+if TYPE_CHECKING:
+    import wandb
+
+    from worldsize.observe.wandb_run import Mode
 
 
 @final
@@ -35,9 +38,10 @@ class WandbListener:
         manifest: Path,
         folder: Path,
     ) -> None:
-        wandb.setup(wandb.Settings(silent=True))  # else finding a key asks the server whose it is: 5 s offline
+        from worldsize.observe.wandb_run import start
+
         facts = {"project": project, "id": run_id, "name": run_id, "group": group, "dir": folder}
-        self._run = _start(mode, **facts, config={**config, "manifest": _facts(manifest)})
+        self._run = start(mode, **facts, config={**config, "manifest": _facts(manifest)})
         if self._run.settings.mode != "disabled":
             print(f"wandb: {_place(self._run)}", flush=True)
 
@@ -57,41 +61,6 @@ class WandbListener:
                 self._run.finish(exit_code=0)
             case RunFailed():
                 self._run.finish(exit_code=1)
-
-
-def _start(mode: Mode, **facts: Any) -> wandb.Run:
-    """Of the modes only "auto" may change its mind: a run that no server takes is kept for ``wandb sync``."""
-    chosen = _mode(mode)
-    try:
-        return _init(chosen, **facts)
-    except wandb.Error as error:
-        if mode != "auto" or chosen != "online":
-            raise
-        reason = str(error).splitlines()[0]
-        print(f"warning: wandb is offline for this run: {reason}", file=sys.stderr)
-        wandb.teardown()  # or its service says that the run's id is in use
-        return _init("offline", **facts)
-
-
-def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb.Run:
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        disable_git=True,
-        disable_code=True,
-        disable_job_creation=True,
-        init_timeout=15.0,  # a run that ends at once waits 30 s for us
-    )
-    return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
-
-
-def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
-    if mode != "auto":
-        return mode
-    chosen = wandb.setup().settings.mode  # what WANDB_MODE or wandb's own settings say
-    if chosen in ("offline", "disabled"):
-        return chosen
-    return "online" if wandb.login(prompt=False, verify=False) else "offline"
 
 
 def _place(run: wandb.Run) -> str:

@@ -103,14 +103,14 @@ class SynchronousReplica(Replica):
 
     def _clip(self) -> Tensor | None:
         """Norm of the whole gradient before clipping, where it is clipped or must be finite; else None."""
-        if self.numerics.clip_norm is None and self.numerics.nonfinite != "skip":
+        if not self.numerics.needs_norm:
             return None
         self.scaler.unscale_(self.optimizer)
-        return self.accumulation.clip(list(self.model.parameters()), self.numerics.clip_norm or float("inf"))
+        return self.accumulation.clip(list(self.model.parameters()), self.numerics.norm_limit)
 
     def _update(self, norm: Tensor | None) -> bool:
         """Step the optimizer; True if the step was left out. Gradients are equal on all ranks, so all agree."""
-        skipped = self.numerics.nonfinite == "skip" and norm is not None and not bool(norm.isfinite())
+        skipped = norm is not None and self.numerics.skips(norm)
         if not skipped:
             self.scaler.step(self.optimizer)
         self.scaler.update()

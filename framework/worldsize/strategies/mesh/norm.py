@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.per_rank import local
 from worldsize.core import World
+from worldsize.strategies.clipping import clip_factor
 
 
 def sharded_axes(tensor: Tensor) -> set[str]:
@@ -39,8 +40,7 @@ class MeshNorm:
         found = [own for own in parameters if own.grad is not None]
         norm = self._norm([local(own.grad) for own in found if own.grad is not None and self._counts(own)])
         if limit < float("inf") and found:
-            scale = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
-            torch._foreach_mul_([local(own.grad) for own in found if own.grad is not None], scale)
+            torch._foreach_mul_([local(own.grad) for own in found if own.grad is not None], clip_factor(norm, limit))
         return norm
 
     def _counts(self, parameter: nn.Parameter) -> bool:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives.exact import reduce_metrics
-from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.core import EvaluationBatch, MicroBatch, Numerics, Replica, StateDict, StepResult, World
 from worldsize.phases import phase
+from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer
@@ -26,7 +27,6 @@ from worldsize.strategies.parameter_server.whole import joined_rows, whole_state
 
 T = TypeVar("T")
 Frame = tuple[Header, Sequence[memoryview]]
-_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @final
@@ -65,7 +65,7 @@ class Peer:
 class Coordinator(Replica):
     """``server`` has its own shard, ``peers`` the others; ``learning`` takes up the whole state.
 
-    ``clip_norm``, ``skips``: what is done about the norm of a step's mean gradient, as in :class:`Numerics`.
+    ``numerics``: what is done about the norm of a step's mean gradient.
     """
 
     def __init__(
@@ -78,12 +78,11 @@ class Coordinator(Replica):
         world: World,
         *,
         rows: RowRule,
-        clip_norm: float | None,
-        skips: bool,
+        numerics: Numerics,
     ) -> None:
         self._server, self._desk, self._directory, self._peers = server, desk, directory, peers
         self._learning, self._world = learning, world
-        self._rows, self._clip_norm, self._skips = rows, clip_norm, skips
+        self._rows, self._numerics = rows, numerics
         self._gathers = server.shard.rule.gathers
         self._pool = ThreadPoolExecutor(max(1, len(peers)), "peer")
         self.step_reached = server.shard.closed
@@ -107,7 +106,7 @@ class Coordinator(Replica):
 
     def _approve(self, step: int) -> tuple[Tensor | None, bool]:
         """Clip the mean gradient by its norm over all shards, or leave the step out if that is not finite."""
-        norm, factor = self._judged() if self._skips or self._clip_norm is not None else (None, 1.0)
+        norm, factor = self._judged() if self._numerics.needs_norm else (None, 1.0)
         self._server.apply(step, factor)  # from here on it is decided, also if this server dies
         self._ask(lambda peer: peer.tell(Operation.APPLY, {"step": step, "factor": factor}))
         return norm, factor is None
@@ -119,10 +118,9 @@ class Coordinator(Replica):
     def _judged(self) -> tuple[Tensor, float | None]:
         """The norm, and what the gradient is to be multiplied by."""
         norm = torch.linalg.vector_norm(torch.stack(self._norms()))
-        if self._skips and not bool(norm.isfinite()):
+        if self._numerics.skips(norm):
             return norm, None
-        limit = self._clip_norm if self._clip_norm is not None else float("inf")
-        return norm, float(torch.clamp(limit / (norm + _TINY), max=1.0))
+        return norm, float(clip_factor(norm, self._numerics.norm_limit))
 
     def _norms(self) -> list[Tensor]:
         """Of each parameter's gradient, in the order of the model."""

@@ -28,6 +28,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.accumulation import Accumulation, Backward, accumulation
+from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
@@ -67,16 +68,11 @@ class HybridParameterServer(Strategy):
     def __post_init__(self) -> None:
         if self.consistency not in ("sync", "async"):
             raise ConfigError(f"strategy.consistency={self.consistency!r} is unknown. Known: sync, async.")
-        if self.judges and (self.consistency == "async" or self.reduce == "ordered"):
+        if self.numerics.needs_norm and (self.consistency == "async" or self.reduce == "ordered"):
             raise ConfigError(
                 "the norm of a gradient on two sides is known where all wait for it, and up to rounding. Set "
                 "clip_norm=null, nonfinite=stop, or strategy.consistency=sync without reproducibility=elastic."
             )
-
-    @property
-    def judges(self) -> bool:
-        """Whether a step's update waits for the norm of its whole gradient."""
-        return self.numerics.clip_norm is not None or self.numerics.nonfinite == "skip"
 
     @property
     def _house(self) -> House:
@@ -97,7 +93,7 @@ class HybridParameterServer(Strategy):
     def serve(self, recipe: Recipe, world: World, duty: Duty) -> None:
         gathers = self.consistency == "sync"
         finite = self.numerics.nonfinite == "stop"
-        rule = Rule(duty.logical_ranks, gathers=gathers, approves=self.judges, finite=finite)
+        rule = Rule(duty.logical_ranks, gathers=gathers, approves=self.numerics.needs_norm, finite=finite)
         server, succession, _ = self._house.server(
             recipe, learning_of(recipe), world, duty, rule=rule, rows=self._rows, shards=[()] * self.servers
         )
@@ -110,9 +106,6 @@ class HybridParameterServer(Strategy):
             raise ConfigError("hybrid_parameter_server needs servers, which a run has.")
         dialer = self._house.dialer(f"worker-{world.rank}", world.folder, self.timeout)
         return _HybridReplica(self, recipe, world, dialer, self._rows)
-
-
-_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @final
@@ -141,10 +134,10 @@ class _Noting(Accumulation):
         rows_norm = self._rows_norm()
         norms = [rows_norm, nn.utils.get_total_norm(dense).to(rows_norm.device)] if dense else [rows_norm]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        factor = torch.clamp(limit / (norm + _TINY), max=1.0)
+        scale = clip_factor(norm, limit)
         if dense:
-            torch._foreach_mul_(dense, factor)
-        self._approve(norm, factor)
+            torch._foreach_mul_(dense, scale)
+        self._approve(norm, scale)
         return norm
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
@@ -218,7 +211,7 @@ class _HybridReplica(Replica):
 
     def _approve(self, norm: Tensor, factor: Tensor) -> None:
         """Let the servers update; or leave the step out, as the dense part does."""
-        skipped = self._inner.numerics.nonfinite == "skip" and not bool(norm.isfinite())
+        skipped = self._inner.numerics.skips(norm)
         if self._world.rank == 0:
             for peer in self._peers:
                 peer.tell(Operation.APPLY, {"step": self._step, "factor": None if skipped else float(factor)})

@@ -237,8 +237,7 @@ class ParameterServer(Strategy):
             whole,
             world,
             rows=self._rows,
-            clip_norm=self.numerics.clip_norm,
-            skips=self.numerics.nonfinite == "skip",
+            numerics=self.numerics,
         )
 
     def _rule(self, duty: Duty) -> Rule:

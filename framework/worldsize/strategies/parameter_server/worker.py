@@ -13,6 +13,7 @@ from worldsize.collectives.ordered import Arrivals
 from worldsize.core import Duty, Numerics, Recipe, World
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.accumulation import taken
+from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
 from worldsize.strategies.parameter_server.codec import Codec, Feedback
@@ -163,7 +164,7 @@ class Worker:
         """Where steps overlap, each unit's gradient by its own norm."""
         if self._numerics.clip_norm is not None:
             norm = nn.utils.get_total_norm(gradients)
-            torch._foreach_mul_(list(gradients), torch.clamp(self._numerics.clip_norm / (norm + 1e-6), max=1.0))
+            torch._foreach_mul_(list(gradients), clip_factor(norm, self._numerics.clip_norm))
 
     def _push(
         self, links: Sequence[ShardLink], gradients: Mapping[str, Tensor], step: int, width: int, node: int

@@ -1,0 +1,46 @@
+"""Opening a run of Weights & Biases: where it goes, and what happens when no server takes it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import wandb
+
+Mode = Literal["auto", "online", "offline", "disabled"]
+
+
+def start(mode: Mode, **facts: Any) -> wandb.Run:
+    """Of the modes only "auto" may change its mind: a run that no server takes is kept for ``wandb sync``."""
+    wandb.setup(wandb.Settings(silent=True))  # else finding a key asks the server whose it is: 5 s offline
+    chosen = _mode(mode)
+    try:
+        return _init(chosen, **facts)
+    except wandb.Error as error:
+        if mode != "auto" or chosen != "online":
+            raise
+        reason = str(error).splitlines()[0]
+        print(f"warning: wandb is offline for this run: {reason}", file=sys.stderr)
+        wandb.teardown()  # or its service says that the run's id is in use
+        return _init("offline", **facts)
+
+
+def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb.Run:
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        disable_code=True,
+        disable_job_creation=True,
+        init_timeout=15.0,  # a run that ends at once waits 30 s for us
+    )
+    return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
+
+
+def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
+    if mode != "auto":
+        return mode
+    chosen = wandb.setup().settings.mode  # what WANDB_MODE or wandb's own settings say
+    if chosen in ("offline", "disabled"):
+        return chosen
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"
