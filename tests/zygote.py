@@ -31,6 +31,8 @@ PRELOADED = (
     "worldsize.strategies.ddp",
     "worldsize.strategies.parameter_server.hybrid",
     "worldsize.strategies.parameter_server.strategy",
+    "worldsize.worker",
+    "torch._dynamo",
     "torch.distributed.run",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )

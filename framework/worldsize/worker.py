@@ -11,23 +11,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
-from worldsize.config.places import make_importable
-from worldsize.config.settings import Settings, load_settings
+from worldsize.config.recorded import read_settings
+from worldsize.config.settings import Settings
 from worldsize.core import Listener, Outcome, Replica, RunFailed, World
 from worldsize.duty import duty_of
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.observe.transport import audit, disappointment, listen_to_nccl, write
 from worldsize.probe import introduce, probe
 from worldsize.reproducibility.lock import RunLock
-from worldsize.reproducibility.redact import missing, restore
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.run_directory import RunDirectory
 from worldsize.training import Training, listeners_of
-from worldsize.world.environments import Placement, placement, withheld_secrets
+from worldsize.world.environments import Placement, placement
 from worldsize.world.preemption import Preemption
 from worldsize.world.world import check_size, open_world, role_of
 
@@ -84,17 +82,6 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
         if settings is not None:
             return run.error(*role_of(placement.rank, settings.roles))
     return run.error("process", placement.rank)  # it is not known which role this process was to play
-
-
-def read_settings(run: RunDirectory) -> Settings:
-    """The run's settings from its ``config.yaml``, which is all that a process is told, secrets apart."""
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(run.config))  # type: ignore[assignment]
-    restore(config, withheld_secrets(os.environ))
-    if lost := missing(config):
-        names = ", ".join(".".join(map(str, keys)) for keys in lost)
-        raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
-    make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
-    return load_settings(config)
 
 
 def _leave_error(path: Path, error: BaseException) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from worldsize.app.alike import check_alike, data_digest
+from worldsize.config.recorded import read_settings
 from worldsize.errors import WorldsizeError
 from worldsize.run_directory import RunDirectory
-from worldsize.worker import read_settings
 
 
 def test_data_are_told_by_names_and_sizes_and_what_is_missing(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from worldsize.app.attempts import run_attempts
 from worldsize.app.examine import examine
 from worldsize.app.leave import leave
 from worldsize.config.places import make_importable, roots
+from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Plan
 from worldsize.errors import ConfigError, WorldsizeError
@@ -30,7 +31,6 @@ from worldsize.launch.meeting import Other, gather, reach, read_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.reproducibility.lock import RunLock
 from worldsize.run_directory import RunDirectory
-from worldsize.worker import read_settings
 from worldsize.world.environments import Node, node, port_of
 
 

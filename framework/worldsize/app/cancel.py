@@ -35,7 +35,7 @@ def cancel(run: RunDirectory) -> str:
     if attempts and attempts[-1]["exit_reason"] == "completed":
         raise WorldsizeError(f"the run {run.path} is complete.")
     if manifest.get("jobs"):
-        from worldsize.worker import read_settings  # imports torch, which takes seconds
+        from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
 
         job = str(manifest["jobs"][-1]["id"])
         read_settings(run).launcher.cancel(job)

@@ -13,7 +13,6 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-import worldsize.worker  # noqa: F401 - imported once here, before the fork, rather than in every worker
 from worldsize.app.attempts import run_attempts
 from worldsize.app.record import check_same, config_text, with_secrets, write_record
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder

@@ -71,7 +71,7 @@ def is_alive(run: RunDirectory) -> bool:
     manifest = look(run.path)
     last = manifest["attempts"][-1]["exit_reason"] if manifest["attempts"] else None
     if manifest.get("jobs") and last in (None, "preempted"):
-        from worldsize.worker import read_settings  # imports torch, which takes seconds
+        from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
 
         return read_settings(run).launcher.state(manifest["jobs"][-1]["id"]) is not None
     return last == "running" or (last != "completed" and is_locked(run.path))

@@ -20,6 +20,7 @@ from worldsize.engine.data import Order
 from worldsize.planning.calibrate import calibrate
 from worldsize.planning.dry_run import slowdown
 from worldsize.planning.forecast import Forecast, accumulated, forecast
+from worldsize.world.fork import ready_to_fork
 from worldsize.world.world import threads_per_process
 
 
@@ -75,7 +76,7 @@ class Predictor:
         is_given = given.parameter_bytes or given.compute_seconds is not None
         if is_given or cluster.processes == 1 or len(settings.roles) > 1:
             return None
-        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        with ready_to_fork(), ProcessPoolExecutor(1, get_context("fork")) as pool:
             try:
                 times = pool.submit(slowdown, settings, self._device(cluster), _threads(cluster)).result()
             except RuntimeError:  # it communicates otherwise

@@ -55,7 +55,7 @@ def _job(manifest: Mapping[str, Any]) -> str | None:
 
 def _told(run: RunDirectory, job: str) -> str | None:
     """What the scheduler says of a job."""
-    from worldsize.worker import read_settings  # imports torch, which takes seconds
+    from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
 
     try:
         return read_settings(run).launcher.state(job)

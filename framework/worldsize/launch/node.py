@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from worldsize.core import Launcher, Plan
 from worldsize.launch.gang import Gang, Member
 from worldsize.run_directory import RunDirectory
 from worldsize.world.environments import Node, Placement
+from worldsize.world.fork import ready_to_fork
 from worldsize.world.interfaces import variables
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
@@ -89,6 +89,8 @@ def private_folder() -> Path:
 
 
 def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
+    import worldsize.worker  # noqa: F401 - which takes seconds: here, before the fork, rather than in every worker
+
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     log = run.log(role, rank)
     log.parent.mkdir(exist_ok=True)
@@ -98,19 +100,17 @@ def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, ran
     process: BaseProcess = get_context("fork").Process(
         target=_body, args=(run, placement, log, environment, os.getpid())
     )
-    with _ready_to_fork():
+    with ready_to_fork(), _without_signals():
         process.start()
     return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat)
 
 
 @contextmanager
-def _ready_to_fork() -> Iterator[None]:
-    """A child need not look through what was imported here, nor copy its pages; it unblocks signals by itself."""
-    gc.freeze()
+def _without_signals() -> Iterator[None]:
+    """A child unblocks them by itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    gc.unfreeze()
 
 
 def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mapping[str, str], parent: int) -> None:
@@ -122,7 +122,7 @@ def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mappi
     del sys.argv[1:]  # what was typed may hold a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
-    from worldsize.worker import play  # imported by the launcher before the fork
+    from worldsize.worker import play
 
     try:
         code = play(run, placement)

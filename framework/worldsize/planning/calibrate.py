@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from worldsize.core import MicroBatch, Numerics, Recipe, Workload, World
 from worldsize.engine.data import Order, micro_batches
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
+from worldsize.world.fork import ready_to_fork
 
 _WARM_UP, _STEPS = 2, 11
 
@@ -33,7 +34,8 @@ def calibrate(
     context = get_context("fork")
     barrier = context.Barrier(at_once, timeout=600)
     with ProcessPoolExecutor(at_once, context, initializer=_join, initargs=(barrier,)) as pool:
-        parts = [pool.submit(_calibrated, recipe, numerics, order, kind, threads) for _ in range(at_once)]
+        with ready_to_fork():
+            parts = [pool.submit(_calibrated, recipe, numerics, order, kind, threads) for _ in range(at_once)]
         return [part.result() for part in parts][-1]  # of all, so that none has failed
 
 

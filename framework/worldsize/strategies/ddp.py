@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final, get_args
 
-import torch._dynamo  # noqa: F401 - DDP's constructor imports it, 1.7 s; here it is imported once, before the fork
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,11 +1,14 @@
-"""A model with its optimizer and schedule, and their state in the form in which every strategy saves it."""
+"""A model with its optimizer and schedule, and their state in the form in which every strategy saves it.
+
+What names an optimizer's state, torch's checkpoints, is imported where it is used: it takes as long as torch itself,
+and who only composes, shows or submits a run need not wait.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -43,11 +46,15 @@ class Learning:
         return named_state(self.model, self.optimizer)
 
     def load_optimizer(self, state: StateDict) -> None:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
         set_optimizer_state_dict(self.model, self.optimizer, state)
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Optimizer state by the names of parameters; of one that has not stepped yet, as it would begin."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
     if fresh := not optimizer.state:
         optimizer.zero_grad()  # of a step that was skipped: torch would take the state to be complete
     state: StateDict = {**get_optimizer_state_dict(model, optimizer)}

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
-import torch._dynamo  # noqa: F401 - DDP's constructor imports it; here it is imported once, before the fork
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 

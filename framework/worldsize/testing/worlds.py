@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from worldsize.core import Cluster, Role, World
 from worldsize.world.environments import Placement
+from worldsize.world.fork import ready_to_fork
 from worldsize.world.world import open_world
 
 T = TypeVar("T")
@@ -30,7 +31,8 @@ def run_in_worlds(
         RuntimeError: a process raised (its traceback), or did not answer within ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as meeting:
-        started = [_start(body, rank, size, local_size or size, f"file://{meeting}/store") for rank in range(size)]
+        with ready_to_fork():
+            started = [_start(body, rank, size, local_size or size, f"file://{meeting}/store") for rank in range(size)]
         try:
             return [_receive(rank, connection, timeout) for rank, (_, connection) in enumerate(started)]
         finally:
