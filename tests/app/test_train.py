@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,13 +121,15 @@ def test_launches_in_the_same_second_get_folders_of_their_own(train: Any) -> Non
     assert len(list(last.folder.parent.iterdir())) == 4
 
 
-def test_show_starts_nothing_and_write_leaves_a_folder_that_a_worker_can_run(train: Any, tmp_path: Path) -> None:
+def test_show_starts_nothing_and_write_leaves_a_folder_that_a_worker_can_run(
+    train: Any, tmp_path: Path, warm_python: Path
+) -> None:
     shown = train(*QUICK, "cluster.processes=2", "launch=show")
     assert "[worker 1] RANK=1 python -m worldsize.worker" in shown.output
     assert not (tmp_path / "runs").exists()
     written = train(*QUICK, "cluster.processes=1", "launch=write")
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    subprocess.run([sys.executable, "-m", "worldsize.worker", str(written.folder)], env=environment, check=True)
+    subprocess.run([warm_python, "-m", "worldsize.worker", str(written.folder)], env=environment, check=True)
     assert written.json("result.json")["exit_reason"] == "completed"
 
 

@@ -78,15 +78,15 @@ def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(
     slurm: Slurm, submit: Any, laptop: Any
 ) -> None:
     limit = ("cluster.time=00:01:00", "launcher.signal_before=45")
-    slow_at_first = "faults=[{action: sleep, seconds: 0.2}]"
-    run = submit(*limit, "steps=250", slow_at_first)
+    slow_at_first = "faults=[{action: sleep, seconds: 0.5}]"
+    run = submit(*limit, "steps=120", slow_at_first)
     assert "submitted" in run.output
     slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=240)
     found = reasons(run.folder)
     assert found[0] == "preempted"
     assert found[-1] == "completed"
     assert manifest(run.folder)["attempts"][-1]["job"]["requeues"] == len(found) - 1
-    assert state_digest(run.folder) == laptop("steps=250")
+    assert state_digest(run.folder) == laptop("steps=120")
 
 
 def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
@@ -108,7 +108,7 @@ def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
 
 def test_a_run_goes_on_without_the_node_on_which_a_rank_is_slow(slurm: Slurm, submit: Any, laptop: Any) -> None:
     slow = "faults=[{action: slow, rank: 1, seconds: 0.05}]"  # in the first attempt
-    run = submit("cluster.nodes=1", "cluster.processes_per_node=4", "steps=300", "launcher.exclude_slow=true", slow)
+    run = submit("cluster.nodes=1", "cluster.processes_per_node=4", "steps=120", "launcher.exclude_slow=true", slow)
     slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=60)
     first_job, second_job = (job["id"] for job in manifest(run.folder)["jobs"])
     slurm.wait_for(second_job, "COMPLETED", seconds=60)
@@ -117,7 +117,7 @@ def test_a_run_goes_on_without_the_node_on_which_a_rank_is_slow(slurm: Slurm, su
     first, second = (attempt["job"]["nodes"] for attempt in manifest(run.folder)["attempts"])
     assert (run.folder / "excluded").read_text() == f"{first}\n"
     assert {first, second} == {"127.0.0.1", "127.0.0.2"}
-    assert state_digest(run.folder) == laptop("steps=300")
+    assert state_digest(run.folder) == laptop("steps=120")
 
 
 def test_a_cancelled_run_saves_and_can_be_resumed(
@@ -151,11 +151,11 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause(slurm: Slurm, submit: Any
 
 def test_a_gang_is_started_again_within_its_job(submit: Any, laptop: Any) -> None:
     faults = "faults=[{action: kill, rank: 3, step: 15}, {action: raise, rank: 0, step: 25, attempt: 2}]"
-    words = ("steps=40", "launcher.wait=true", "launcher.max_restarts=2", faults)
+    words = ("steps=30", "launcher.wait=true", "launcher.max_restarts=2", faults)
     run = submit(*words)
     assert run.code == 0, run.error + said(run.folder)
     assert reasons(run.folder) == ["failed", "failed", "completed"]
-    assert run.json("result.json")["state_digest"] == laptop("steps=40")
+    assert run.json("result.json")["state_digest"] == laptop("steps=30")
 
 
 def test_a_sweep_is_an_array(submit: Any, tmp_path: Path, laptop: Any) -> None:
@@ -209,7 +209,7 @@ def by_hand(slurm: Slurm, folder: Path, *words: str, **variables: str) -> str:
 def test_workers_that_are_started_by_hand_find_each_other(
     slurm: Slurm, submit: Any, laptop: Any, warm_python: Path, way: str
 ) -> None:
-    run = submit("steps=20", "launch=write")
+    run = submit("steps=30", "launch=write")
     assert "nothing was started" in run.output, run.error
     python, worker = str(warm_python), ("-m", "worldsize.worker", str(run.folder))
     torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d")
@@ -220,7 +220,7 @@ def test_workers_that_are_started_by_hand_find_each_other(
         found = by_hand(
             slurm, run.folder, "--ntasks-per-node=1", python, *torchrun, *meeting, *worker, PYTHON_EXEC=python
         )
-    assert found == laptop("steps=20")
+    assert found == laptop("steps=30")
     assert reasons(run.folder) == ["completed"]
 
 

@@ -145,10 +145,8 @@ def test_a_crash_at_the_same_step_is_not_tried_a_third_time(train: Any) -> None:
     [
         {"rank": 2, "step": 1},
         {"rank": None, "step": 7},
-        {"rank": 1, "step": 5, "point": "evaluate:begin"},
-        {"rank": 0, "step": 4, "point": "checkpoint:after-shards"},
-        {"rank": 1, "step": 6, "action": "user_signal"},
-        {"rank": 1, "step": 6, "action": "interrupt"},
+        {"rank": 1, "step": 5, "point": "evaluate:begin", "action": "user_signal"},
+        {"rank": 0, "step": 4, "point": "checkpoint:after-shards", "action": "interrupt"},
     ],
     ids=str,
 )
