@@ -72,8 +72,16 @@ class TestMeshOfTensorsAndStages(StrategyContract):
         (DDP(compress="int8", bucket_mb=0.001), 0.05),
         (DDP(compress="bf16"), 0.01),
         (DDP(reduce="hierarchical", compress="powersgd", powersgd_rank=4), 0.2),
-        (FSDP(activation_checkpointing=True, reshard_after_forward=False), 1e-5),
-        (FSDP(reduce="ordered", wrap="size", wrap_parameters=100), 1e-5),
+        (
+            FSDP(
+                reduce="ordered",
+                wrap="size",
+                wrap_parameters=100,
+                activation_checkpointing=True,
+                reshard_after_forward=False,
+            ),
+            1e-5,
+        ),
         (FSDP(param_dtype="bf16", reduce_dtype="fp32"), 0.01),
     ],
     ids=str,

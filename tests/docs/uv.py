@@ -22,9 +22,9 @@ from tests import warm
 # variables: of what kind the block is (exact: what it says depends on numbers), and the folder of what was said
 HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"
 _GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
-# seconds of imports or of data for each: the tests of these recipes, of meshes and of wandb train them
+# seconds of imports or of data for each: the tests of these recipes, of strategies and of wandb train them
 _COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
-_RENDERED = "strategy=mesh"
+_RENDERED = re.compile(r"^strategy=(?!ddp$|parameter_server$)\w+$")
 _LEAST_STEPS = {"faults=": 3, "world_sizes=": 5}
 _GROUP = re.compile(r"^\+(cluster|strategy)=")
 _SMALLER = (  # counts that a short run would not reach, and processes and points of a sweep that need not be so many
@@ -69,8 +69,9 @@ def main(zygote: str, python: str) -> NoReturn:
             sys.exit(_on_hosts(rest))
         case ["train.py", *rest]:
             words = ["train.py", *scaled(rest, how, python)]
-        case ["worldsize", "plan", *rest]:
-            words = ["worldsize", "plan", *scaled(rest, "exact", python)]
+        case ["worldsize", "plan", *rest]:  # whose own tests take the steps
+            given = [] if "--compute" in rest else ["--compute", "250ms"]
+            words = ["worldsize", "plan", *given, *scaled(rest, "exact", python)]
         case ["worldsize", "doctor", *rest]:  # which would complain of the loopback's speed
             words = ["worldsize", "doctor", *scaled([*rest, "cluster.links.network.bandwidth=1e6"], how, python)]
         case ["worldsize", ("train" | "scale") as name, *rest]:
@@ -93,7 +94,7 @@ def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in values}
     if any(map(_COMPOSED.match, values)):
         return [*flags, "--cfg", "job", *sorted(values)]
-    if how == "show" or _RENDERED in values:
+    if how == "show" or any(map(_RENDERED.match, values)):
         gpus = ["cluster.processes=8"] if given.get("cluster") == "node" else []
         shown = [] if "launch" in given else ["launch=show"]
         return [*flags, *sorted([*values, *gpus, *shown, "logger=none"])]

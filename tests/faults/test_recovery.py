@@ -73,9 +73,8 @@ EVERY_POINT = list(POINTS.items())
     [
         (2, (), EVERY_POINT[::2]),
         (3, ("reproducibility=elastic", "logical_ranks=6"), EVERY_POINT[1::2]),
-        (4, ("reproducibility=elastic",), EVERY_POINT[:1]),
     ],
-    ids=["2-ddp", "3-elastic", "4-elastic"],
+    ids=["2-ddp", "3-elastic"],
 )
 def test_a_rank_killed_at_any_point_is_made_good_to_the_last_bit(
     train: Any,

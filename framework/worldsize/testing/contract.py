@@ -135,6 +135,10 @@ def reference(recipe: Recipe = CHAIN) -> Trained:
     return Trained(losses, error, model.state_dict(), moved=True)
 
 
+_Ended = tuple[Trained, set[int], set[tuple[str, int]]]  # and the processes and ports that are left then
+_ended: dict[tuple[type, int], list[_Ended]] = {}
+
+
 class StrategyContract:
     """Derive from it, and set ``strategy``.
 
@@ -157,9 +161,16 @@ class StrategyContract:
     def run(self, size: int, body: Any) -> list[Any]:
         return run_in_worlds(body, size, local_size=self.local_size)
 
+    def _ended(self, size: int) -> list[_Ended]:
+        """Of each rank; trained once for all tests of this process."""
+        key = (type(self), size)
+        if key not in _ended:
+            _ended[key] = self.run(size, lambda world: (train(self.strategy, world, STEPS), children(), listening()))
+        return _ended[key]
+
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
         expected = reference()
-        for rank, found in enumerate(self.run(size, lambda world: train(self.strategy, world, STEPS))):
+        for rank, (found, *_) in enumerate(self._ended(size)):
             assert_close("loss", found.losses[-1], expected.losses[-1], self.tolerance)
             assert_close("test error", found.error, expected.error, self.tolerance)
             assert found.moved, f"rank {rank} is idle: its parameters are what they were"
@@ -196,11 +207,7 @@ class StrategyContract:
             self.strategy.roles(_cluster(self.impossible))
 
     def test_nothing_is_left_behind(self) -> None:
-        def leaks(world: World) -> tuple[set[int], set[tuple[str, int]]]:
-            train(self.strategy, world, 2)
-            return children(), listening()
-
-        for processes, ports in self.run(self.sizes[0], leaks):
+        for _, processes, ports in self._ended(self.sizes[0]):
             assert not processes, f"processes {sorted(processes)} were left"
             assert all(host in LOOPBACK for host, _ in ports), f"{sorted(ports)}: open to more than this machine"
             assert not ports & listening(of_all=True), f"some of {sorted(ports)} are still open"
