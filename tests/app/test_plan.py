@@ -14,6 +14,8 @@ from worldsize.core import Cluster, Link, Workload
 from worldsize.reproducibility.manifest import write_manifest
 from worldsize.strategies.ddp import DDP
 
+REPOSITORY = Path(__file__).parents[2]
+STRATEGIES = [path for root in ("conf", "plugins/*/conf") for path in REPOSITORY.glob(f"{root}/strategy/*.yaml")]
 TEXTBOOK = ("--model-size", "1e9", "--precision", "fp16", "--compute", "250ms", "+cluster=slurm", "batch_size=64")
 
 
@@ -39,16 +41,18 @@ def rows(output: str) -> dict[str, list[str]]:
     ],
 )
 def test_a_billion_parameters_on_eight_gpus(plan: Any, nodes: int, each: int, expected: list[str]) -> None:
-    done = plan(*TEXTBOOK, f"cluster.nodes={nodes}", f"cluster.gpus_per_node={each}")
+    size = (f"cluster.nodes={nodes}", f"cluster.gpus_per_node={each}")
+    done = plan(*TEXTBOOK, *size, "--strategies", "single,fsdp,ddp")
     assert done.returncode == 0, done.stderr
     found = rows(done.stdout)
     assert found["ddp"] == expected
     assert found["fsdp"][0] == "1.00 GB"
     assert "single: strategy=single runs on one process; the cluster has 8." in done.stdout
+    assert set(found) == {"ddp", "fsdp"}
 
 
 def test_options_of_the_chosen_strategy_count(plan: Any) -> None:
-    words = (*TEXTBOOK, "cluster.nodes=8", "cluster.gpus_per_node=8", "strategy=ddp")
+    words = (*TEXTBOOK, "cluster.nodes=8", "cluster.gpus_per_node=8", "strategy=ddp", "--strategies", "ddp")
     flat = rows(plan(*words).stdout)["ddp"]
     by_node = rows(plan(*words, "strategy.reduce=hierarchical", "strategy.compress=int8").stdout)["ddp"]
     assert flat[2] == "3.94 GB"  # 2 · 63/64 · 2 GB
@@ -64,6 +68,8 @@ def test_a_recipe_is_calibrated_by_a_few_steps(plan: Any, tmp_path: Path) -> Non
     found = rows(done.stdout)
     assert found["ddp"][0].endswith(" MB")
     assert float(found["ddp"][5].removesuffix(" ms")) > 0
+    others = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert {path.stem for path in STRATEGIES} <= {*found, *others}
     assert "Global batch: 96 samples a step, 2 × 48.\nLinks (declared by cluster=laptop): " in done.stdout
     assert not (tmp_path / "runs").exists()
 
@@ -75,7 +81,7 @@ def test_links_that_were_measured_memory_and_the_batch_of_the_last_run_count(pla
     before.mkdir(parents=True)
     write_manifest(before / "run_manifest.json", {"config": {"batch_size": 16}, "attempts": []})
     words = ("cluster.nodes=8", "cluster.gpus_per_node=1", "cluster.device_memory=7e9", "cluster.price_per_hour=3")
-    done = plan("--links", "doctor.json", *TEXTBOOK, *words)
+    done = plan("--links", "doctor.json", *TEXTBOOK, *words, "--strategies", "ddp,fsdp")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("│ ddp ")]
     cells = [cell.strip() for cell in line.strip("│ ").split("│")]
@@ -98,7 +104,7 @@ def test_thousands_of_ranks_are_a_short_table() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they can be timed")
 def test_steps_of_gpus_that_are_elsewhere_are_given(plan: Any) -> None:
-    words = ("recipe=digits", "+cluster=slurm", "cluster.gpus_per_node=2", "logger=none")
+    words = ("recipe=digits", "+cluster=slurm", "cluster.gpus_per_node=2", "logger=none", "--strategies", "ddp")
     assert "Give --compute, e.g. --compute 250ms." in " ".join(plan(*words).stdout.split())
     assert float(rows(plan(*words, "--compute", "250ms").stdout)["ddp"][-3].removesuffix(" ms")) >= 250
 
@@ -110,3 +116,4 @@ def test_what_cannot_be_planned_is_refused(plan: Any) -> None:
         "--model-size says nothing of time. Give --compute too, e.g. --compute 250ms.\n",
     )
     assert "has no unit" in plan("--compute", "250").stderr
+    assert "no strategy 'fdsp'; did you mean 'fsdp'?" in plan("--strategies", "ddp,fdsp").stderr

@@ -24,7 +24,7 @@ HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"
 _GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
 # seconds of imports or of data for each: the tests of these recipes, of strategies and of wandb train them
 _COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
-_RENDERED = re.compile(r"^strategy=(?!ddp$|parameter_server$)\w+$")
+_RENDERED = re.compile(r"^strategy=(?!ddp$)\w+$")
 _LEAST_STEPS = {"faults=": 3, "world_sizes=": 5}
 _GROUP = re.compile(r"^\+(cluster|strategy)=")
 _SMALLER = (  # counts that a short run would not reach, and processes and points of a sweep that need not be so many
@@ -70,7 +70,8 @@ def main(zygote: str, python: str) -> NoReturn:
         case ["train.py", *rest]:
             words = ["train.py", *scaled(rest, how, python)]
         case ["worldsize", "plan", *rest]:  # whose own tests take the steps
-            given = [] if "--compute" in rest else ["--compute", "250ms"]
+            chosen = next((word.partition("=")[2] for word in rest if word.lstrip("+").startswith("strategy=")), "ddp")
+            given = [*(() if "--compute" in rest else ("--compute", "250ms")), "--strategies", chosen]
             words = ["worldsize", "plan", *given, *scaled(rest, "exact", python)]
         case ["worldsize", "doctor", *rest]:  # which would complain of the loopback's speed
             words = ["worldsize", "doctor", *scaled([*rest, "cluster.links.network.bandwidth=1e6"], how, python)]

@@ -23,7 +23,7 @@ from worldsize.app.leave import leave
 from worldsize.app.train import code_of
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
-from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.planning.advice import (
     WANTED,
     best_text,
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=_SIZES, default="fp32", help="with --model-size: of the gradients sent")
     parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
     parser.add_argument("--overlap", type=float, help="share of compute behind which bytes travel, 0 to 1")
+    parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     leave(plan(parser.parse_intermixed_args()))
 
@@ -79,6 +80,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     if options.model_size is not None and options.compute is None:
         raise ConfigError("--model-size says nothing of time. Give --compute too, e.g. --compute 250ms.")
+    names = _names(options.strategies)
     size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
     links = links_of(options.links) if options.links else {}
     predictor = Predictor(Given(size, options.compute, options.overlap, links))
@@ -86,7 +88,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     shared = [] if size is None or typed else [f"batch_size={_shared_out(cfg)}"]
     settings = settings_of(compose("config", overrides=[*task_overrides(), *shared]))
     _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
-    found, refused = _forecasts(predictor, shared)
+    found, refused = _forecasts(predictor, shared, names)
     cluster = predictor.cluster(settings)
     memory = cluster.device_memory or detected_memory_bytes(cluster)
     unfitting = {name: why for name, each in found.items() if (why := unfit(each, memory))}
@@ -119,11 +121,22 @@ def _shared_out(cfg: DictConfig) -> int:
 # ---------------------------------------------------------------- what it costs
 
 
-def _forecasts(predictor: Predictor, shared: Sequence[str]) -> tuple[dict[str, Forecast], dict[str, str]]:
+def _names(wanted: str | None) -> list[str]:
+    """Of the strategies to compare: those that are ``wanted``, or all."""
+    known = GlobalHydra.instance().config_loader().get_group_options("strategy")
+    for name in (names := wanted.split(",") if wanted else known):
+        if name not in known:
+            raise ConfigError(f"no strategy {name!r}{neighbours(name, known)}")
+    return names
+
+
+def _forecasts(
+    predictor: Predictor, shared: Sequence[str], names: Sequence[str]
+) -> tuple[dict[str, Forecast], dict[str, str]]:
     """By strategy: the forecast, or why there is none."""
     found: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
-    for name, settings in _strategies(refused, shared):
+    for name, settings in _strategies(refused, shared, names):
         _note(f"trying {name}")
         try:
             found[name] = predictor.forecast(settings)
@@ -139,14 +152,14 @@ def _note(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _strategies(refused: dict[str, str], shared: Sequence[str]) -> Iterator[tuple[str, Settings]]:
+def _strategies(refused: dict[str, str], shared: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
     """The run under each strategy with its defaults, and as it was typed under the chosen one."""
     from worldsize.app.execute import settings_of
 
     typed = [*task_overrides(), *shared]
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
     others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
-    for name in GlobalHydra.instance().config_loader().get_group_options("strategy"):
+    for name in names:
         words = typed if name == chosen else [*others, f"strategy={name}"]
         try:
             yield name, settings_of(compose("config", overrides=words))
