@@ -89,6 +89,19 @@ def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(
     assert state_digest(run.folder) == laptop("steps=120")
 
 
+def test_a_signal_that_comes_before_an_agent_can_hear_it_loses_no_run(
+    slurm: Slurm, submit: Any, laptop: Any, tmp_path: Path, warm_python: Path
+) -> None:
+    python = tmp_path / "signalled"
+    python.write_text(f'#!/bin/sh\n[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] && kill -USR1 $$\nexec {warm_python} "$@"\n')
+    python.chmod(0o755)
+    run = submit("steps=30", python=python)
+    slurm.wait_for(job_of(run.folder), "COMPLETED")
+    (attempt,) = manifest(run.folder)["attempts"]
+    assert (attempt["exit_reason"], attempt["job"]["requeues"]) == ("completed", 1)
+    assert state_digest(run.folder) == laptop("steps=30")
+
+
 def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any
 ) -> None:
