@@ -85,7 +85,8 @@ def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(
     found = reasons(run.folder)
     assert found[0] == "preempted"
     assert found[-1] == "completed"
-    assert manifest(run.folder)["attempts"][-1]["job"]["requeues"] == len(found) - 1
+    requeues = manifest(run.folder)["attempts"][-1]["job"]["requeues"]
+    assert requeues >= len(found) - 1  # more, if Slurm's signal came before anything had begun
     assert state_digest(run.folder) == laptop("steps=120")
 
 
