@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch._dynamo  # takes seconds, as the next one does: here, before others wait for this host
 
-import worldsize.worker  # noqa: F401 - imported once here, before the fork
+import worldsize.worker  # noqa: F401
 from worldsize.app.alike import check_alike, facts_of
 from worldsize.app.attempts import run_attempts
 from worldsize.app.examine import examine
