@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from worldsize.reproducibility.manifest import read_manifest
 
 
@@ -28,7 +30,7 @@ def test_two_world_sizes_are_measured_next_to_their_prediction(
             2 * size,
             size,
         )
-        assert point["samples_per_second"] * point["step_seconds"] == config["batch_size"]
+        assert point["samples_per_second"] * point["step_seconds"] == pytest.approx(config["batch_size"])
         assert min(point["spread_seconds"], point["predicted_seconds"], *point["phases"].values()) >= 0
         assert set(point["phases"]) == {"data", "compute", "communication", "update"}
         assert point["phases"]["compute"] > point["phases"]["data"] > 0
