@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from worldsize.core import MicroBatch, Numerics, Recipe, World
+from worldsize.core import MicroBatch, Numerics, Recipe, Strategy, World
 from worldsize.engine.data import Order, logical_ranks_of, micro_batches
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.single import Single
+from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds
 
 DIGITS = ("recipe=digits", "steps=30", "clip_norm=0.5", "evaluate_every=20")
@@ -66,6 +70,19 @@ def test_the_manifest_claims_it(train: Any) -> None:
     assert run.json("run_manifest.json")["claim"]["level"] == "bitwise"
 
 
+class Scaled(nn.Module):
+    """By a buffer that nothing changes."""
+
+    fixed: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("fixed", torch.rand(9))
+
+    def forward(self, hidden_bw: Tensor) -> Tensor:
+        return hidden_bw * self.fixed
+
+
 @dataclass(frozen=True)
 class Normalised(Recipe):
     """BatchNorm and dropout on fixed random data."""
@@ -74,7 +91,7 @@ class Normalised(Recipe):
 
     def model(self) -> nn.Module:
         torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 1))
+        return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), Scaled(), nn.Dropout(0.3), nn.Linear(9, 1))
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -107,7 +124,10 @@ def test_batch_norm_statistics_are_the_same_at_every_world_size() -> None:
     assert states[0]["1.num_batches_tracked"] == 10
 
 
-def test_batch_norm_statistics_are_the_mean_over_logical_ranks() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "size"), [(DDP(reduce="ordered"), 1), (Single(), 1), (DDP(), 3), (ZeRO(), 2), (FSDP(), 2)]
+)
+def test_batch_norm_statistics_are_the_mean_over_logical_ranks(strategy: Strategy, size: int) -> None:
     """One step, by hand: every micro-batch starts from zero mean and moves a tenth of the way."""
     recipe = Normalised()
     order = Order(seed=1, batch_size=48, logical_ranks=12, mine=tuple(range(12)))
@@ -116,11 +136,14 @@ def test_batch_norm_statistics_are_the_mean_over_logical_ranks() -> None:
     means = [0.1 * linear[0](batch.data[0]).mean(0) for batch in batches]
     expected = torch.stack(means).mean(0)
 
-    def after_one_step(world: World) -> Tensor:
-        replica = DDP(reduce="ordered").replica(recipe, world)
-        replica.step(batches)
-        mean: Tensor = replica.state()["model"]["1.running_mean"]
-        return mean
+    def after_one_step(world: World) -> Mapping[str, Tensor]:
+        replica = strategy.replica(recipe, world)
+        replica.step([batches[rank] for rank in logical_ranks_of(world.rank, world.size, 12)])
+        model = replica.state()["model"]
+        return {name: model[name].clone() for name, _ in recipe.model().named_buffers()}  # which no strategy shards
 
-    (found,) = run_in_worlds(after_one_step, 1)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+    states = run_in_worlds(after_one_step, size)
+    assert len({state_digest(tensor_digests(state)) for state in states}) == 1, "on all ranks alike"
+    assert torch.allclose(states[0]["1.running_mean"], expected, rtol=1e-5, atol=1e-7)
+    assert states[0]["1.num_batches_tracked"] == 1
+    assert torch.equal(states[0]["2.fixed"], recipe.model().state_dict()["2.fixed"]), "a buffer that nothing changes"

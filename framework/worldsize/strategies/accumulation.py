@@ -83,6 +83,8 @@ class Flat(Accumulation):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        group = module.process_group if isinstance(module, DistributedDataParallel) else None
+        self._statistics = Statistics(module, group)
         self._settled = True
 
     def resumed(self) -> None:
@@ -91,10 +93,17 @@ class Flat(Accumulation):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         if not self._settled:
             self._settle(partial(backward, batches[-1]))
-        scale = 1 / len(batches)
+        self._statistics.begin(len(batches))
         with _no_sync(self._module):
-            losses = [backward(batch, scale) for batch in batches[:-1]]
-        return [*losses, backward(batches[-1], scale)]
+            losses = [self._added(place, batches, backward) for place in range(len(batches) - 1)]
+        losses.append(self._added(len(batches) - 1, batches, backward))
+        self._statistics.finish()
+        return losses
+
+    def _added(self, place: int, batches: Sequence[MicroBatch], backward: Backward) -> Tensor:
+        loss = backward(batches[place], 1 / len(batches))
+        self._statistics.add(place)
+        return loss
 
     def _settle(self, backward: Callable[[float], Tensor]) -> None:
         """A pass whose gradients are thrown away: DDP groups its buckets anew after its first one, and how they are
@@ -132,15 +141,15 @@ class Ordered(Accumulation):
         tree = Tree(len(batches) * self._size, self._size)
         self._logical_ranks, losses = tree.logical_ranks, dict[int, Tensor]()
         self._counters = [Counter() for _ in range(tree.local_nodes)]
-        self._statistics.begin(tree)
+        self._statistics.begin(len(batches))
         *early, last = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
         with _no_sync(self._module):
             for node, leaf in early:
                 losses[leaf] = backward(batches[leaf], 1.0)
                 self._counters[node].add(taken(self._parameters))
-                self._statistics.add(node)
+                self._statistics.add(leaf)
         losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
-        self._statistics.add(last[0])
+        self._statistics.add(last[1])
         if self._group is None:
             self._finish_alone(last[0])
         self._statistics.finish()
@@ -177,38 +186,52 @@ class Ordered(Accumulation):
 class Statistics:
     """Buffers that training changes, such as BatchNorm's: the mean over logical ranks, in the same tree.
 
-    Each micro-batch starts from the values with which the step began. Integers, such as BatchNorm's count of
-    batches, end as they are after one micro-batch: a step counts once.
+    Each micro-batch starts from the values with which the step began, and what it adds to them is averaged, so that
+    a buffer that nothing changes keeps its bits. Integers, such as BatchNorm's count of batches, end as they are
+    after one micro-batch: a step counts once.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
-        kept = module.state_dict().keys()
-        changing = [buffer for name, buffer in module.named_buffers() if name in kept]
+        own = module.module if isinstance(module, DistributedDataParallel) else module
+        kept = own.state_dict().keys()
+        changing = [buffer for name, buffer in own.named_buffers() if name in kept]
         self._buffers = [buffer for buffer in changing if buffer.is_floating_point()]
         self._integers = [buffer for buffer in changing if not buffer.is_floating_point()]
-        self._group = group
+        self._group, self._size = group, dist.get_world_size(group) if group else 1
 
-    def begin(self, tree: Tree) -> None:
-        self._logical_ranks = tree.logical_ranks
+    def begin(self, batches: int) -> None:
+        """A step of so many micro-batches on each rank."""
+        self._logical_ranks = batches * self._size
+        if not self._is_averaged():
+            return
+        tree = Tree(self._logical_ranks, self._size)
+        self._node = {leaf: node for node in range(tree.local_nodes) for leaf in tree.leaves(node)}
         self._counters = [Counter() for _ in range(tree.local_nodes)]
         self._first = [buffer.clone() for buffer in (*self._buffers, *self._integers)]
 
-    def add(self, node: int) -> None:
-        """After a forward pass: take its values and go back to those of the step's beginning."""
-        if self._buffers:
-            self._counters[node].add([buffer.clone() for buffer in self._buffers])
-            self._counted = [integer.clone() for integer in self._integers]
-            _copy((*self._buffers, *self._integers), self._first)
+    def _is_averaged(self) -> bool:
+        return len(self._buffers) > 0 and self._logical_ranks > 1
+
+    def add(self, batch: int) -> None:
+        """After the forward pass of this one: take what it has changed, and go back to the step's beginning."""
+        if not self._is_averaged():
+            return
+        pairs = zip(self._buffers, self._first, strict=False)
+        self._counters[self._node[batch]].add([buffer - first for buffer, first in pairs])
+        self._counted = [integer.clone() for integer in self._integers]
+        _copy((*self._buffers, *self._integers), self._first)
 
     def finish(self) -> None:
-        if not self._buffers:
+        if not self._is_averaged():
             return
         rows = [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
         whole = finished(reduce_ordered(rows, self._group)) if self._group else finish(rows)
         parts = torch.split(whole / self._logical_ranks, [buffer.numel() for buffer in self._buffers])
-        _copy((*self._buffers, *self._integers), (*parts, *self._counted))
+        for buffer, part in zip(self._buffers, parts, strict=True):
+            buffer.add_(part.view_as(buffer))
+        _copy(self._integers, self._counted)
 
 
 def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value.view_as(buffer))
+        buffer.copy_(value)

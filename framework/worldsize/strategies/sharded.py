@@ -34,19 +34,17 @@ class FlatShards(Accumulation):
     def __init__(self, model: FSDPModule, world: World) -> None:
         assert isinstance(model, nn.Module)
         self._model = model
-        self._size = world.size
         self._statistics = Statistics(model, world.group)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
-        self._statistics.begin(tree := Tree(len(batches) * self._size, self._size))
-        node_of = {leaf: node for node in range(tree.local_nodes) for leaf in tree.leaves(node)}
+        self._statistics.begin(len(batches))
         losses = []
         for place, batch in enumerate(batches):
             last = place == len(batches) - 1
             self._model.set_requires_gradient_sync(last)
             self._model.set_is_last_backward(last)
             losses.append(backward(batch, 1 / len(batches)))
-            self._statistics.add(node_of[place])
+            self._statistics.add(place)
         self._statistics.finish()
         return losses
 
@@ -76,7 +74,7 @@ class OrderedShards(Accumulation):
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         tree, losses = Tree(len(batches) * self._size, self._size), dict[int, Tensor]()
-        self._statistics.begin(tree)
+        self._statistics.begin(len(batches))
         for scatter in self._scatters:
             scatter.begin(tree)
         order = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
@@ -84,7 +82,7 @@ class OrderedShards(Accumulation):
             for scatter in self._scatters:
                 scatter.node, scatter.last = node, place == len(order) - 1
             losses[leaf] = backward(batches[leaf], 1.0)
-            self._statistics.add(node)
+            self._statistics.add(leaf)
             if place < len(order) - 1:
                 self._model.zero_grad()  # shards of zeros
         self._statistics.finish()
