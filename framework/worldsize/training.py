@@ -146,13 +146,14 @@ class Training:
         """Load the newest checkpoint, if there is one."""
         saves = self._settings.config["checkpoint"]
         checkpoint = newest(self._run.checkpoints, self._world, allow_older=saves["allow_older"])
-        skipped = checkpoint.facts["skipped"] if checkpoint else 0
+        facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
+        found = partial(Position, skipped=facts["skipped"], evaluated=facts.get("evaluated", True))
         if replica.step_reached is not None:
-            return Position(replica.step_reached, skipped)
+            return found(replica.step_reached)
         if checkpoint is None:
             return Position()
         replica.load(load(checkpoint, replica.state(), ignore=saves["ignore"]))
-        return Position(checkpoint.step, skipped)
+        return found(checkpoint.step)
 
     def _fit(self, replica: Replica, first: Position, heartbeat: Heartbeat | None) -> Position:
         settings, world = self._settings, self._world
@@ -199,9 +200,15 @@ class Training:
             yield step
 
     def _save(self, replica: Replica, position: Position) -> None:
-        facts = {"skipped": position.skipped, "metrics": dict(self._history.metrics)}
-        facts["samples"] = position.step * self._settings.batch_size
+        facts = {
+            "skipped": position.skipped,
+            "evaluated": position.evaluated,
+            "metrics": dict(self._history.metrics),
+            "samples": position.step * self._settings.batch_size,
+        }
         self._tell(self._saver.save(replica.state(), step=position.step, facts=facts))
+        if not position.evaluated:
+            self._tell(self._saver.finish())  # before the evaluation, which may fail
 
     def _result(self, model: StateDict) -> dict[str, Any]:
         tensors, pace = tensor_digests(model), self._settings.pace

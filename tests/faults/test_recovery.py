@@ -93,6 +93,22 @@ def test_a_rank_killed_at_any_point_is_made_good_to_the_last_bit(
         assert not list((run.folder / "checkpoints").glob(".*")), point
 
 
+def test_an_evaluation_that_fails_costs_no_training(
+    train: Any,
+    uninterrupted: Callable[..., dict[str, Any]],
+    command: Any,
+    environment_without_wandb: dict[str, str],
+) -> None:
+    """The only one, after all steps, of a run that saves at its end alone."""
+    options = ("cluster.processes=2", "checkpoint.every=0")
+    failed = train(*OPTIONS, *options, fault("raise", rank=1, step=14, point="evaluate:begin"))
+    assert failed.code == 1
+    assert [path.name for path in (failed.folder / "checkpoints").glob("step_*")] == ["step_0000014"]
+    done = command("resume", str(failed.folder), "faults=[]", cwd=failed.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert outcome(failed.folder) == uninterrupted(*options)
+
+
 def test_killed_at_the_second_save_a_model_of_several_buckets_goes_on_from_the_first_bitwise(train: Any) -> None:
     options: tuple[str, ...] = (
         "recipe=stdlib_lm",

@@ -8,14 +8,16 @@ import shutil
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from worldsize.checkpoints.format import COMPLETE, complete, step_of
+from worldsize.checkpoints.format import COMPLETE, complete, read, step_of
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Outcome, Plan
+from worldsize.errors import CheckpointError
 from worldsize.observe.jsonl import rewind
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
@@ -65,10 +67,17 @@ def begin(run: RunDirectory, others: Sequence[str], world_size: int) -> int:
     """Note that an attempt begins, on this host and ``others``; its number."""
     hosts = [socket.gethostname(), *others]
     number = begin_attempt(run.manifest, hosts=hosts, world_size=world_size, job=job_of(os.environ))
-    saved = complete(run.checkpoints)
-    rewind(run.metrics, step_of(saved[-1]) if saved else 0)  # before anybody follows the file
+    _rewind(run)  # before anybody follows the file
     run.result.unlink(missing_ok=True)
     return number
+
+
+def _rewind(run: RunDirectory) -> None:
+    saved, evaluated = complete(run.checkpoints), True
+    if saved:
+        with suppress(CheckpointError):  # a damaged one is refused by those who load it
+            evaluated = read(saved[-1]).facts.get("evaluated", True)
+    rewind(run.metrics, step_of(saved[-1]) if saved else 0, evaluated=evaluated)
 
 
 def end(run: RunDirectory, outcome: Outcome) -> None:

@@ -51,14 +51,14 @@ def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
-    """Metric values from the (sum, count) pairs of each evaluation batch, keyed by the batch's number."""
+    """Metric values from the (sum, count) pairs of each evaluation batch, keyed by the batch's number; NaN of none."""
     batches = _agreed_maximum(max(sums, default=-1) + 1, world)
     table_bmp = torch.zeros(batches, len(names), 2, dtype=torch.float64)
     for index, batch in sums.items():
         for column, name in enumerate(names):
             table_bmp[index, column] = torch.stack([value.double().cpu() for value in batch[name]])
     totals_mp = [[math.fsum(pair) for pair in metric] for metric in share(table_bmp, world)().permute(1, 2, 0).tolist()]
-    return {name: total / count for name, (total, count) in zip(names, totals_mp, strict=True)}
+    return {name: total / count if count else math.nan for name, (total, count) in zip(names, totals_mp, strict=True)}
 
 
 def _agreed_maximum(value: int, world: World) -> int:

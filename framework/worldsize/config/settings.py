@@ -91,6 +91,7 @@ class Settings:
             evaluate_every=config["evaluate_every"],
             save_every=saves["every"],
             save_at_end=saves["at_end"],
+            keeps_best=self.retention.best is not None,
         )
 
     def peers(self) -> list[list[int]]:

@@ -40,12 +40,17 @@ class Pace:
     evaluate_every: int = 0
     save_every: int = 0
     save_at_end: bool = False
+    keeps_best: bool = False  # checkpoints are kept by the metrics of their step
 
     def logs(self, step: int) -> bool:
         return step % self.log_every == 0 or step in (1, self.steps)
 
     def evaluates(self, step: int) -> bool:
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+
+    def saves_first(self, step: int) -> bool:
+        """Before it evaluates: what fails in the last evaluation, often the first, costs no training then."""
+        return step == self.steps and self.saves(step) and not self.keeps_best
 
     def measures(self, step: int) -> bool:
         """All steps, or about 50 between two logged ones: each rank's splits of them cross the network."""
@@ -57,10 +62,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Position:
-    """How far training has come: steps taken, and of these the updates that were left out (nonfinite=skip)."""
+    """How far training has come: steps taken, of these the updates that were left out (nonfinite=skip), and whether
+    the evaluation that is due after the last of them has been done.
+    """
 
     step: int = 0
     skipped: int = 0
+    evaluated: bool = True
 
 
 def _nothing(position: Position) -> None: ...
@@ -108,6 +116,11 @@ def fit(
             if stop_on_nonfinite and not math.isfinite(done.loss):
                 raise NonfiniteLossError(_explain(done))
 
+    def evaluated(step: int) -> None:
+        tell()
+        with window.paused():
+            emit(Evaluated(step, evaluate()))
+
     for step in range(first.step + 1, pace.steps + 1):
         window.fetching()
         micro_batches = next(source)
@@ -118,17 +131,18 @@ def fit(
         tell()  # of the step before, whose figures have crossed the network during this one
         if pace.logs(step):
             closed.append(window.close(step, replica.facts()))
-        if pace.evaluates(step):
-            tell()
-            with window.paused():
-                emit(Evaluated(step, evaluate()))
+        evaluates_after = pace.saves_first(step)
+        if pace.evaluates(step) and not evaluates_after:
+            evaluated(step)
         stops = agreement.reached(step) and step < pace.steps
         if stops or pace.saves(step):
             tell()  # what is logged up to here belongs to the checkpoint
             with window.paused():
-                save(Position(step, window.skipped))
+                save(Position(step, window.skipped, evaluated=not evaluates_after))
         if stops:
             return Position(step, window.skipped)
+    if pace.saves_first(pace.steps) if first.step < pace.steps else not first.evaluated:
+        evaluated(pace.steps)
     tell()
     return Position(pace.steps, window.skipped)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, final
@@ -50,14 +51,21 @@ def _told(event: StepDone) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name not in _OPTIONAL or value not in (None, {})}
 
 
-def rewind(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step`` and a last line that was cut off, by way of a new file."""
+def rewind(path: Path, step: int, *, evaluated: bool = True) -> None:
+    """Drop the lines of what comes after ``step``, or (``evaluated`` unset) before the evaluation that belongs to it,
+    and a last line that was cut off, by way of a new file.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = [line for line in lines if line.endswith("\n") and _is_before(json.loads(line), step, evaluated)]
     if len(kept) < len(lines):
         rewritten = path.with_name(f".{path.name}")
         rewritten.write_text("".join(kept))
         rewritten.replace(path)
+
+
+def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:
+    is_due = row.get("event") == "evaluation" and not evaluated
+    return bool(row["step"] < step or (row["step"] == step and not is_due))
 
 
 def last_metrics(path: Path) -> dict[str, float]:
