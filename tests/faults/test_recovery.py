@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
@@ -298,17 +299,40 @@ def test_a_run_is_not_gone_on_with_as_another_one(
     assert "--ignore" in words or (preempted / "config.yaml").read_text() == before
 
 
+def rates(folder: Path, after: int) -> list[float]:
+    """Learning rates of the steps after ``after``, as logged."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["lr"] for line in lines if line["event"] == "step" and line["step"] > after]
+
+
+def rate(peak: float, step: int, steps: int) -> float:
+    """Of conf/schedule/cosine.yaml after its warm-up, which is one step here: down to a tenth."""
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (steps - 1))))
+
+
 def test_a_change_that_is_accepted_by_name_goes_on_and_a_finished_run_can_be_trained_further(
     preempted: Path, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     def resume(*words: str) -> Any:
         return command("resume", str(preempted), *words, cwd=preempted, environment=environment_without_wandb)
 
-    changed = resume("lr=0.001", "--ignore", "lr", "--ignore", "optimizer")
+    saved = int(max((preempted / "checkpoints").glob("step_*")).name.removeprefix("step_"))
+    changed = resume("lr=0.001", "cluster.processes=1", "--ignore", "lr", "log_every=1", "--ignore", "log_every")
     assert changed.returncode == 0, changed.stderr
+    assert rates(preempted, saved) == pytest.approx([rate(0.001, step, 14) for step in range(saved + 1, 15)])
     assert resume().returncode == 2
-    assert resume("steps=16", "lr=0.001", "--ignore", "lr").returncode == 0
-    assert json.loads((preempted / "result.json").read_text())["steps"] == 16
+    fewer = resume("steps=13")
+    assert fewer.returncode == 2
+    assert "14 steps behind it, which is more than steps=13" in fewer.stderr
+    assert resume("steps=18").returncode == 0
+    assert json.loads((preempted / "result.json").read_text())["steps"] == 18
+    assert rates(preempted, 14) == pytest.approx([rate(0.001, step, 18) for step in range(15, 19)])
+    manifest = json.loads((preempted / "run_manifest.json").read_text())
+    assert (manifest["config"]["lr"], manifest["config"]["steps"], manifest["cluster"]["processes"]) == (0.001, 18, 1)
+    assert [each["attempt"] for each in manifest["resumed"]] == [2, 3]
+    assert ["lr", 0.005, 0.001] in manifest["resumed"][0]["changes"]
+    assert manifest["claim"]["level"] == "none"
+    assert "lr: 0.005 at first, 0.001 from attempt 2 on" in manifest["claim"]["why"]
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.app.attempts import run_attempts
-from worldsize.app.record import check_same, config_text, with_secrets, write_record
+from worldsize.app.record import amend_record, check_same, with_secrets, write_record
+from worldsize.checkpoints.format import complete, step_of
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
 from worldsize.config.installed import installed
 from worldsize.config.places import make_importable, roots
@@ -105,11 +106,12 @@ def _ended(run: RunDirectory) -> int:
     return int(attempts[-1]["exit_code"] or 1) if attempts else 1
 
 
-def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
-    """Run an existing run again, from its newest checkpoint; the exit code.
+def go_on(cfg: DictConfig, run: RunDirectory, words: Sequence[str], ignore: Sequence[str]) -> int:
+    """Run an existing run again, from its newest checkpoint, as ``words`` say; the exit code.
 
     Raises:
-        WorldsizeError: its configuration or its data are others than then, in what ``ignore`` does not name.
+        WorldsizeError: its configuration or its data are others than then, in what ``ignore`` does not name; or it
+            has more steps behind it already than it shall have.
     """
     torch.set_num_threads(1)
     settings = settings_of(cfg)
@@ -117,9 +119,19 @@ def go_on(cfg: DictConfig, run: RunDirectory, ignore: Sequence[str]) -> int:
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, run, clean, ignore)
+    _check_steps(settings, run)
     with RunLock(run.path):
-        run.config.write_text(config_text(settings, clean))
+        amend_record(settings, plan, run, clean, words)
     return _start(settings, plan, run)
+
+
+def _check_steps(settings: Settings, run: RunDirectory) -> None:
+    saved = complete(run.checkpoints)
+    if saved and step_of(saved[-1]) > settings.pace.steps:
+        raise ConfigError(
+            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.pace.steps}. "
+            "Give a larger number; nothing was started."
+        )
 
 
 def settings_of(cfg: DictConfig) -> Settings:

@@ -19,7 +19,15 @@ from worldsize.config.places import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Plan
 from worldsize.reproducibility import seeds
-from worldsize.reproducibility.claim import changes, changes_but, claim_of, lowered, lowerings
+from worldsize.reproducibility.claim import (
+    NOT_TRAINED,
+    changes,
+    changes_but,
+    claim_of,
+    lowered,
+    lowerings,
+    mixtures,
+)
 from worldsize.reproducibility.code import Code, capture_code
 from worldsize.reproducibility.data import check_data, fingerprint
 from worldsize.reproducibility.environment import (
@@ -48,8 +56,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         ConfigError: the run re-creates another one, whose data were different, or less exactly than demanded.
     """
     config = clean.tree(settings.config)
-    run.config.write_text(config_text(settings, clean))
-    run.overrides.write_text(OmegaConf.to_yaml(OmegaConf.create(clean.words(task_overrides()))))
+    _write_config(settings, run, clean, task_overrides())
     code = _code(settings, clean)
     if code["patch"]:
         run.patch.write_bytes(code["patch"])
@@ -57,16 +64,13 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "run_id": run.id,
         "parent_run": None,
         "attempts": [],
-        "config": config,
-        "config_sha256": _digest(config),
-        "overrides": clean.words(task_overrides()),
         "command": clean.words(sys.argv),
         "code": {key: value for key, value in code.items() if key != "patch"},
         "plugins": [_plugin(plugin, run, clean) for plugin in used(config, choices())],
         "environment": {**capture_environment(), **_lock(run, clean), "image": None},
         "hardware": [hardware()],
-        "cluster": {**_shape(plan), "groups": settings.strategy.groups(plan.cluster)},
-        "determinism": _determinism(settings),
+        **_configured(settings, plan, config),
+        "overrides": clean.words(task_overrides()),
         "data": fingerprint(settings.recipe.files()),
         "results": None,
         "claim": asdict(claim_of(settings.determinism)),
@@ -77,9 +81,43 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
     write_manifest(run.manifest, written)
 
 
+def amend_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber, words: Sequence[str]) -> None:
+    """Let the record say how the run goes on from here, and what is other than before; the caller holds its lock.
+
+    ``words``: all overrides of the run, as they hold from now on.
+    """
+    manifest, config = read_manifest(run.manifest), clean.tree(settings.config)
+    _write_config(settings, run, clean, words)
+    if not (found := changes(manifest["config"], config, but=NOT_TRAINED)):
+        return
+    resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in found]}
+    amended = {
+        **manifest,
+        **clean.tree(_configured(settings, plan, config)),
+        "overrides": clean.words(words),
+        "resumed": [*manifest.get("resumed", ()), clean.tree(resumed)],
+    }
+    write_manifest(run.manifest, {**amended, "claim": asdict(lowered(amended, amended, mixtures(amended)))})
+
+
 def config_text(settings: Settings, clean: Scrubber) -> str:
-    """``config.yaml``, without secrets."""
+    """``config.yaml``, of which processes start, without secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(clean.tree(settings.config)))
+
+
+def _write_config(settings: Settings, run: RunDirectory, clean: Scrubber, words: Sequence[str]) -> None:
+    run.config.write_text(config_text(settings, clean))
+    run.overrides.write_text(OmegaConf.to_yaml(OmegaConf.create(clean.words(words))))
+
+
+def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest says that follows from the configuration alone."""
+    return {
+        "config": config,
+        "config_sha256": _digest(config),
+        "cluster": {**_shape(plan), "groups": settings.strategy.groups(plan.cluster)},
+        "determinism": _determinism(settings),
+    }
 
 
 def check_same(settings: Settings, run: RunDirectory, clean: Scrubber, ignore: Sequence[str]) -> None:

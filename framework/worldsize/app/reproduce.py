@@ -63,7 +63,7 @@ def main() -> None:
     )
     add_report_options(parser)
     try:
-        code = reproduce(Options(**vars(parser.parse_args())))
+        code = reproduce(Options(**vars(parser.parse_intermixed_args())))
     except WorldsizeError as error:
         print(error, file=sys.stderr)
         code = 2

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from worldsize.app.leave import leave
 from worldsize.app.train import CONFIG_ERROR
+from worldsize.checkpoints.load import HYPERPARAMETERS, PARTS
 from worldsize.config.compose import GROUPS, compose_and_call
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.manifest import look
@@ -29,9 +30,9 @@ def main() -> None:
         default=[],
         metavar="PART",
         help="a key of the configuration that may have changed (e.g. lr, recipe), 'data', or a part of the state that "
-        "is not loaded (optimizer, schedule); may be given more than once",
+        "is not loaded (optimizer, schedule, hyperparameters); may be given more than once",
     )
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     try:
         code = resume(RunDirectory(options.run.resolve()), options.overrides, options.ignore, options.allow_older)
     except WorldsizeError as error:
@@ -65,15 +66,17 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
         os.chdir(folder)  # its recipes and plugins are found from there
     if run.plugins.is_dir():
         os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # it goes on with the code that it began with
-    recorded = _kept(manifest["overrides"], overrides)
+    words = [*_kept(manifest["overrides"], overrides), *overrides]
     own = [f"run.root={run.path.parents[1]}", f"run.name={run.id}", f"checkpoint.allow_older={allow_older}"]
-    parts = [part for part in ignore if part in ("model", "optimizer", "schedule", "scaler")]
+    parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
+    if any(key not in (*parts, "data") for key in ignore):
+        parts.append(HYPERPARAMETERS)  # those of the changed configuration
     codes: list[int] = []
 
     def task(cfg: DictConfig) -> None:
         from worldsize.app.execute import go_on
 
-        codes.append(go_on(cfg, run, ignore))
+        codes.append(go_on(cfg, run, words, ignore))
 
-    compose_and_call(task, [*recorded, *overrides, *own, f"checkpoint.ignore={parts}".replace(" ", "")])
+    compose_and_call(task, [*words, *own, f"checkpoint.ignore={parts}".replace(" ", "")])
     return codes[0]

@@ -18,6 +18,8 @@ from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError
 
 _SHOWN = 8  # differences in an error
+PARTS = ("model", "optimizer", "schedule", "scaler")
+HYPERPARAMETERS = "hyperparameters"
 
 
 def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
@@ -60,9 +62,10 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
 
     A tensor of the template that has no rows is given back with as many as were saved.
 
-    Top-level parts of the state named in ``ignore`` stay as the template has them; so does what a strategy keeps for
-    itself (part ``strategy``) where it was saved by another one or at another world size. Tensors on the meta device
-    are other ranks' and stay there.
+    Top-level parts of the state named in ``ignore`` (see :data:`PARTS`) stay as the template has them; so does what a
+    strategy keeps for itself (part ``strategy``) where it was saved by another one or at another world size. With
+    "hyperparameters" in it so do learning rates, weight decay and the like. Tensors on the meta device are other
+    ranks' and stay there.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ; nothing has been written then.
@@ -81,8 +84,32 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     state_dict_loader.load(held, storage_reader=Reader(checkpoint), no_dist=True)
     kept = {part: child for part, child in template.items() if part in ignore}
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
-    state: StateDict = join(values, tensors)
-    return {**state, **kept}
+    state: StateDict = {**join(values, tensors), **kept}
+    return _with_hyperparameters(state, template) if HYPERPARAMETERS in ignore else state
+
+
+def _with_hyperparameters(saved: StateDict, now: StateDict) -> StateDict:
+    """``saved`` with the options of the optimizer of ``now``, and the initial rates of its schedule."""
+    pairs = zip(saved["optimizer"]["param_groups"], now["optimizer"]["param_groups"], strict=True)
+    optimizer = {**saved["optimizer"], "param_groups": [_with_options(then, own) for then, own in pairs]}
+    return {**saved, "optimizer": optimizer, "schedule": _rebased(saved["schedule"], now["schedule"])}
+
+
+def _with_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A rate that a schedule moves stays at its place in it: the same multiple of the initial one."""
+    options = {**then, **now, "params": then["params"]}
+    if then.get("initial_lr"):
+        options["lr"] = then["lr"] * now["initial_lr"] / then["initial_lr"]
+    return options
+
+
+def _rebased(then: Any, now: Any) -> Any:
+    """A schedule's state, also one made of several, that starts from other rates."""
+    if isinstance(then, list):
+        return [_rebased(*pair) for pair in zip(then, now, strict=True)]
+    if not isinstance(then, Mapping):
+        return then
+    return {key: now[key] if key == "base_lrs" else _rebased(child, now[key]) for key, child in then.items()}
 
 
 def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:

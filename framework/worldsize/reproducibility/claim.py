@@ -9,18 +9,8 @@ from typing import Any, NamedTuple
 from worldsize.reproducibility.determinism import Determinism
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
-_NOT_COMPUTED = (
-    "strategy",
-    "run",
-    "launch",
-    "launcher",
-    "logger",
-    "cluster",
-    "reproducibility",
-    "checkpoint",
-    "allow_targets",
-    "faults",
-)
+NOT_TRAINED = ("run", "launch", "launcher", "logger", "checkpoint", "allow_targets", "faults")
+_NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,21 @@ def claim_of(determinism: Determinism) -> Claim:
 
 def lowerings(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[Lowering]:
     """Every difference between two manifests that lowers the claim of the first one for the second."""
-    return [*_config(original, present), *_machine(original, present), *_code(original, present)]
+    return [*mixtures(original), *_config(original, present), *_machine(original, present), *_code(original, present)]
+
+
+def mixtures(manifest: Mapping[str, Any]) -> list[Lowering]:
+    """What a run that went on with another configuration has of both: no run from the start re-creates that exactly."""
+    is_ordered = manifest["determinism"]["reduce"] == "ordered"
+    found = []
+    for resumed in manifest.get("resumed", ()):
+        for key, then, now in resumed["changes"]:
+            reason = f"{key}: {then} at first, {now} from attempt {resumed['attempt']} on"
+            if key.split(".")[0] not in _NOT_COMPUTED:
+                found.append(Lowering("none", reason))
+            elif key.startswith(_DECIDE_SUMS) and not is_ordered:
+                found.append(Lowering("tolerance", f"{reason}, and sums depend on it"))
+    return found
 
 
 def lowered(original: Mapping[str, Any], present: Mapping[str, Any], found: Sequence[Lowering]) -> Claim:
@@ -62,10 +66,14 @@ def lowered(original: Mapping[str, Any], present: Mapping[str, Any], found: Sequ
     return Claim(lowest.level, "; ".join(reasons))
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Keys that decide what is computed and differ between two configurations, with both values."""
+def changes(
+    then: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = _NOT_COMPUTED
+) -> list[tuple[str, Any, Any]]:
+    """Keys, but for those below ``but``, that differ between two configurations, with both values; by default keys
+    that decide what is computed.
+    """
     first, second = _flat(then), _flat(now)
-    keys = [key for key in sorted(first.keys() | second.keys()) if key.split(".")[0] not in _NOT_COMPUTED]
+    keys = [key for key in sorted(first.keys() | second.keys()) if key.split(".")[0] not in but]
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
 
@@ -121,6 +129,7 @@ _DECIDES_BITS = {
     "variables": ("determinism", "environment"),
 }
 
+_DECIDE_SUMS = ("cluster.processes", "cluster.device", "cluster.backend", "reproducibility.mode", "strategy.")
 _DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "strategy")}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from worldsize.core import Recipe, StateDict
 
@@ -41,6 +41,7 @@ class Learning:
         self.load_optimizer(state["optimizer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+            _set_rates(self.schedule)
 
     def optimizer_state(self) -> StateDict:
         return named_state(self.model, self.optimizer)
@@ -49,6 +50,15 @@ class Learning:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+def _set_rates(schedule: LRScheduler) -> None:
+    """The next step's, by the schedule as it is now: it may be longer than the one that the state was saved under."""
+    if isinstance(schedule, LambdaLR):  # torch's others keep what they depend on in their state
+        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        rates = [base * factor(schedule.last_epoch) for base, factor in pairs]
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:

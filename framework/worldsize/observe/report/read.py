@@ -43,6 +43,11 @@ class Record:
         """Empty until an attempt has ended."""
         return self.manifest["results"] or {}
 
+    def changes(self, attempt: int) -> list[tuple[str, Any, Any]]:
+        """Keys of the configuration that are others from this attempt on, with both values."""
+        resumed = self.manifest.get("resumed", ())
+        return [tuple(change) for each in resumed if each["attempt"] == attempt for change in each["changes"]]
+
     @property
     def stragglers(self) -> list[Line]:
         """Events that name a worker as slow, at a step."""

@@ -91,7 +91,9 @@ Fact = tuple[float, str, bool]
 def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[Fact]:
     for attempt, (begun, ended) in zip(record.attempts, spans, strict=True):
         name, count = f"attempt {attempt['number']}", attempt["world_size"]
-        yield begun, f"{name} begins: world size {count}, on {', '.join(dict.fromkeys(attempt['hosts']))}", True
+        words = [f"{name} begins: world size {count}, on {', '.join(dict.fromkeys(attempt['hosts']))}"]
+        words += [f"{key} {now} instead of {then}" for key, then, now in record.changes(attempt["number"])]
+        yield begun, "; ".join(words), True
         if attempt["first_step_at"] is not None:
             yield attempt["first_step_at"], f"{name}: first step", True
         if attempt["end_at"] is not None:
@@ -123,7 +125,7 @@ def told(event: Line) -> str:
     if "rank" in event:
         words.append(f"rank {event['rank']}")
     if "slower" in event:
-        words.append(f"{event['slower']} × as slow as the others")
+        words.append(f"{event['slower']:.3g} × as slow as the others")
     words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
     words += [f"since step {event['since']}"] if event.get("since") is not None else []
     return ", ".join([*words, *(f"{name} {value}" for name, value in event.items() if name not in known)])
