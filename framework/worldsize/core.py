@@ -79,7 +79,8 @@ class Workload:
     ``unit_bytes``: of the largest part that a sharded model gathers at once; ``activation_bytes``: of a micro-batch;
     ``boundary_bytes``: of what one block hands to the next, for a micro-batch; ``compute_seconds``: forward, backward
     and update of what one rank does in a step, by itself; ``update_seconds``: of these the update; ``overlap``: share
-    of them behind which communication hides; ``sum_seconds``: to add up as many numbers as there are parameters.
+    of them behind which communication hides; ``sum_seconds``: to add up as many numbers as there are parameters;
+    ``micro_batches``: of each data-parallel part in a step (0: as many as the strategy takes by default).
     """
 
     parameter_bytes: float
@@ -92,6 +93,7 @@ class Workload:
     update_seconds: float = 0.0
     overlap: float = 0.0
     sum_seconds: float = 0.0
+    micro_batches: int = 0
 
 
 @dataclass(frozen=True)

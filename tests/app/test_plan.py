@@ -99,13 +99,16 @@ def test_thousands_of_ranks_are_a_short_table() -> None:
     table = rank_table(cluster, {"data": [list(range(4096))]})
     assert list(table.columns[0].cells) == [*map(str, range(8)), "...", *map(str, range(4088, 4096))]
     found = DDP().cost(Workload(2e9, 4e9, compute_seconds=0.25), cluster)
+    assert found is not None
     assert found.communication_seconds == pytest.approx(2 * (4095 / 4096 * 2e9 / 12.5e9 + 4095 * 5e-6))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they can be timed")
 def test_steps_of_gpus_that_are_elsewhere_are_given(plan: Any) -> None:
     words = ("recipe=digits", "+cluster=slurm", "cluster.gpus_per_node=2", "logger=none", "--strategies", "ddp")
-    assert "Give --compute, e.g. --compute 250ms." in " ".join(plan(*words).stdout.split())
+    refused = plan(*words)
+    assert "Give --compute, e.g. --compute 250ms." in " ".join(refused.stdout.split())
+    assert (refused.returncode, "None of them fits" in refused.stdout) == (2, False)
     assert float(rows(plan(*words, "--compute", "250ms").stdout)["ddp"][-3].removesuffix(" ms")) >= 250
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from worldsize.core import Cluster, Cost, Link, Workload
@@ -10,6 +12,7 @@ from worldsize.planning.forecast import Forecast, accumulated, forecast
 from worldsize.planning.spread import served_bytes
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 
 LINKS = {"node": Link(10e9, 0.0), "network": Link(1e9, 0.0)}
@@ -41,6 +44,7 @@ def test_gloo_reduces_where_others_scatter() -> None:
 
 def test_compressed_sums_are_an_all_to_all_and_an_all_gather() -> None:
     found = DDP(compress="bf16").cost(WORK, cluster(4, 2))
+    assert found is not None
     assert found.communication_seconds == pytest.approx(4e8 * (2 * 6 / 8 + 7 / 8) / 1e9)
 
 
@@ -62,6 +66,37 @@ def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:
     assert found.added_seconds == pytest.approx(0.01 - 0.04)
 
 
+def test_what_fewer_bits_save_is_counted_where_they_are_sent() -> None:
+    """On GPUs: two gathers of bf16 parameters, a reduce-scatter of float32 gradients; one bit a number to servers."""
+    assert FSDP(param_dtype="bf16", reduce_dtype="fp32").cost(WORK, cluster(8, 1, "cuda")).sent_bytes == pytest.approx(
+        (2 * 0.5 + 1) * 7 / 8 * 8e8
+    )
+    found = ParameterServer(servers=4, nodes=4, compression="onebit").cost(WORK, cluster(4, 2))
+    assert found.communication_seconds == pytest.approx(1.6 + 1.6 / 32, rel=1e-6)
+    assert DDP(compress="powersgd").cost(WORK, cluster(4, 2)) is None, "that depends on the matrices"
+
+
+def test_a_pipeline_is_idle_by_the_micro_batches_of_the_run() -> None:
+    """Four stages: 3 / (64 + 3) of the step, and 3 / (8 + 3) by default."""
+    found = Mesh(pipeline=4).cost(replace(WORK, micro_batches=64), cluster(4, 1))
+    assert found.idle == pytest.approx(3 / 67)
+    assert Mesh(pipeline=4).cost(WORK, cluster(4, 1)).idle == pytest.approx(3 / 11)
+
+
+def test_rings_along_data_share_the_link_of_their_node() -> None:
+    """Two nodes of four, two data parts of four tensor ranks: four rings of a quarter of the parameters cross, at a
+    quarter of the bandwidth each. One tensor rank: one ring crosses, as of fsdp.
+    """
+    crossed = Mesh(data=2, tensor=4).cost(WORK, cluster(2, 4, "cuda"))
+    assert crossed.communication_seconds == pytest.approx(3 * 1 / 2 * 2e8 / (1e9 / 4))
+    assert crossed.across_bytes == pytest.approx(4 * 3 * 1 / 2 * 2e8)
+    whole, fsdp = (each.cost(WORK, cluster(2, 4, "cuda")) for each in (Mesh(), FSDP()))
+    assert whole.across_bytes == pytest.approx(fsdp.across_bytes)
+    # a stage a node: its data parts meet inside, its four ranks hand outputs on
+    stages = Mesh(data=4, pipeline=2).cost(replace(WORK, boundary_bytes=1e6, micro_batches=8), cluster(2, 4, "cuda"))
+    assert stages.across_bytes == pytest.approx(4 * 2 * 8 * 1e6)
+
+
 def made(seconds: float, *, memory: float = 1e9, same: bool = True) -> Forecast:
     return Forecast(Cost(memory, 0.0, 0.0, seconds, same=same), 1.0, seconds, 1.0 + seconds)
 
@@ -76,6 +111,8 @@ def test_the_best_is_the_fastest_that_fits_and_computes_the_same() -> None:
     assert "slower, the next, takes 1.50 ×: it waits 2000.00 ms for communication, not 1000.00 ms." in text
     assert "Only 50.0% of the time computes: 80% needs 4000.00 ms of compute a step, 4.0 × as much." in text
     assert best_text(found, set(found)).startswith("None of them fits.")
+    assert best_text({"apart": made(0, same=False)}, ()).endswith("to be tried on the loss: apart.")
+    assert best_text({}, ()) == "Nothing could be predicted, for the reasons below."
 
 
 def test_what_is_too_large_and_what_a_larger_batch_asks_for() -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.app.leave import leave
-from worldsize.app.train import code_of
+from worldsize.app.train import CONFIG_ERROR, code_of
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize plan", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 strategy=mesh")
     parser.add_argument("--model-size", type=float, metavar="N", help="parameters, e.g. 1e9, instead of the recipe's")
-    parser.add_argument("--precision", choices=_SIZES, default="fp32", help="with --model-size: of the gradients sent")
+    parser.add_argument("--precision", choices=_SIZES, default="fp32", help="of all its numbers, sent and kept")
     parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
     parser.add_argument("--overlap", type=float, help="share of compute behind which bytes travel, 0 to 1")
     parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
@@ -67,7 +67,7 @@ def _seconds(text: str) -> float:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Exit code: 0, or that of a configuration that cannot run."""
+    """Exit code: 0, or that of a configuration that cannot run, or of which nothing can be predicted."""
     return code_of(lambda cfg: _show(cfg, options), options.overrides)
 
 
@@ -92,13 +92,13 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     cluster = predictor.cluster(settings)
     memory = cluster.device_memory or detected_memory_bytes(cluster)
     unfitting = {name: why for name, each in found.items() if (why := unfit(each, memory))}
-    _print(_cost_table(found, unfitting, settings))
+    _print(_cost_table(found, unfitting, settings, priced=not shared) if found else "")
     _print(best_text(found, unfitting))
     _print("" if shared else _batch_text(settings), _links_text(cluster, options.links), "" if memory else _UNKNOWN)
     _print(*(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()))
     if not shared and (warning := _retuning_text(settings)):
         print(warning, file=sys.stderr)
-    return 0
+    return 0 if found else CONFIG_ERROR
 
 
 _UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."
@@ -171,9 +171,12 @@ def _strategies(refused: dict[str, str], shared: Sequence[str], names: Sequence[
             refused[name] = f"it is broken: {type(error).__name__}: {error}"
 
 
-def _cost_table(found: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings) -> Table:
+def _cost_table(
+    found: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings, *, priced: bool
+) -> Table:
+    """``priced``: say what samples cost, if the cluster says what nodes do."""
     cluster = settings.cluster
-    price = cluster.price_per_hour and cluster.price_per_hour * cluster.nodes
+    price = (cluster.price_per_hour or 0.0) * cluster.nodes if priced else 0.0
     columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
     columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price else [])]
     table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")

@@ -81,17 +81,18 @@ class Predictor:
                 times = pool.submit(slowdown, settings, self._device(cluster), _threads(cluster)).result()
             except RuntimeError:  # it communicates otherwise
                 return None
-        micro_batches = settings.logical_ranks // settings.strategy.data_parallel(cluster)
-        return times * accumulated(self._micro_batch(settings), micro_batches).compute_seconds
+        return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:
         """Of one rank's step, if all that train share the batch evenly."""
         given = self._given
         if given.parameter_bytes is not None:
             size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
-            return Workload(size, 2 * size, compute_seconds=seconds, overlap=given.overlap or 0.0)
+            work = Workload(size, 2 * size, compute_seconds=seconds, overlap=given.overlap or 0.0)
+            return replace(work, micro_batches=_micro_batches(settings))
         work = self._micro_batch(settings)
         work = accumulated(work, settings.logical_ranks / settings.roles["worker"].processes)
+        work = replace(work, micro_batches=_micro_batches(settings))
         if given.compute_seconds is not None:
             update = min(work.update_seconds, given.compute_seconds)
             work = replace(work, compute_seconds=given.compute_seconds, update_seconds=update)
@@ -110,7 +111,7 @@ class Predictor:
 
     def _device(self, cluster: Cluster) -> str:
         """Where the recipe takes its steps; where their time is given, any device shows what they need."""
-        if cluster.device != "cuda" or torch.cuda.is_available():
+        if cluster.device != "cuda" or torch.cuda.device_count():  # which leaves this process able to fork
             return cluster.device
         if self._given.compute_seconds is None:
             raise ConfigError(
@@ -127,6 +128,11 @@ class Predictor:
         if self._given.one_machine or cluster.nodes == 1:
             return workers
         return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be another machine
+
+
+def _micro_batches(settings: Settings) -> int:
+    """Of each data-parallel part in a step."""
+    return settings.logical_ranks // settings.strategy.data_parallel(settings.cluster)
 
 
 def _threads(cluster: Cluster) -> int:

@@ -20,7 +20,7 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
     from here, since there is no GPU, or several nodes.
     """
     if cluster.device == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+        return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
     if cluster.nodes > 1:
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
@@ -40,8 +40,13 @@ def best_text(found: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
     """
     order = sorted(found, key=lambda name: found[name].step_seconds)
     fitting = [name for name in order if name not in unfitting and found[name].cost.same]
-    if not fitting:
+    if not found:
+        return "Nothing could be predicted, for the reasons below."
+    if not fitting and all(name in unfitting for name in order):
         return "None of them fits. Add nodes, make the model smaller, or use devices with more memory."
+    if not fitting:
+        rest = ", ".join(name for name in order if name not in unfitting)
+        return f"None that fits computes what one process would. Other algorithms, to be tried on the loss: {rest}."
     best = found[fitting[0]]
     said = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
     if len(fitting) > 1:

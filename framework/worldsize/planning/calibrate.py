@@ -6,20 +6,27 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
+from threading import BrokenBarrierError
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import MicroBatch, Numerics, Recipe, Workload, World
+from worldsize.core import ConfigError, MicroBatch, Numerics, Precision, Recipe, Workload, World
 from worldsize.engine.data import Order, micro_batches
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 from worldsize.world.fork import ready_to_fork
 
 _WARM_UP, _STEPS = 2, 11
+
+
+def first_device(kind: str) -> torch.device:
+    """This machine's first of a ``kind``: "cpu" or "cuda"."""
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
 def calibrate(
@@ -29,14 +36,32 @@ def calibrate(
     ``kind`` ("cpu", "cuda"): its ``compute_seconds``, the wait for data included, are the median of eleven steps.
 
     With ``at_once`` processes, which do the same at the same time, each step is as long as the longest of them: as it
-    will be where they share cores and memory. They are forked: this process must have no OpenMP pool.
+    will be where they share cores and memory. They are forked: this process must have no OpenMP pool, and must not
+    have used CUDA.
+
+    Raises:
+        ConfigError: this machine's memory does not hold what they need.
     """
     context = get_context("fork")
     barrier = context.Barrier(at_once, timeout=600)
     with ProcessPoolExecutor(at_once, context, initializer=_join, initargs=(barrier,)) as pool:
         with ready_to_fork():
             parts = [pool.submit(_calibrated, recipe, numerics, order, kind, threads) for _ in range(at_once)]
-        return [part.result() for part in parts][-1]  # of all, so that none has failed
+        errors = [error for part in parts if (error := part.exception()) and not isinstance(error, BrokenBarrierError)]
+    if errors and _is_memory(errors[0]):
+        raise ConfigError(
+            f"this machine cannot take the recipe's steps, {at_once} process(es) at once: {type(errors[0]).__name__}, "
+            "its memory does not do. Give what they need: --model-size PARAMETERS --compute TIME."
+        ) from errors[0]
+    if errors:
+        raise errors[0]
+    return parts[-1].result()
+
+
+def _is_memory(error: BaseException) -> bool:
+    """A process that the kernel kills for its memory breaks its pool."""
+    known = isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError)
+    return known or "can't allocate memory" in str(error)
 
 
 _together: list[Barrier] = []  # in a process that calibrates: where all of them meet
@@ -49,7 +74,7 @@ def _join(barrier: Barrier) -> None:
 def _calibrated(recipe: Recipe, numerics: Numerics, order: Order, kind: str, threads: int) -> Workload:
     torch.set_num_threads(threads)
     try:
-        return _Calibration(recipe, numerics, order, torch.device(kind)).workload()
+        return _Calibration(recipe, numerics, order, first_device(kind)).workload()
     except BaseException:
         _together[0].abort()  # the others need not wait
         raise
@@ -70,7 +95,9 @@ class _Calibration:
         seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
         parameters, optimizer = list(model.parameters()), replica.optimizer
         blocks = list(self.recipe.blocks(model))
-        activation_bytes, boundary_bytes = _activations(self.recipe, model, blocks, next(batches)[0])
+        activation_bytes, boundary_bytes = _activations(
+            self.recipe, model, blocks, next(batches)[0], (self.device, self.numerics.precision)
+        )
         return Workload(
             parameter_bytes=_bytes(parameters),
             optimizer_bytes=_bytes(value for kept in optimizer.state.values() for value in kept.values()),
@@ -118,8 +145,12 @@ def _bytes(tensors: Any) -> float:
     return float(sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)))
 
 
-def _activations(recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batch: MicroBatch) -> tuple[float, float]:
-    """Bytes that a forward pass keeps for the backward pass, parameters apart, and bytes of a block's output."""
+def _activations(
+    recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batch: MicroBatch, kind: tuple[torch.device, Precision]
+) -> tuple[float, float]:
+    """Bytes that a forward pass on a ``kind`` of device, in a precision, keeps for the backward pass, parameters apart,
+    and bytes of a block's output.
+    """
     kept: dict[int, float] = {}
     outputs: list[float] = [0.0]
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -134,7 +165,7 @@ def _activations(recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batc
         outputs.append(_bytes(output if isinstance(output, tuple) else [output]))
 
     hooks = [block.register_forward_hook(note) for block in blocks]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(*kind):
         loss = recipe.loss(model, batch.data)
     for hook in hooks:
         hook.remove()

@@ -18,6 +18,7 @@ from torch.futures import Future
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, MicroBatch, Numerics, Replica, World
 from worldsize.engine.data import micro_batches
+from worldsize.planning.calibrate import first_device
 from worldsize.strategies.synchronous import alone
 
 _BACKEND = "silent"
@@ -33,7 +34,7 @@ def slowdown(settings: Settings, kind: str, threads: int) -> float:
         RuntimeError: the strategy communicates in a way that :class:`SilentGroup` does not know.
     """
     torch.set_num_threads(threads)
-    recipe, strategy, device = settings.recipe, settings.strategy, torch.device(kind)
+    recipe, strategy, device = settings.recipe, settings.strategy, first_device(kind)
     with silent_world(settings.cluster, device) as world:
         numerics = getattr(strategy, "numerics", Numerics())
         single = alone(recipe, recipe.model().to(device), World("worker", 0, 1, 0, 1, 0, 0, device), numerics)

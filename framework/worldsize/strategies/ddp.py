@@ -77,10 +77,13 @@ class DDP(Strategy):
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
 
-    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+    def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
         """Buckets hide behind the backward pass. What ``compress`` saves counts where it applies: everywhere, or
-        across nodes only. Gradients that are small on CPUs are gathered whole, see collectives/gathered.py.
+        across nodes only; PowerSGD's bytes depend on the shape of each matrix. Gradients that are small on CPUs are
+        gathered whole, see collectives/gathered.py.
         """
+        if self.compress == "powersgd":
+            return None
         payload, ranks = work.parameter_bytes, cluster.processes
         if self._is_by_node(cluster):
             inside, between = 2 * ring_share(cluster.processes_per_node), 2 * ring_share(cluster.nodes) * self._factor

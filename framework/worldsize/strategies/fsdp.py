@@ -89,7 +89,8 @@ class FSDP(Strategy):
         """
         payload, size = work.parameter_bytes, self._shard_size(cluster.processes, cluster.processes_per_node)
         on_cpu = cluster.backend == "gloo"
-        passes = (2 if self.reshard_after_forward else 1) + (2 if on_cpu else 1)
+        gathers, scatters = 2 if self.reshard_after_forward else 1, 2 if on_cpu else 1
+        passes = gathers * _smaller(self.param_dtype) + scatters * _smaller(self.reduce_dtype or self.param_dtype)
         inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
         units = work.blocks + 1  # gathered one by one, the rest of the model as one
         seconds = passes * units * all_gather_seconds(payload / units, size, inside)
@@ -114,7 +115,8 @@ class FSDP(Strategy):
     def _memory_bytes(self, work: Workload, size: int) -> float:
         gathered = 2 * work.unit_bytes if self.reshard_after_forward else work.parameter_bytes
         activations = work.boundary_bytes * work.blocks if self.activation_checkpointing else work.activation_bytes
-        return (2 * work.parameter_bytes + work.optimizer_bytes) / size + gathered + activations
+        kept = 0.0 if self.cpu_offload else (2 * work.parameter_bytes + work.optimizer_bytes) / size
+        return kept + gathered * _smaller(self.param_dtype) + activations
 
     def replica(self, recipe: Recipe, world: World) -> Replica:
         model = recipe.model()
@@ -153,3 +155,8 @@ class FSDP(Strategy):
                 mp_policy=policy,
                 offload_policy=offload,
             )
+
+
+def _smaller(dtype: Precision | None) -> float:
+    """Bytes for each of float32."""
+    return _DTYPES[dtype].itemsize / 4 if dtype else 1.0

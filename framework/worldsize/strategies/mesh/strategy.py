@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
+    Link,
     Numerics,
     Recipe,
     Reduction,
@@ -151,7 +152,9 @@ class Mesh(Strategy):
         node; pipeline: outputs and their gradients at both edges of a stage; data: as FSDP, of what a rank holds.
         """
         layout = self.layout(cluster.processes)
-        held, count = work.parameter_bytes / (layout.tensor * layout.pipeline), self.default_micro_batches
+        rings, edge = _crossing(layout, cluster)
+        held = work.parameter_bytes / (layout.tensor * layout.pipeline)
+        count = work.micro_batches or self.default_micro_batches
         blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
         reduced = 4 * blocks * count * work.boundary_bytes
         passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
@@ -159,17 +162,17 @@ class Mesh(Strategy):
         gathers = (2 if self.pipeline == 1 else 1) + (2 if on_cpu else 1)
         waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
         if layout.pipeline > 1:
-            waited += 2 * message_seconds(work.boundary_bytes, slowest(cluster)) * count
-        along_data = gathers * all_gather_seconds(held, layout.data, slowest(cluster))
+            waited += 2 * message_seconds(work.boundary_bytes, _shared(slowest(cluster), edge)) * count
+        along = _shared(slowest(cluster), rings) if rings else near
+        along_data = gathers * all_gather_seconds(held, layout.data, along)
         exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
         sharded = gathers * ring_share(layout.data) * held
         share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
         memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
         memory += work.activation_bytes * min(count, layout.pipeline) / (layout.tensor * layout.pipeline)
         sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
-        leaving = (sharded + passed) * cluster.processes_per_node if cluster.nodes > 1 else 0.0
         idle = bubble_share(layout.pipeline, count, self.stages // layout.pipeline)
-        return Cost(memory, sent, leaving, waited + along_data, idle, exposed)
+        return Cost(memory, sent, sharded * rings + passed * edge, waited + along_data, idle, exposed)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         return self.layout(cluster.processes).groups()
@@ -198,3 +201,16 @@ class Mesh(Strategy):
             split=self.split,
             sharding=Sharding(self.wrap, self.wrap_parameters, reshard, self.activation_checkpointing),
         )
+
+
+def _crossing(layout: Layout, cluster: Cluster) -> tuple[int, int]:
+    """Of a node: rings along data that leave it, and ranks that hand outputs to other stages outside."""
+    stage, each = layout.data * layout.tensor, cluster.processes_per_node
+    if cluster.nodes == 1:
+        return 0, 0
+    return layout.tensor if stage > each else 0, min(stage, each) if layout.pipeline > 1 else 0
+
+
+def _shared(whole: Link, count: int) -> Link:
+    """What so many that use a link at once have of it each."""
+    return replace(whole, bandwidth=whole.bandwidth / max(1, count))

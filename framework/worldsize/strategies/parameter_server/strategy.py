@@ -138,22 +138,25 @@ class ParameterServer(Strategy):
         }
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Push, then pull, over the busiest link: of servers, unless there are as many as workers. Pushes hide behind
-        the backward pass, but for the last frame; servers add up what comes meanwhile, and update when all has come.
+        """Push, then pull, over the busiest link: of servers, unless there are as many as workers. Pushes, which
+        ``compression`` makes smaller, hide behind the backward pass, but for the last frame; servers add up what comes
+        meanwhile, and update when all has come.
         """
         payload, shards = work.parameter_bytes, range(self.servers)
+        numel = round(payload / 4)
+        pushed_bytes = self._codec.length(numel) * self._codec.dtype.itemsize if self._codec else payload
         workers = range(self._house.processes, cluster.processes)
-        seconds = served_seconds(payload, workers, shards, cluster)
+        pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
         added = len(workers) / self.servers * work.sum_seconds
-        frame = served_seconds(min(payload, self.bucket_mb * 2**20), workers, shards, cluster)
-        pushed = max(frame, exposed_seconds(max(seconds, added), work.overlap * work.compute_seconds))
+        frame = served_seconds(min(pushed_bytes, self.bucket_mb * 2**20), workers, shards, cluster)
+        pushed = max(frame, exposed_seconds(max(push, added), work.overlap * work.compute_seconds))
         worker = 2 * payload + work.activation_bytes
         return Cost(
             memory_bytes=max(worker, (payload + work.optimizer_bytes) / self.servers),
-            sent_bytes=max(payload, len(workers) * payload / self.servers),
+            sent_bytes=max(pushed_bytes, len(workers) * payload / self.servers),
             across_bytes=across(cluster, served_bytes(payload, workers, shards, cluster)),
-            communication_seconds=2 * seconds,
-            exposed_seconds=pushed + seconds,
+            communication_seconds=push + pull,
+            exposed_seconds=pushed + pull,
             added_seconds=work.update_seconds / self.servers - work.update_seconds,
             same=self.bound == 0,
         )
