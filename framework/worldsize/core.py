@@ -499,6 +499,9 @@ class Launcher(ABC):
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every launcher has something to check
         """Raise ConfigError for a cluster that this launcher cannot start, before a run folder exists."""
 
+    def write(self, plan: Plan) -> None:  # noqa: B027 - most start processes from the run folder as it is
+        """Put what ``launch`` hands over, a script and keys, into the run folder."""
+
     @abstractmethod
     def launch(self, plan: Plan) -> Job: ...
 
@@ -507,7 +510,11 @@ class Launcher(ABC):
         raise NotImplementedError
 
     def state(self, job: str) -> str | None:
-        """The scheduler's word for a job that was submitted; None: it is over."""
+        """The scheduler's word for a job that was submitted; None: it is over.
+
+        Raises:
+            WorldsizeError: it does not answer.
+        """
         return None
 
     def cancel(self, job: str) -> None:

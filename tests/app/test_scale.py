@@ -39,6 +39,15 @@ def test_two_world_sizes_are_measured_next_to_their_prediction(
     assert "digits, weak scaling" in done.stdout
 
 
+def test_runs_that_nobody_would_wait_for_are_not_submitted(
+    tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    done = command("scale", "+cluster=slurm", "world_sizes=1", cwd=tmp_path, environment=environment_without_wandb)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Slurm hands runs over and does not wait. Set launcher.wait=true" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_study_with_a_point_that_cannot_run_starts_nothing(
     tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.observe.run_folders import write_run
 from worldsize.app.logs import is_alive
+from worldsize.app.scheduled import Scheduler
 from worldsize.app.watch import watch
 from worldsize.observe.progress import Tail
 from worldsize.observe.watch import Watched, screen
@@ -101,9 +102,9 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, reason: str, code: i
 
 def test_a_failed_run_lives_as_long_as_its_launcher_may_start_it_again(run: RunDirectory) -> None:
     end(run, "failed", 1)
-    assert is_alive(run)
+    assert is_alive(run, Scheduler(run))
     end(run, "completed", 0)
-    assert not is_alive(run)
+    assert not is_alive(run, Scheduler(run))
 
 
 def test_a_file_that_another_took_the_place_of_is_read_from_its_beginning(tmp_path: Path) -> None:

@@ -31,6 +31,14 @@ def test_a_manifest_is_as_readable_as_the_other_files_of_its_run(run: Path) -> N
     assert len(modes) == 1
 
 
+def test_an_attempt_that_was_killed_is_told_so_by_the_next(run: Path) -> None:
+    with RunLock(run):
+        assert begin_attempt(run / "run_manifest.json", hosts=["h"], world_size=1) == 2
+        killed, running = read_manifest(run / "run_manifest.json")["attempts"]
+    assert (killed["exit_reason"], running["exit_reason"]) == ("killed", "running")
+    assert killed["start_at"] <= killed["end_at"] <= running["start_at"]
+
+
 def test_a_manifest_that_cannot_be_written_leaves_the_old_one_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from worldsize.core import Event, Numerics, Recipe, Strategy, World
+from worldsize.core import EvaluationBatch, Event, Numerics, Recipe, Strategy, World
 from worldsize.engine.data import Order, logical_ranks_of, micro_batches
 from worldsize.engine.fit import Pace, fit
 from worldsize.strategies.ddp import DDP
@@ -108,6 +108,20 @@ def test_clipping_acts_on_the_global_gradient() -> None:
     strategy = DDP(Numerics(clip_norm=0.05))
     for weights in run_in_worlds(lambda world: trained(strategy, world), 3):
         assert_equal_weights(weights, reference(clip_norm=0.05))
+
+
+def test_what_a_recipe_keeps_frozen_stays_so_when_it_has_been_evaluated() -> None:
+    @dataclass(frozen=True)
+    class Frozen(Regression):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Dropout().eval(), super().model())
+
+    def modes(world: World) -> list[bool]:
+        replica = Single().replica(recipe := Frozen(), world)
+        replica.evaluate([EvaluationBatch(0, recipe.data("test")[:3])])
+        return [module.training for module in replica.model.modules()]  # type: ignore[attr-defined]
+
+    assert run_in_worlds(modes, 1)[0][:3] == [True, False, True]
 
 
 def test_ranks_hold_the_same_bits() -> None:

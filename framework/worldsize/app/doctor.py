@@ -25,7 +25,7 @@ from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
-    from worldsize.core import Plan, Recipe
+    from worldsize.core import Job, Plan, Recipe
     from worldsize.planning.doctor.report import Report
     from worldsize.run_directory import RunDirectory
 
@@ -46,7 +46,10 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that hosts have to answer (%(default)s)")
     parser.add_argument("--json", dest="report", metavar="FILE", help='write what was found; "-": to standard output')
     options = parser.parse_intermixed_args()
-    leave(doctor(options.overrides, Wanted(options.pairs, options.patience, options.report)))
+    try:
+        leave(doctor(options.overrides, Wanted(options.pairs, options.patience, options.report)))
+    except KeyboardInterrupt:
+        leave(130)
 
 
 def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
@@ -57,17 +60,19 @@ def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
 def _examine(cfg: DictConfig, wanted: Wanted) -> int:
     from worldsize.app.execute import settings_of  # imports torch, which takes seconds
 
+    if wanted.report and wanted.report != "-" and not os.access(Path(wanted.report).absolute().parent, os.W_OK):
+        raise ConfigError(f"{wanted.report} is in no folder that can be written. Name another file after --json.")
     _alter(cfg, wanted)
     settings = settings_of(cfg)
     report, folder = _report(settings, Path(cfg.run.root))
-    if wanted.report == "-":
-        print(json.dumps(report.as_json(), indent=2))
-    elif wanted.report:
-        Path(wanted.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
     console = Console(stderr=wanted.report == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(report.table())
     if folder and not report.ok:
         console.print(f"logs: {folder}", soft_wrap=True)
+    if wanted.report == "-":
+        print(json.dumps(report.as_json(), indent=2))
+    elif wanted.report:
+        Path(wanted.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return 0 if report.ok else 1
 
 
@@ -132,9 +137,19 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
         run.config.write_text(config_text(settings, clean))
     with redirect_stdout(sys.stderr):  # what the agents say
         if launcher.submits:
-            launcher.launch(with_secrets(settings, plan, clean)).wait()
+            _wait(launcher.launch(with_secrets(settings, plan, clean)))
         else:
             examine(settings, launcher, plan, run, Node())
+
+
+def _wait(job: Job) -> None:
+    """However long it is queued; one that nobody waits for is cancelled."""
+    print(f"job {', '.join(job.ids)} submitted; waiting for it to start and end", flush=True)
+    try:
+        job.wait()
+    except BaseException:
+        job.cancel()
+        raise
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:

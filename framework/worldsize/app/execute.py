@@ -49,6 +49,7 @@ def execute(cfg: DictConfig) -> int:
     with created(run):
         write_record(settings, plan, run, clean)
     if cfg.launch == "write":
+        settings.launcher.write(plan)
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0
     if settings.launcher.sweeps and is_sweep():

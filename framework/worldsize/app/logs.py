@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from worldsize.app.scheduled import Scheduler, job_of
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.lock import is_locked
 from worldsize.reproducibility.manifest import look
@@ -39,8 +40,9 @@ def lines(run: RunDirectory, ranks: list[int] | None, *, follow: bool) -> Iterat
         WorldsizeError: this is no run.
     """
     read: dict[Path, int] = {}
+    scheduler = Scheduler(run)
     while True:
-        ended = not is_alive(run)
+        ended = not is_alive(run, scheduler)
         for path in sorted((run.path / "logs").glob("*.log")):
             prefix, rank = _prefix(path)
             if ranks is None or rank in ranks:
@@ -66,12 +68,10 @@ def _new(path: Path, read: dict[Path, int], *, whole: bool) -> list[str]:
     return data.decode(errors="replace").splitlines()
 
 
-def is_alive(run: RunDirectory) -> bool:
-    """Whether the run is being trained, waits for a scheduler, or is about to be started again."""
+def is_alive(run: RunDirectory, scheduler: Scheduler) -> bool:
+    """Whether the run is being trained, waits for its scheduler, or is about to be started again."""
     manifest = look(run.path)
     last = manifest["attempts"][-1]["exit_reason"] if manifest["attempts"] else None
-    if manifest.get("jobs") and last in (None, "preempted"):
-        from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
-
-        return read_settings(run).launcher.state(manifest["jobs"][-1]["id"]) is not None
+    if (job := job_of(manifest)) and last in (None, "preempted"):
+        return scheduler.state(job) is not None
     return last == "running" or (last != "completed" and is_locked(run.path))

@@ -84,23 +84,23 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
     points = _planned(overrides, mode, predictor)
     first = points[0]
     folder = planned(Path(first.settings.config["run"]["root"]), "scaling", None).path
-    done = []
+    study = {"schema": 1, "recipe": first.recipe, "mode": mode, "command": command}
+    study["cluster"] = {**asdict(predictor.cluster(first.settings)), "processes": None}
+    done: list[Point] = []
     for number, point in enumerate(points, 1):
         print(f"{number}/{len(points)}: {point.strategy}, world size {point.world_size}", file=sys.stderr, flush=True)
         run = folder / point.recipe / f"{point.strategy}_{point.world_size}_{point.accumulation}"
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             code = train([*point.words, f"run.root={folder}", f"run.name={run.name}"])
         if code:
-            return code
+            break
         done.append(_measured(point, run))
-    cluster = predictor.cluster(first.settings)
-    study = {"schema": 1, "recipe": first.recipe, "mode": mode, **_told(done), "command": command}
-    study["cluster"] = {**asdict(cluster), "processes": None}
-    (folder / "scaling.json").write_text(json.dumps(study, indent=2) + "\n")
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table(done, title=f"{first.recipe}, {mode} scaling"))
-    console.print(f"{folder / 'scaling.json'}", highlight=False, soft_wrap=True)
-    return 0
+        (folder / "scaling.json").write_text(json.dumps({**study, **_told(done)}, indent=2) + "\n")
+    if done:
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(table(done, title=f"{first.recipe}, {mode} scaling"))
+        console.print(f"{folder / 'scaling.json'}", highlight=False, soft_wrap=True)
+    return code
 
 
 # ---------------------------------------------------------------- what is to be measured
@@ -132,6 +132,11 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
         if accumulation > 1:
             cfg.logical_ranks = accumulation * settings.logical_ranks
             settings = settings_of(cfg)
+        if settings.launcher.submits and not settings.config["launcher"].get("wait"):
+            raise ConfigError(
+                f"{type(settings.launcher).__name__} hands runs over and does not wait. Set launcher.wait=true, "
+                "where there is such an option, or run scale inside the job; nothing was started."
+            )
         if settings.pace.steps < _FEWEST:
             raise ConfigError(f"steps={settings.pace.steps} are too few to tell their spread. Set {_FEWEST} or more.")
         shape = (f"batch_size={settings.batch_size}", f"logical_ranks={settings.logical_ranks}")
@@ -165,11 +170,6 @@ def _number(text: str) -> int:
 
 
 def _measured(point: Planned, run: Path) -> Point:
-    """Raises ConfigError if the run went to a scheduler, and is not over."""
-    if not (run / "result.json").exists():
-        raise ConfigError(
-            f"{run} is not over: its launcher hands runs over and does not wait. Run scale inside the job."
-        )
     batch_size = point.settings.batch_size
     found = read_timed(run, batch_size)
     return Point(

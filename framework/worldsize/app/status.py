@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from worldsize.app.scheduled import SILENT, Scheduler, job_of
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.manifest import NAME, look
 from worldsize.run_directory import RunDirectory
@@ -38,26 +39,17 @@ def _row(run: Path) -> tuple[str, ...]:
     attempts: list[dict[str, Any]] = manifest["attempts"]
     last = attempts[-1] if attempts else {"start": ""}
     size = str(last.get("world_size", ""))
-    return (str(run), last["start"], size, str(len(attempts)), _job(manifest) or "", state_of(run, manifest))
+    state = state_of(manifest, Scheduler(RunDirectory(run)))
+    return (str(run), last["start"], size, str(len(attempts)), job_of(manifest) or "", state)
 
 
-def state_of(run: Path, manifest: Mapping[str, Any]) -> str:
+def state_of(manifest: Mapping[str, Any], scheduler: Scheduler) -> str:
     """How the run ended, or what its scheduler says as long as it has not."""
-    reason = str(manifest["attempts"][-1]["exit_reason"]) if manifest["attempts"] else "not started"
-    job = _job(manifest)
-    told = _told(RunDirectory(run), job) if job and reason in ("running", "not started") else None
-    return told or reason
-
-
-def _job(manifest: Mapping[str, Any]) -> str | None:
-    return manifest["jobs"][-1]["id"] if manifest.get("jobs") else None
-
-
-def _told(run: RunDirectory, job: str) -> str | None:
-    """What the scheduler says of a job."""
-    from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
-
-    try:
-        return read_settings(run).launcher.state(job)
-    except WorldsizeError:
-        return None
+    reason = str(manifest["attempts"][-1]["exit_reason"]) if manifest["attempts"] else None
+    job = job_of(manifest)
+    if reason not in ("running", None) or job is None:
+        return reason or "not started"
+    told = scheduler.state(job)
+    if told == SILENT:
+        return f"{reason or 'submitted'}; {SILENT}"
+    return told or reason or "its job is over, and no attempt is noted here"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from worldsize.app.logs import is_alive
+from worldsize.app.scheduled import Scheduler
 from worldsize.app.status import state_of
 from worldsize.errors import WorldsizeError
 from worldsize.observe.progress import Plain
@@ -44,13 +45,13 @@ def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] 
     Raises:
         WorldsizeError: this is no run.
     """
-    watched = Watched(run.path)
+    watched, scheduler = Watched(run.path), Scheduler(run)
     with _live(console) if console.is_terminal else _lines(console, run) as show:
         while True:
-            alive = is_alive(run)  # before the look: what was written until the end is shown
+            alive = is_alive(run, scheduler)  # before the look: what was written until the end is shown
             watched.look()
             manifest = look(run.path)
-            show(watched, manifest, state_of(run.path, manifest))
+            show(watched, manifest, state_of(manifest, scheduler))
             if not alive:
                 return _exit_code(manifest)
             wait(_POLL)

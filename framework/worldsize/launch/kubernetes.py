@@ -19,6 +19,7 @@ from worldsize.launch.templates import filled
 
 _RUN_FILES = "/etc/worldsize/run"
 _FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")
+MANIFESTS = "kubernetes.yaml"
 _PATIENCE = 60.0  # seconds for kubectl
 
 
@@ -61,22 +62,31 @@ class Kubernetes(NodeLauncher):
             )
         if self.kind not in ("auto", "jobset", "job"):
             raise ConfigError(f"cluster.kind={self.kind!r} is unknown. Known: auto, jobset, job.")
-        if not any(self.run_root.startswith(each["path"]) for each in self.volumes):
+        if not any(Path(self.run_root).is_relative_to(each["path"]) for each in self.volumes):
             raise ConfigError(
                 f"cluster.run_root={self.run_root} is on none of cluster.volumes, so a run would end with its pod. "
                 "Set cluster.volumes='[{claim: NAME, path: /runs}]'."
             )
 
+    def write(self, plan: Plan) -> None:
+        """Without secrets of the configuration, but with the key by which the pods know each other."""
+        manifests = plan.run_dir / MANIFESTS
+        manifests.touch(mode=0o600)
+        manifests.write_text(self._whole(plan, {}, jobset=self.kind != "job"))
+
     def launch(self, plan: Plan) -> Job:
         if shutil.which(self.kubectl[0]) is None:
             raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
-        write_key(plan.run_dir)
-        files = _files(plan.run_dir)
-        keys = {"agents.key": read_key(plan.run_dir).decode()}
-        secrets = {**keys, **({"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {})}
+        secrets = {"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {}
         jobset = self._has_jobsets()
-        self._ask("apply", "-f", "-", text=self._manifests(plan, files, secrets, jobset=jobset))
+        self._ask("apply", "-f", "-", text=self._whole(plan, secrets, jobset=jobset))
         return Submitted(self, [f"{'jobset' if jobset else 'job'}/{job_name(plan)}"])
+
+    def _whole(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
+        """The manifests, with all that pods begin with."""
+        write_key(plan.run_dir)
+        keys = {"agents.key": read_key(plan.run_dir).decode()}
+        return self._manifests(plan, _files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
 
     def describe(self, plan: Plan) -> str:
         hidden = {"agents.key": "(made when it is launched)"}
@@ -84,7 +94,10 @@ class Kubernetes(NodeLauncher):
 
     def state(self, job: str) -> str | None:
         """The kind of its last condition, or Running."""
-        status = json.loads(self._ask("get", job, "-o", "json")).get("status", {})
+        found = self._ask("get", job, "-o", "json", "--ignore-not-found")
+        if not found.strip():  # it was deleted, or cleaned up
+            return None
+        status = json.loads(found).get("status", {})
         conditions = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
         return None if {"Complete", "Completed", "Failed"} & set(conditions) else (conditions or ["Running"])[-1]
 
@@ -99,7 +112,10 @@ class Kubernetes(NodeLauncher):
     def _ask(self, *words: str, text: str | None = None) -> str:
         """What kubectl says. Raises ConfigError with its own words."""
         command = [*self.kubectl, f"--namespace={self.namespace}", *words]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        try:
+            done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(f"{self.kubectl[0]} does not answer: {error}. Can this machine reach it?") from error
         if done.returncode:
             raise ConfigError(f"kubectl refuses: {done.stderr.strip()}")
         return done.stdout

@@ -86,15 +86,18 @@ class SkyPilot(NodeLauncher):
                 file=sys.stderr,
             )
 
+    def write(self, plan: Plan) -> None:
+        write_key(plan.run_dir)
+        (plan.run_dir / TASK).write_text(self.describe(plan))
+
     def launch(self, plan: Plan) -> Job:
         if shutil.which(self.sky[0]) is None:
             raise ConfigError(
                 f"{self.sky[0]} is not found. Install SkyPilot in an environment of its own: "
                 "uv tool install 'skypilot[CLOUD]'."
             )
-        write_key(plan.run_dir)
+        self.write(plan)
         task = plan.run_dir / TASK
-        task.write_text(self.describe(plan))
         name = job_name(plan)
         how = ["jobs", "launch", "--name", name] if self.managed else ["launch", "--cluster", name]
         secrets = [word for key in plan.secrets for word in ("--secret", key)]
@@ -147,9 +150,9 @@ class SkyPilot(NodeLauncher):
     def state(self, job: str) -> str | None:
         command = [*self.sky, "jobs", "queue", "--output", "json"]
         try:
-            listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-        except ValueError:
-            return None
+            listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            raise ConfigError(f"{self.sky[0]} does not say how the job is: {error}") from error
         states = [str(each.get("status")) for each in listed if each.get("job_name") == job]
         return None if not states or states[0].startswith(_OVER) else states[0]
 

@@ -65,11 +65,21 @@ class Slurm(NodeLauncher):
         plan = Plan(Path("run"), cluster, {}, {})
         _told(["sbatch", "--test-only"], self._script(cluster, [plan]))
 
+    def write(self, plan: Plan) -> None:
+        self._written([plan])
+
     def launch(self, plan: Plan) -> Job:
         return self.launch_all([plan])
 
     def launch_all(self, plans: Sequence[Plan]) -> Job:
         """One job; of several runs, an array."""
+        script = self._written(plans)
+        job = _told(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
+        names = [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
+        return Submitted(self, names, self.wait)
+
+    def _written(self, plans: Sequence[Plan]) -> Path:
+        """The script, in the first run's folder."""
         for plan in plans:
             write_key(plan.run_dir)
             (plan.run_dir / "logs").mkdir(exist_ok=True)
@@ -77,9 +87,7 @@ class Slurm(NodeLauncher):
         script.write_text(self._script(plans[0].cluster, plans))
         for plan in plans[1:]:
             (plan.run_dir / SCRIPT).symlink_to(script)
-        job = _told(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
-        names = [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
-        return Submitted(self, names, self.wait)
+        return script
 
     def describe(self, plan: Plan) -> str:
         return self._script(plan.cluster, [plan])
@@ -88,8 +96,10 @@ class Slurm(NodeLauncher):
         """Slurm's word for it, e.g. PENDING; None if it has ended."""
         try:
             shown = _told(["scontrol", "show", "job", "--oneliner", job])
-        except WorldsizeError:
-            return None
+        except WorldsizeError as error:
+            if "Invalid job id" in str(error):  # it forgets those that are over
+                return None
+            raise
         state = dict(word.split("=", 1) for word in shown.split() if "=" in word).get("JobState")
         return None if state in _OVER else state
 

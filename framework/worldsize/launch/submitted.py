@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from worldsize.core import Job, Launcher, Outcome, Plan
+from worldsize.errors import WorldsizeError
 
-_POLL = 0.5  # seconds
+_POLL, _SLOWEST = 0.5, 5.0  # seconds between two questions: at first, and of a job that takes long
 
 
 @final
@@ -24,8 +26,17 @@ class Submitted(Job):
 
     def wait(self) -> Outcome:
         """What became of a run stands in its folder."""
-        while self.waits and any(self.launcher.state(job) is not None for job in self.ids):
-            time.sleep(_POLL)
+        pause, unsaid = _POLL, True
+        while self.waits:
+            try:
+                if all(self.launcher.state(job) is None for job in self.ids):
+                    break
+            except WorldsizeError as error:  # a controller that is restarted says nothing for a while
+                if unsaid:
+                    print(f"{error} It is asked again.", file=sys.stderr, flush=True)
+                unsaid = False
+            time.sleep(pause)
+            pause = min(1.05 * pause, _SLOWEST)
         return Outcome("ended" if self.waits else "submitted", 0)
 
     def cancel(self) -> None:

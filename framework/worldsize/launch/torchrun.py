@@ -29,8 +29,11 @@ class Torchrun(Launcher):
         if cluster.nodes < 1:
             raise ConfigError(f"cluster.nodes={cluster.nodes} must be 1 or more.")
 
-    def launch(self, plan: Plan) -> Job:
+    def write(self, plan: Plan) -> None:
         write_key(plan.run_dir)
+
+    def launch(self, plan: Plan) -> Job:
+        self.write(plan)
         print(self.describe(plan))
         return Submitted(self)
 

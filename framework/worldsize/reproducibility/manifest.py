@@ -82,6 +82,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def begin_attempt(path: Path, *, hosts: list[str], world_size: int, job: dict[str, Any] | None = None) -> int:
     """Note that the run is being started; the number of this attempt. ``job``: that of a scheduler, if there is one."""
+    _amend(path.parent)  # what the attempt before could not say itself; the caller holds the run's lock
     manifest = read_manifest(path)
     attempt = {
         "number": len(manifest["attempts"]) + 1,

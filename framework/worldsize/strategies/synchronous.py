@@ -41,6 +41,7 @@ def metric_sums(
     """Sums and counts of each batch that is counted, by its number, and the metrics' names."""
     sums: dict[int, Sums] = {}
     names: tuple[str, ...] = ()
+    training = [module for module in model.modules() if module.training]  # but those that the recipe keeps frozen
     model.eval()
     with torch.no_grad():
         for batch in batches:
@@ -48,7 +49,8 @@ def metric_sums(
             names = tuple(sorted(metrics))
             if batch.counted:
                 sums[batch.index] = metrics
-    model.train()
+    for module in training:
+        module.training = True
     return sums, names
 
 
