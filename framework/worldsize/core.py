@@ -517,6 +517,10 @@ class Launcher(ABC):
         """
         return None
 
+    def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
+        """What shows the logs of a job whose run folder is elsewhere; nothing: they are in the run folder."""
+        return ()
+
     def cancel(self, job: str) -> None:
         """End a job that was submitted."""
         raise ConfigError(f"{type(self).__name__} submits no jobs.")

@@ -71,11 +71,12 @@ def variables(spec: Any) -> dict[str, str]:
 
 
 def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
-    train: Any, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
+    train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
     applied = tmp_path / "applied.yaml"
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f"#!/bin/sh\n[ $2 = apply ] && cat > {applied}\nexit 0\n")  # records what it is given
+    # records what it is given; says what it is asked
+    kubectl.write_text(f'#!/bin/sh\n[ $2 = apply ] && cat > {applied}\n[ $2 = logs ] && echo "$@"\nexit 0\n')
     kubectl.chmod(0o755)
     own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={warm_python}", f"cluster.run_root={tmp_path}/pods")
     volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
@@ -92,7 +93,17 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
     )
     assert run.code == 0, run.error
     assert "submitted" in run.output
+    logs = command("logs", str(run.folder), cwd=tmp_path, environment=environment_without_wandb)
     documents = {each["kind"]: each for each in yaml.safe_load_all(applied.read_text())}
+    name = documents["Job"]["metadata"]["name"]
+    assert logs.stdout.split() == [
+        "--namespace=default",
+        "logs",
+        "--selector",
+        f"worldsize/run={name}",
+        "--prefix",
+        "--tail=-1",
+    ]
     mounted = tmp_path / "mounted"
     mounted.mkdir()
     spec = documents["Job"]["spec"]
@@ -108,10 +119,10 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
     (container,) = spec["template"]["spec"]["containers"]
-    command = [str(mounted) if word == "/etc/worldsize/run" else word for word in container["command"]]
+    words = [str(mounted) if word == "/etc/worldsize/run" else word for word in container["command"]]
     pods = [
         subprocess.Popen(
-            command,
+            words,
             cwd=tmp_path,
             env={
                 **environment_without_wandb,
@@ -133,10 +144,17 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
     assert json.loads(result.read_text())["state_digest"] == alone["state_digest"]
 
 
-def test_no_key_is_shown(train: Any) -> None:
-    run = train(*BASE, *VOLUME, *SHAPES["ddp"], "launch=show")
-    (secret,) = [each for each in yaml.safe_load_all(run.output) if each["kind"] == "Secret"]
+@pytest.mark.parametrize("launch", ["show", "write"])
+def test_no_key_is_shown(train: Any, launch: str) -> None:
+    run = train(*BASE, *VOLUME, *SHAPES["ddp"], f"launch={launch}")
+    shown = run.output.partition("written to")[0]
+    (secret,) = [each for each in yaml.safe_load_all(shown) if each["kind"] == "Secret"]
     assert secret["stringData"] == {"agents.key": "(made when it is launched)"}
+    if launch == "write":
+        file = run.folder / "kubernetes.yaml"
+        (secret,) = [each for each in yaml.safe_load_all(file.read_text()) if each["kind"] == "Secret"]
+        assert secret["stringData"] == {"agents.key": (run.folder / "agents.key").read_text()}
+        assert file.stat().st_mode & 0o77 == 0, "for this user's eyes alone"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from worldsize.app.scheduled import Scheduler, job_of
@@ -24,13 +25,33 @@ def main() -> None:
     parser.add_argument("--rank", type=int, action="append", help="of these ranks alone; may be given more than once")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
     options = parser.parse_args()
+    run = RunDirectory(options.run.resolve())
     try:
-        for line in lines(RunDirectory(options.run.resolve()), options.rank, follow=options.follow):
+        if command := _of_launcher(run, follow=options.follow):
+            sys.exit(_shown(command))
+        for line in lines(run, options.rank, follow=options.follow):
             print(line, flush=options.follow)
     except WorldsizeError as error:
         sys.exit(str(error))
     except (KeyboardInterrupt, BrokenPipeError):
         sys.exit(130)
+
+
+def _of_launcher(run: RunDirectory, *, follow: bool) -> Sequence[str]:
+    """What shows the logs of a run that writes them elsewhere."""
+    manifest = look(run.path)
+    if (job := job_of(manifest)) is None or manifest["attempts"]:
+        return ()
+    from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
+
+    return read_settings(run).launcher.log_command(job, follow=follow)
+
+
+def _shown(command: Sequence[str]) -> int:
+    try:
+        return subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise WorldsizeError(f"{command[0]} shows the logs of this run, and cannot be run here: {error}.") from error
 
 
 def lines(run: RunDirectory, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:

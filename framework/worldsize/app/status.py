@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from worldsize.app.scheduled import SILENT, Scheduler, job_of
 from worldsize.errors import WorldsizeError
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _table(manifests: list[Path]) -> Table:
-    table = Table("run", "started", "processes", "attempts", "job", "state")
+    table = Table(Column("run", overflow="fold"), "started", "processes", "attempts", "job", "state")
     for path in manifests:
         table.add_row(*_row(path.parent))
     return table

@@ -101,6 +101,11 @@ class Kubernetes(NodeLauncher):
         conditions = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
         return None if {"Complete", "Completed", "Failed"} & set(conditions) else (conditions or ["Running"])[-1]
 
+    def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
+        which = ["--selector", f"worldsize/run={job.partition('/')[2]}", "--prefix", "--tail=-1"]
+        how = ["--follow", "--max-log-requests=1000"] if follow else []
+        return [*self.kubectl, f"--namespace={self.namespace}", "logs", *which, *how]
+
     def cancel(self, job: str) -> None:
         self._ask("delete", job)
 

@@ -156,6 +156,10 @@ class SkyPilot(NodeLauncher):
         states = [str(each.get("status")) for each in listed if each.get("job_name") == job]
         return None if not states or states[0].startswith(_OVER) else states[0]
 
+    def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
+        which = ["jobs", "logs", "--name", job] if self.managed else ["logs", job]
+        return [*self.sky, *which, *([] if follow else ["--no-follow"])]
+
     def cancel(self, job: str) -> None:
         how = ["jobs", "cancel", "--name", job] if self.managed else ["cancel", "--all", job]
         if subprocess.run([*self.sky, *how, "--yes"], check=False).returncode:
