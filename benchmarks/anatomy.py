@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from worldsize.core import Event, Recipe, StepDone, World
 from worldsize.engine.data import Order, logical_ranks_of, micro_batches
-from worldsize.engine.fit import Pace, Position, fit
+from worldsize.engine.fit import Calls, Pace, Position, fit
 from worldsize.observe.stragglers import Stragglers
 from worldsize.phases import Clock
 from worldsize.strategies.ddp import DDP
@@ -60,8 +60,7 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
                 world,
                 order=order_of(world),
                 pace=Pace((part + 1) * PART),
-                evaluate=dict,
-                emit=emit,
+                calls=Calls(dict, emit),
                 first=Position(part * PART),
                 clock=clock if measured else None,
             )

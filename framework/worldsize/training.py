@@ -33,7 +33,7 @@ from worldsize.core import (
 )
 from worldsize.engine.data import micro_batches
 from worldsize.engine.evaluate import evaluate
-from worldsize.engine.fit import Position, fit
+from worldsize.engine.fit import Calls, Position, fit
 from worldsize.observe.aside import Aside
 from worldsize.observe.events import EventLog
 from worldsize.observe.jsonl import JsonLines, last_metrics, metrics_digest
@@ -169,6 +169,13 @@ class Training:
             settings.faults.at("evaluate:begin")
             return evaluate(replica, test, part, batch_size=settings.evaluate_batch_size)
 
+        calls = Calls(
+            evaluate=evaluation,
+            emit=self._emit,
+            save=partial(self._save, replica),
+            wants_stop=self._preemption.is_wanted,
+            begins=partial(settings.faults.at, "step:compute"),
+        )
         clock = Clock(world.device) if settings.anatomy else None
         watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
         if settings.profiled:
@@ -181,14 +188,10 @@ class Training:
                 world,
                 order=order,
                 pace=settings.pace,
-                evaluate=evaluation,
-                emit=self._emit,
-                save=partial(self._save, replica),
-                wants_stop=self._preemption.is_wanted,
+                calls=calls,
                 first=first,
                 stop_on_nonfinite=settings.stops_on_nonfinite,
                 clock=clock,
-                begins=partial(settings.faults.at, "step:compute"),
             )
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import EvaluationBatch, Event, Numerics, Recipe, Strategy, World
 from worldsize.engine.data import Order, logical_ranks_of, micro_batches
-from worldsize.engine.fit import Pace, fit
+from worldsize.engine.fit import Calls, Pace, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
@@ -71,7 +71,7 @@ def trained(strategy: Strategy, world: World, logical_ranks: int | None = None) 
     order = Order(seed=3, batch_size=BATCH, logical_ranks=total, mine=logical_ranks_of(world.rank, world.size, total))
     replica = strategy.replica(recipe, world)
     batches = micro_batches(recipe.data("train"), order, world.device)
-    fit(replica, batches, world, order=order, pace=Pace(STEPS), evaluate=dict, emit=ignore)
+    fit(replica, batches, world, order=order, pace=Pace(STEPS), calls=Calls(dict, ignore))
     model: dict[str, Tensor] = replica.state()["model"]
     return {name: tensor.clone() for name, tensor in model.items()}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -71,11 +71,17 @@ class Position:
     evaluated: bool = True
 
 
-def _nothing(position: Position) -> None: ...
+@dataclass(frozen=True)
+class Calls:
+    """What the loop calls, in the same order on all ranks: ``evaluate`` for the metrics, ``emit`` with what happened,
+    ``save`` when a checkpoint is due, ``begins`` when a step has its data. ``wants_stop`` says what this rank wants.
+    """
 
-
-def _never() -> bool:
-    return False
+    evaluate: Callable[[], Mapping[str, float]]
+    emit: Emit
+    save: Callable[[Position], None] = lambda position: None
+    wants_stop: Callable[[], bool] = lambda: False
+    begins: Callable[[], None] = lambda: None
 
 
 def fit(
@@ -85,66 +91,81 @@ def fit(
     *,
     order: Order,
     pace: Pace,
-    evaluate: Callable[[], Mapping[str, float]],
-    emit: Emit,
-    save: Callable[[Position], None] = _nothing,
-    wants_stop: Callable[[], bool] = _never,
+    calls: Calls,
     first: Position = Position(),
     stop_on_nonfinite: bool = True,
     clock: Clock | None = None,
-    begins: Callable[[], None] = lambda: None,
 ) -> Position:
     """Run the steps after ``first`` up to ``pace.steps``; ``batches`` starts at the first of them.
 
-    Ends earlier, on all ranks after the same step and with a save, once ``wants_stop()`` on any rank. Nothing here
-    waits for the device or for other ranks between logged steps. ``clock`` measures where their time goes;
-    ``begins()`` is called when a step has its data.
+    Ends earlier, on all ranks after the same step and with a save, once any rank wants to stop. Nothing here waits for
+    the device or for other ranks between logged steps. ``clock`` measures where their time goes.
 
     Raises:
         NonfiniteLossError: on every rank alike, at the first logged step after the loss became NaN or infinite.
     """
     window = _Window(world, order, clock, skipped=first.skipped)
-    source = iter(batches)
-    closed: list[Callable[[], StepDone]] = []
-    agreement = Agreement(world, wants_stop)
+    return _Loop(replica, world, pace, calls, window, stop_on_nonfinite).run(iter(batches), first)
 
-    def tell() -> None:
-        while closed:
-            done = closed.pop()()
-            agreement.tell(done)
-            emit(done)
-            if stop_on_nonfinite and not math.isfinite(done.loss):
-                raise NonfiniteLossError(_explain(done))
 
-    def evaluated(step: int) -> None:
-        tell()
-        with window.paused():
-            emit(Evaluated(step, evaluate()))
+@final
+class _Loop:
+    def __init__(
+        self, replica: Replica, world: World, pace: Pace, calls: Calls, window: _Window, stop_on_nonfinite: bool
+    ) -> None:
+        self._replica, self._pace, self._calls, self._window = replica, pace, calls, window
+        self._stop_on_nonfinite = stop_on_nonfinite
+        self._agreement = Agreement(world, calls.wants_stop)
+        self._closed: list[Callable[[], StepDone]] = []  # at most one: of the last logged step
 
-    for step in range(first.step + 1, pace.steps + 1):
+    def run(self, source: Iterator[Sequence[MicroBatch]], first: Position) -> Position:
+        pace, window = self._pace, self._window
+        is_due = not first.evaluated
+        for step in range(first.step + 1, pace.steps + 1):
+            self._step(step, source)
+            is_due = pace.evaluates(step)
+            if is_due and not pace.saves_first(step):
+                self._evaluate(step)
+                is_due = False
+            stops = self._agreement.reached(step) and step < pace.steps
+            if stops or pace.saves(step):
+                self._save(step, evaluated=not is_due)
+            if stops:
+                return Position(step, window.skipped)
+        if is_due:
+            self._evaluate(pace.steps)
+        self._tell()
+        return Position(pace.steps, window.skipped)
+
+    def _step(self, step: int, source: Iterator[Sequence[MicroBatch]]) -> None:
+        window = self._window
         window.fetching()
         micro_batches = next(source)
-        window.stepping(measured=pace.measures(step))
-        begins()
-        window.add(replica.step(micro_batches))
+        window.stepping(measured=self._pace.measures(step))
+        self._calls.begins()
+        window.add(self._replica.step(micro_batches))
         window.stepped()
-        tell()  # of the step before, whose figures have crossed the network during this one
-        if pace.logs(step):
-            closed.append(window.close(step, replica.facts()))
-        evaluates_after = pace.saves_first(step)
-        if pace.evaluates(step) and not evaluates_after:
-            evaluated(step)
-        stops = agreement.reached(step) and step < pace.steps
-        if stops or pace.saves(step):
-            tell()  # what is logged up to here belongs to the checkpoint
-            with window.paused():
-                save(Position(step, window.skipped, evaluated=not evaluates_after))
-        if stops:
-            return Position(step, window.skipped)
-    if pace.saves_first(pace.steps) if first.step < pace.steps else not first.evaluated:
-        evaluated(pace.steps)
-    tell()
-    return Position(pace.steps, window.skipped)
+        self._tell()  # of the step before, whose figures have crossed the network during this one
+        if self._pace.logs(step):
+            self._closed.append(window.close(step, self._replica.facts()))
+
+    def _tell(self) -> None:
+        while self._closed:
+            done = self._closed.pop()()
+            self._agreement.tell(done)
+            self._calls.emit(done)
+            if self._stop_on_nonfinite and not math.isfinite(done.loss):
+                raise NonfiniteLossError(_explain(done))
+
+    def _evaluate(self, step: int) -> None:
+        self._tell()
+        with self._window.paused():
+            self._calls.emit(Evaluated(step, self._calls.evaluate()))
+
+    def _save(self, step: int, *, evaluated: bool) -> None:
+        self._tell()  # what is logged up to here belongs to the checkpoint
+        with self._window.paused():
+            self._calls.save(Position(step, self._window.skipped, evaluated))
 
 
 def _explain(done: StepDone) -> str:

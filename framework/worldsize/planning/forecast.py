@@ -10,8 +10,8 @@ from worldsize.planning.cost import exposed_seconds
 
 @dataclass(frozen=True)
 class Forecast:
-    """``compute_seconds`` is all that a rank computes in a step, ``step_seconds`` how long a step takes,
-    ``exposed_seconds`` how long of it a rank waits for communication.
+    """``compute_seconds`` is what a rank computes of the workload in a step, without what the strategy adds to it;
+    ``step_seconds`` how long a step takes, ``exposed_seconds`` how long of it a rank waits for communication.
     """
 
     cost: Cost
@@ -30,11 +30,13 @@ def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forec
 
     ``computed``: seconds that a rank computes in a step, where that was measured under the strategy itself.
     """
-    busy = (work.compute_seconds + cost.added_seconds if computed is None else computed) / (1 - cost.idle)
+    if computed is None:
+        computed = work.compute_seconds + cost.added_seconds
     exposed = cost.exposed_seconds
     if exposed is None:
         exposed = exposed_seconds(cost.communication_seconds, work.overlap * work.compute_seconds)
-    return Forecast(cost, work.compute_seconds, exposed, busy + exposed)
+    step = computed / (1 - cost.idle) + exposed
+    return Forecast(cost, min(work.compute_seconds, computed), exposed, step)
 
 
 def accumulated(work: Workload, micro_batches: float) -> Workload:
