@@ -135,7 +135,7 @@ def reference(recipe: Recipe = CHAIN) -> Trained:
     return Trained(losses, error, model.state_dict(), moved=True)
 
 
-_Ended = tuple[Trained, set[int], set[tuple[str, int]]]  # and the processes and ports that are left then
+_Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # and the processes and ports that are left then
 _ended: dict[tuple[type, int], list[_Ended]] = {}
 
 
@@ -209,8 +209,9 @@ class StrategyContract:
     def test_nothing_is_left_behind(self) -> None:
         for _, processes, ports in self._ended(self.sizes[0]):
             assert not processes, f"processes {sorted(processes)} were left"
-            assert all(host in LOOPBACK for host, _ in ports), f"{sorted(ports)}: open to more than this machine"
-            assert not ports & listening(of_all=True), f"some of {sorted(ports)} are still open"
+            shown = sorted(ports.values())
+            assert all(host in LOOPBACK for host, _ in shown), f"{shown}: open to more than this machine"
+            assert not ports.keys() & listening(of_all=True).keys(), f"some of {shown} are still open"
 
 
 def assert_close(what: str, found: float, expected: float, tolerance: float) -> None:

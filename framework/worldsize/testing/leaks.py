@@ -17,12 +17,16 @@ def children() -> set[int]:
     return set(map(int, task.read_text().split()))
 
 
-def listening(*, of_all: bool = False) -> set[tuple[str, int]]:
-    """Addresses and ports on which this process listens, or any of this machine."""
+def listening(*, of_all: bool = False) -> dict[str, tuple[str, int]]:
+    """Addresses and ports on which this process listens, or any of this machine, each by its socket's inode: another
+    process may listen on a port that this one has given back.
+    """
     tables = [Path(f"/proc/self/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table]
     own = _sockets()
-    return {_address(line[1]) for line in lines if line[3] == _LISTEN and (of_all or f"socket:[{line[9]}]" in own)}
+    return {
+        line[9]: _address(line[1]) for line in lines if line[3] == _LISTEN and (of_all or f"socket:[{line[9]}]" in own)
+    }
 
 
 def _sockets() -> set[str]:
