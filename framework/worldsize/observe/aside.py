@@ -15,6 +15,8 @@ from typing import BinaryIO, final
 from worldsize.core import Event, Listener, RunEnded, RunFailed
 from worldsize.world.preemption import SIGNALS
 
+_HURRIED = 30.0  # seconds, where others wait for the end: a scheduler that has asked for it, or what failed
+
 
 @final
 class Aside:
@@ -22,11 +24,11 @@ class Aside:
 
     Make it before the process group and CUDA exist. In a thread wandb's start and its log calls cost a tiny
     model a third of its speed. A listener that fails is reported once and left alone: losing a logger must
-    not lose the run. The end of the run waits at most ``timeout`` seconds for the rest to be told; if the
-    training process dies, the listener is told RunFailed.
+    not lose the run. A run that is complete waits at most ``timeout`` seconds for the rest to be told, another at
+    most 30; if the training process dies, the listener is told RunFailed.
     """
 
-    def __init__(self, make: Callable[[], Listener], *, timeout: float = 30.0) -> None:
+    def __init__(self, make: Callable[[], Listener], *, timeout: float = 120.0) -> None:
         receiver, self._sender = os.pipe()
         os.set_blocking(self._sender, False)
         self._timeout = timeout
@@ -44,7 +46,8 @@ class Aside:
         self._send()
         if isinstance(event, RunEnded | RunFailed):
             self._ended = True
-            self._finish(time.monotonic() + self._timeout)
+            complete = isinstance(event, RunEnded) and event.exit_reason == "completed"
+            self._finish(self._timeout if complete else min(_HURRIED, self._timeout))
 
     def _send(self) -> None:
         """As much as the pipe takes now."""
@@ -56,7 +59,8 @@ class Aside:
         except BrokenPipeError:
             self._unsent.clear()  # it has said why, and ended
 
-    def _finish(self, deadline: float) -> None:
+    def _finish(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while self._unsent and (left := deadline - time.monotonic()) > 0:
             select([], [self._sender], [], left)
             self._send()
@@ -64,7 +68,7 @@ class Aside:
         self._process.join(max(0.0, deadline - time.monotonic()))
         if self._process.is_alive():
             self._process.kill()
-            _warn(f"the logger did not finish within {self._timeout} s; what it has not sent yet is lost")
+            _warn(f"the logger did not finish within {seconds} s; what it has not sent yet is lost")
 
 
 def _serve(make: Callable[[], Listener], receiver: int, sender: int) -> None:

@@ -32,7 +32,7 @@ def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb
         disable_git=True,
         disable_code=True,
         disable_job_creation=True,
-        init_timeout=15.0,  # a run that ends at once waits 30 s for us
+        init_timeout=15.0,  # a run that is asked to end at once waits 30 s for us
     )
     return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
 
