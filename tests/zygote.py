@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from worldsize.world.parent import die_with_parent
+from worldsize.world.preemption import SIGNALS
 
 PRELOADED = (
     "worldsize.app.agent",
@@ -81,11 +82,13 @@ def serve(path: str) -> NoReturn:
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
     message, fds, _, _ = socket.recv_fds(line, _LIMIT, FDS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in the child until it knows what it plays
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         for fd in (line.fileno(), *(fd for other in others for fd in (other.line.fileno(), other.end))):
             os.close(fd)
         _run(json.loads(message), fds, parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for fd in fds:
         os.close(fd)
     return _Child(pid, line)
@@ -135,6 +138,8 @@ def _play(words: Sequence[str]) -> None:
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     while words[0] == "-u":
         words = words[1:]
+    if words[:3] != ["-m", "worldsize", "agent"]:  # __main__, which is not played, blocks them for an agent
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.argv = list(words[1:] if words[0] == "-m" else words)
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
