@@ -24,7 +24,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
+AuthInfo=socket={folder}/munge/socket,cred_expire=8
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/run/slurmctld.pid
@@ -44,10 +44,10 @@ PreemptMode=REQUEUE
 JobRequeue=1
 ReturnToService=2
 SlurmdParameters=config_overrides
-KillWait=5
+KillWait=60
 MinJobAge=600
 SlurmctldTimeout=30
-SlurmdTimeout=10
+SlurmdTimeout=30
 AccountingStorageType=accounting_storage/none
 NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10

@@ -18,7 +18,9 @@ from tests.clusters.slurm import Slurm
 
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "checkpoint.every=10")
 ON_SLURM = ("+cluster=slurm", "cluster.nodes=2", "cluster.processes_per_node=2")
-SLOW = "faults=[{action: sleep, seconds: 0.05, attempt: null}]"  # every step of rank 0
+# so slow that tests have time for what they do to it, until it goes on in another attempt
+SLOW_AT_FIRST = "faults=[{action: sleep, seconds: 0.5}]"
+SLOW_TWICE = "faults=[{action: sleep, seconds: 0.5}, {action: sleep, seconds: 0.5, attempt: 2}]"
 
 
 @pytest.fixture
@@ -78,8 +80,7 @@ def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(
     slurm: Slurm, submit: Any, laptop: Any
 ) -> None:
     limit = ("cluster.time=00:01:00", "launcher.signal_before=45")
-    slow_at_first = "faults=[{action: sleep, seconds: 0.5}]"
-    run = submit(*limit, "steps=120", slow_at_first)
+    run = submit(*limit, "steps=120", SLOW_AT_FIRST)
     assert "submitted" in run.output
     slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=240)
     found = reasons(run.folder)
@@ -106,11 +107,11 @@ def test_a_signal_that_comes_before_an_agent_can_hear_it_loses_no_run(
 def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any
 ) -> None:
-    run = submit("steps=120", SLOW)
-    begun(run.folder, after=20)
+    run = submit("steps=120", "log_every=1", SLOW_TWICE)
+    begun(run.folder, after=3)
     slurm.ask("scontrol", "requeue", job_of(run.folder))
     slurm.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
-    begun(run.folder, after=60)
+    begun(run.folder, after=20)
     slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=down", "reason=test")
     slurm.wait_for(job_of(run.folder), "PENDING")
     with suppress(subprocess.CalledProcessError):  # it has come back by itself
@@ -121,11 +122,11 @@ def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
 
 
 def test_a_run_goes_on_without_the_node_on_which_a_rank_is_slow(slurm: Slurm, submit: Any, laptop: Any) -> None:
-    slow = "faults=[{action: slow, rank: 1, seconds: 0.05}]"  # in the first attempt
+    slow = "faults=[{action: slow, rank: 1, seconds: 0.05}, {action: slow, rank: null, seconds: 0.03, attempt: 2}]"
     run = submit("cluster.nodes=1", "cluster.processes_per_node=4", "steps=120", "launcher.exclude_slow=true", slow)
-    slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=60)
+    slurm.wait_for(job_of(run.folder), "COMPLETED")
     first_job, second_job = (job["id"] for job in manifest(run.folder)["jobs"])
-    slurm.wait_for(second_job, "COMPLETED", seconds=60)
+    slurm.wait_for(second_job, "COMPLETED")
     assert first_job != second_job
     assert reasons(run.folder) == ["preempted", "completed"]
     first, second = (attempt["job"]["nodes"] for attempt in manifest(run.folder)["attempts"])
@@ -137,9 +138,9 @@ def test_a_run_goes_on_without_the_node_on_which_a_rank_is_slow(slurm: Slurm, su
 def test_a_cancelled_run_saves_and_can_be_resumed(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
-    run = submit("steps=120", SLOW)
+    run = submit("steps=120", "log_every=1", SLOW_AT_FIRST)
     environment = {**environment_without_wandb, **slurm.environment}
-    begun(run.folder, after=20)
+    begun(run.folder, after=3)
     job = job_of(run.folder)
     shown = command("status", str(run.folder), cwd=run.folder, environment=environment)
     assert "RUNNING" in shown.stdout or "running" in shown.stdout
