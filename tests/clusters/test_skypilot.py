@@ -146,16 +146,16 @@ def test_a_reclaimed_run_goes_on_from_the_bucket_on_fresh_hosts(
     bucket, home = tmp_path / "bucket", tmp_path / "home"
     home.mkdir()
     options = (f"cluster.mount={bucket}", f"cluster.python={warm_python}", "cluster.processes_per_node=2")
-    slow = "faults=[{action: sleep, seconds: 0.05, attempt: null}]"
+    slow = "faults=[{action: sleep, seconds: 0.5}]"  # until it is reclaimed
     length = ("steps=100", "checkpoint.every=10", slow)
-    run = train(*DIGITS, *SPOT, *options, *length, "launch=write", "launcher.node_timeout=5")
+    run = train(*DIGITS, *SPOT, *options, *length, "launch=write", "launcher.node_timeout=30")
     assert run.code == 0, run.error
     task = yaml.safe_load(run.output.partition("written to")[0])
     shutil.copytree(run.folder, home / "worldsize_run")  # SkyPilot's file mount
     (home / "worldsize_run" / "agents.key").write_text("0" * 64)
     first = Cluster(hosts, task, home, environment_without_wandb)
-    begun(bucket, after=25)
-    first.reclaim(grace=30.0)
+    begun(bucket, after=12)
+    first.reclaim(grace=120.0)
     assert first.end() == [75, 75], first.output
     second = Cluster(hosts, task, home, environment_without_wandb)
     assert second.end() == [0, 0], second.output

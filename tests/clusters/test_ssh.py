@@ -83,7 +83,7 @@ def test_two_hosts_train_to_the_bits_of_one(launch: Any, train: Any, tmp_path: P
 def test_a_host_whose_link_is_cut_is_named_within_the_bound(
     hosts: Hosts, launch: Any, begun: Any, tmp_path: Path
 ) -> None:
-    launched = launch("steps=2000", SLOW, "launcher.node_timeout=3", "cluster.timeout=60")
+    launched = launch("steps=2000", SLOW, "launcher.node_timeout=10", "cluster.timeout=60")
     begun(tmp_path / "project")
     hosts.link(2, "down")
     since = time.monotonic()
@@ -92,8 +92,8 @@ def test_a_host_whose_link_is_cut_is_named_within_the_bound(
     finally:
         hosts.link(2, "up")
     assert code == 1
-    assert time.monotonic() - since < 15
-    assert "the host h2 (node 1) has not answered for 3 s, or is gone" in output
+    assert time.monotonic() - since < 45
+    assert "the host h2 (node 1) has not answered for 10 s, or is gone" in output
 
 
 def test_a_host_that_is_killed_is_named(hosts: Hosts, launch: Any, begun: Any, tmp_path: Path) -> None:
