@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.clusters import slurm as real
+from worldsize.testing import hosts as namespaces
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
 REPOSITORY = Path(__file__).parents[1]
@@ -52,7 +54,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def folders(root: Path) -> list[Path]:
-    return sorted(path.parent for path in root.rglob("run_manifest.json"))
+    """Of all runs below ``root``; others may write and remove checkpoints there meanwhile."""
+    return sorted(Path(folder) for folder, _, files in os.walk(root) if "run_manifest.json" in files)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,26 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python that has imported worldsize already, for the processes that launchers start."""
     return warm.interpreter(tmp_path_factory.mktemp("warm"), os.environ[warm.ZYGOTE])
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
+    """Slurm with two nodes."""
+    if why := real.missing():
+        pytest.skip(why)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    with real.running(tmp_path_factory.mktemp("slurm"), port=17_000 + 100 * number) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
+    """Two hosts with a network between them."""
+    if why := namespaces.missing():
+        pytest.skip(why)
+    name = f"ws{os.getpid()}"
+    with namespaces.running(tmp_path_factory.mktemp("hosts"), name=name, count=2) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
