@@ -21,6 +21,7 @@ from tests.docs.blocks import REPOSITORY, Block, blocks, files, pages
 from worldsize.testing.hosts import Hosts
 
 Bash = Callable[..., None]
+pytestmark = pytest.mark.timeout(1200)  # for all blocks of a page
 
 
 def of_pages(*hows: str) -> pytest.MarkDecorator:
@@ -81,7 +82,7 @@ def bash(project: Path, tmp_path: Path, warm_python: Path, tmp_path_factory: pyt
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=200,
+            timeout=600,
         )
         assert done.returncode == block.code, f"{block.place} ended with {done.returncode}:\n{done.stdout}"
         shown = ".*".join(map(re.escape, block.says.rstrip().split("...")))

@@ -31,7 +31,7 @@ _SMALLER = (  # counts that a short run would not reach, and processes and point
     (r"^(checkpoint\.every|evaluate_every|strategy\.inner_steps)=[1-9]\d*$", r"\1=1"),
     (r"^cluster\.processes=[48]$", "cluster.processes=2"),
     (r"^cluster\.processes=5$", "cluster.processes=3"),
-    (r"^cluster\.timeout=.*$", "cluster.timeout=2"),
+    (r"^cluster\.timeout=.*$", "cluster.timeout=10"),
     (r"^(world_sizes|accumulations|strategies)=(\w+),.*$", r"\1=\2"),
     (r"^(\w+=[^,\[]+,[^,\[]+),[^\[]+$", r"\1"),
     (r"\bstep: \d+", "step: 2"),
