@@ -143,7 +143,8 @@ def test_the_cause_of_a_failure_is_told_with_rank_and_step(train: Any, action: s
 
 
 def test_a_rank_that_hangs_is_named_with_its_step_when_the_others_have_waited_long_enough(train: Any) -> None:
-    run = train(*OPTIONS, "cluster.processes=3", "cluster.timeout=2", fault("stop", rank=1, step=6))
+    patience = ("cluster.timeout=10", "launcher.grace=5")  # the others have waited, and say so
+    run = train(*OPTIONS, "cluster.processes=3", *patience, fault("stop", rank=1, step=6))
     assert run.code == 1
     assert run.error.startswith("worker 1 failed at step 6:\ndid not answer at step 6")
     assert "cluster.timeout" in run.error
