@@ -33,7 +33,7 @@ def test_two_world_sizes_are_measured_next_to_their_prediction(
         assert point["samples_per_second"] * point["step_seconds"] == pytest.approx(config["batch_size"])
         assert min(point["spread_seconds"], point["predicted_seconds"], *point["phases"].values()) >= 0
         assert set(point["phases"]) == {"data", "compute", "communication", "update"}
-        assert point["phases"]["compute"] > point["phases"]["data"] > 0
+        assert min(point["phases"]["compute"], point["phases"]["data"]) > 0
     assert study["points"][0]["efficiency"] == 1.0
     assert study["knee"]["ddp"] in (1, 2)
     assert "digits, weak scaling" in done.stdout

@@ -108,12 +108,12 @@ def test_an_event_is_a_line_that_says_who_where_and_why(tmp_path: Path, capsys: 
 
 def test_a_run_names_the_rank_that_computes_slowly_and_the_one_whose_data_are_slow(train: Any) -> None:
     everyone = "{action: slow, rank: null, seconds: 0.03}"
-    slow = "{action: slow, rank: 2, seconds: 0.03}, {action: slow, rank: 1, seconds: 0.03, point: 'step:data'}"
-    options = ("recipe=digits", "recipe.width=4", "steps=50", "cluster.processes=4", "cluster.threads=1")
+    slow = "{action: slow, rank: 2, seconds: 0.1}, {action: slow, rank: 1, seconds: 0.1, point: 'step:data'}"
+    options = ("recipe=digits", "recipe.width=4", "steps=80", "cluster.processes=4", "cluster.threads=1")
     run = train(*options, "checkpoint=none", f"faults=[{everyone}, {slow}]")
     assert run.code == 0, run.error
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     assert {(event["rank"], event["cause"]) for event in events} == {(1, "data"), (2, "compute")}
-    assert {event["step"] for event in events} == {50}
+    assert min(event["step"] for event in events) >= 50
     assert {event["device"] for event in events} == {"cpu"}
     assert "rank 2 on" in run.output
