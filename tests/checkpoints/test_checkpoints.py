@@ -458,7 +458,7 @@ def test_any_error_of_rank_0_reaches_every_rank_at_once(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="ValueError: planted"):
             writer.finish()
 
-    run_in_worlds(body, 2, timeout=30.0)
+    run_in_worlds(body, 2)
 
 
 def test_a_tensor_that_only_some_ranks_have_fails_the_save_instead_of_being_lost(tmp_path: Path) -> None:

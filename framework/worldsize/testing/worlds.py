@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def run_in_worlds(
-    body: Callable[[World], T], size: int, *, timeout: float = 60.0, local_size: int | None = None
+    body: Callable[[World], T], size: int, *, timeout: float = 240.0, local_size: int | None = None
 ) -> list[T]:
     """``body(world)`` on each of ``size`` forked processes of one thread; their results by rank.
 
@@ -56,7 +56,7 @@ def _start(
 def _body(body: Callable[[World], T], placement: Placement, sender: Connection[bytes, bytes]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     size = placement.world_size
-    cluster = Cluster("test", size // placement.local_world_size, size, "cpu", "gloo", threads=1, timeout=60.0)
+    cluster = Cluster("test", size // placement.local_world_size, size, "cpu", "gloo", threads=1, timeout=240.0)
     try:
         with open_world(placement, cluster, {"worker": Role(size)}) as world:
             _answer(sender, succeeded=True, result=body(world))
