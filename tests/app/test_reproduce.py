@@ -85,7 +85,7 @@ class Project:
 
     def worldsize(self, *arguments: str, cwd: Path, python: str | Path = sys.executable, **changes: str) -> Any:
         environment = {**self.environment, **changes}
-        return self.command(*arguments, cwd=cwd, environment=environment, timeout=300, python=python)
+        return self.command(*arguments, cwd=cwd, environment=environment, timeout=600, python=python)
 
     def train(self, *arguments: str, **changes: str) -> Path:
         """The new run's manifest."""
@@ -294,6 +294,7 @@ def test_a_redacted_value_is_asked_for_by_name(committed: Project) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timeout(900)  # it installs what the lock names
 def test_the_environment_is_rebuilt_from_the_lock(committed: Project) -> None:
     manifest = committed.train("recipe=mine")
     done = committed.reproduce(manifest, "--rebuild")
