@@ -32,7 +32,7 @@ from worldsize.launch.meeting import Other, gather, reach, read_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.reproducibility.lock import RunLock
 from worldsize.run_directory import RunDirectory
-from worldsize.world.environments import Node, node, port_of
+from worldsize.world.environments import Node, meeting_name, node, port_of
 
 
 def main() -> None:
@@ -148,4 +148,4 @@ def _waits(settings: Settings, launcher: NodeLauncher) -> dict[str, float]:
 
 
 def _port(settings: Settings, run: RunDirectory) -> int:
-    return int(settings.config["cluster"]["port"] or port_of(run.id + os.environ.get("SLURM_RESTART_COUNT", "")))
+    return int(settings.config["cluster"]["port"] or port_of(meeting_name(run.id, os.environ)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -224,6 +225,16 @@ def job_of(environ: Environ) -> dict[str, Any] | None:
 
 
 # ---------------------------------------------------------------- what else is read
+
+
+def host_name(environ: Environ) -> str:
+    """Of this host, as its scheduler calls it."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def meeting_name(run_id: str, environ: Environ) -> str:
+    """Another one when a scheduler starts the run again: what the start before has left may hold its port yet."""
+    return run_id + environ.get("SLURM_RESTART_COUNT", "")
 
 
 def _numbers(environ: Environ, names: tuple[str, ...]) -> list[int]:

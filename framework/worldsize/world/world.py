@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, ConfigError, Role, World
-from worldsize.world.environments import Placement
+from worldsize.world.environments import Placement, host_name
 
 
 @contextmanager
@@ -153,7 +152,7 @@ def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
 
 def places(world: World) -> list[tuple[str, str]]:
     """Host, as its scheduler knows it, and device of each rank of this role, which all of them must ask for."""
-    mine = (os.environ.get("SLURMD_NODENAME") or socket.gethostname(), str(world.device))
+    mine = (host_name(os.environ), str(world.device))
     group = world.groups.get(f"checkpoint/{world.role}")  # of gloo: what is sent are objects
     if group is None:
         return [mine]
