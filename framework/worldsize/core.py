@@ -496,6 +496,11 @@ class Launcher(ABC):
         """Names of the hosts that take part beside this one, where they are known."""
         return ()
 
+    @property
+    def waits(self) -> bool:
+        """Whether the job of ``launch`` can be waited for, until the run has ended."""
+        return not self.submits
+
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every launcher has something to check
         """Raise ConfigError for a cluster that this launcher cannot start, before a run folder exists."""
 
@@ -535,11 +540,14 @@ class Launcher(ABC):
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The first step is about to run; ``first`` steps were done by earlier attempts."""
+    """The first step is about to run; ``first`` steps were done by earlier attempts, and, if ``evaluated``, the
+    evaluation after the last of them.
+    """
 
     run_id: str
     steps: int
     first: int = 0
+    evaluated: bool = True
 
 
 @dataclass(frozen=True)

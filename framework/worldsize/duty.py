@@ -48,7 +48,9 @@ def _restored(
 ) -> tuple[StateDict, int] | None:
     saves = settings.config["checkpoint"]
     checkpoint = newest(run.checkpoints, world, allow_older=saves["allow_older"])
-    return (load(checkpoint, state(), ignore=saves["ignore"]), checkpoint.step) if checkpoint else None
+    if checkpoint is None:
+        return None
+    return load(checkpoint, state(), ignore=settings.ignored(checkpoint.step)), checkpoint.step
 
 
 def _drawing(

@@ -103,7 +103,7 @@ class Training:
         first = self._resume(replica)
         if self._settings.anatomy and self._world.size > 1:
             self._stragglers, self._places = Stragglers(self._settings.peers(), first.step), places(self._world)
-        self._emit(RunStarted(self._run.id, steps, first.step))
+        self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
         last = self._fit(replica, first, beats)
         if beats:
@@ -147,13 +147,14 @@ class Training:
         saves = self._settings.config["checkpoint"]
         checkpoint = newest(self._run.checkpoints, self._world, allow_older=saves["allow_older"])
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
-        found = partial(Position, skipped=facts["skipped"], evaluated=facts.get("evaluated", True))
-        if replica.step_reached is not None:
-            return found(replica.step_reached)
+        step = replica.step_reached
+        if step and (checkpoint is None or step != checkpoint.step):  # of a server that took over
+            return Position(step, facts["skipped"], evaluated=not self._settings.pace.evaluates(step))
         if checkpoint is None:
             return Position()
-        replica.load(load(checkpoint, replica.state(), ignore=saves["ignore"]))
-        return found(checkpoint.step)
+        if step is None:
+            replica.load(load(checkpoint, replica.state(), ignore=self._settings.ignored(checkpoint.step)))
+        return Position(checkpoint.step, facts["skipped"], facts.get("evaluated", True))
 
     def _fit(self, replica: Replica, first: Position, heartbeat: Heartbeat | None) -> Position:
         settings, world = self._settings, self._world

@@ -145,7 +145,7 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
 
 
 @pytest.mark.parametrize("launch", ["show", "write"])
-def test_no_key_is_shown(train: Any, launch: str) -> None:
+def test_no_key_is_shown(train: Any, command: Any, environment_without_wandb: dict[str, str], launch: str) -> None:
     run = train(*BASE, *VOLUME, *SHAPES["ddp"], f"launch={launch}")
     shown = run.output.partition("written to")[0]
     (secret,) = [each for each in yaml.safe_load_all(shown) if each["kind"] == "Secret"]
@@ -155,6 +155,9 @@ def test_no_key_is_shown(train: Any, launch: str) -> None:
         (secret,) = [each for each in yaml.safe_load_all(file.read_text()) if each["kind"] == "Secret"]
         assert secret["stringData"] == {"agents.key": (run.folder / "agents.key").read_text()}
         assert file.stat().st_mode & 0o77 == 0, "for this user's eyes alone"
+        words = ("resume", str(run.folder), "steps=30")
+        refused = command(*words, cwd=run.folder, environment=environment_without_wandb)
+        assert (refused.returncode, "Resume it without other ones" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

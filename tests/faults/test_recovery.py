@@ -317,6 +317,7 @@ def test_a_change_that_is_accepted_by_name_goes_on_and_a_finished_run_can_be_tra
     def resume(*words: str) -> Any:
         return command("resume", str(preempted), *words, cwd=preempted, environment=environment_without_wandb)
 
+    shutil.copytree(preempted / "checkpoints", preempted.parent / "before")
     saved = int(max((preempted / "checkpoints").glob("step_*")).name.removeprefix("step_"))
     changed = resume("lr=0.001", "cluster.processes=1", "--ignore", "lr", "log_every=1", "--ignore", "log_every")
     assert changed.returncode == 0, changed.stderr
@@ -325,9 +326,11 @@ def test_a_change_that_is_accepted_by_name_goes_on_and_a_finished_run_can_be_tra
     fewer = resume("steps=13")
     assert fewer.returncode == 2
     assert "14 steps behind it, which is more than steps=13" in fewer.stderr
+    shutil.rmtree(preempted / "checkpoints")  # as if it had died before it saved with the new rate
+    (preempted.parent / "before").rename(preempted / "checkpoints")
     assert resume("steps=18").returncode == 0
     assert json.loads((preempted / "result.json").read_text())["steps"] == 18
-    assert rates(preempted, 14) == pytest.approx([rate(0.001, step, 18) for step in range(15, 19)])
+    assert rates(preempted, saved) == pytest.approx([rate(0.001, step, 18) for step in range(saved + 1, 19)])
     manifest = json.loads((preempted / "run_manifest.json").read_text())
     assert (manifest["config"]["lr"], manifest["config"]["steps"], manifest["cluster"]["processes"]) == (0.001, 18, 1)
     assert [each["attempt"] for each in manifest["resumed"]] == [2, 3]

@@ -71,13 +71,14 @@ def test_the_manifest_claims_it(train: Any) -> None:
 
 
 class Scaled(nn.Module):
-    """By a buffer that nothing changes."""
+    """By a buffer that nothing changes, as another one with infinities."""
 
     fixed: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("fixed", torch.rand(9))
+        self.register_buffer("mask", torch.tensor([-torch.inf, 0.0, torch.inf]))
 
     def forward(self, hidden_bw: Tensor) -> Tensor:
         return hidden_bw * self.fixed
@@ -146,4 +147,5 @@ def test_batch_norm_statistics_are_the_mean_over_logical_ranks(strategy: Strateg
     assert len({state_digest(tensor_digests(state)) for state in states}) == 1, "on all ranks alike"
     assert torch.allclose(states[0]["1.running_mean"], expected, rtol=1e-5, atol=1e-7)
     assert states[0]["1.num_batches_tracked"] == 1
-    assert torch.equal(states[0]["2.fixed"], recipe.model().state_dict()["2.fixed"]), "a buffer that nothing changes"
+    for name in ("2.fixed", "2.mask"):
+        assert torch.equal(states[0][name], recipe.model().state_dict()[name]), "a buffer that nothing changes"

@@ -88,16 +88,12 @@ def amend_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
     """
     manifest, config = read_manifest(run.manifest), clean.tree(settings.config)
     _write_config(settings, run, clean, words)
-    if not (found := changes(manifest["config"], config, but=NOT_TRAINED)):
-        return
-    resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in found]}
-    amended = {
-        **manifest,
-        **clean.tree(_configured(settings, plan, config)),
-        "overrides": clean.words(words),
-        "resumed": [*manifest.get("resumed", ()), clean.tree(resumed)],
-    }
-    write_manifest(run.manifest, {**amended, "claim": asdict(lowered(amended, amended, mixtures(amended)))})
+    amended = {**manifest, **clean.tree(_configured(settings, plan, config)), "overrides": clean.words(words)}
+    if found := changes(manifest["config"], config, but=NOT_TRAINED):
+        resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in found]}
+        amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
+        amended["claim"] = asdict(lowered(amended, amended, mixtures(amended)))
+    write_manifest(run.manifest, amended)
 
 
 def config_text(settings: Settings, clean: Scrubber) -> str:

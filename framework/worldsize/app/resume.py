@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from worldsize.app.leave import leave
 from worldsize.app.train import CONFIG_ERROR
-from worldsize.checkpoints.load import HYPERPARAMETERS, PARTS
+from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.compose import GROUPS, compose_and_call
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.manifest import look
@@ -69,8 +69,10 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
     words = [*_kept(manifest["overrides"], overrides), *overrides]
     own = [f"run.root={run.path.parents[1]}", f"run.name={run.id}", f"checkpoint.allow_older={allow_older}"]
     parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
-    if any(key not in (*parts, "data") for key in ignore):
-        parts.append(HYPERPARAMETERS)  # those of the changed configuration
+    if manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
+        parts.append(HYPERPARAMETERS)  # those of the changed configuration, also if no checkpoint has them yet
+    if saved := complete(run.checkpoints):
+        own.append(f"checkpoint.ignore_until={step_of(saved[-1])}")
     codes: list[int] = []
 
     def task(cfg: DictConfig) -> None:

@@ -132,7 +132,7 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
         if accumulation > 1:
             cfg.logical_ranks = accumulation * settings.logical_ranks
             settings = settings_of(cfg)
-        if settings.launcher.submits and not settings.config["launcher"].get("wait"):
+        if not settings.launcher.waits:
             raise ConfigError(
                 f"{type(settings.launcher).__name__} hands runs over and does not wait. Set launcher.wait=true, "
                 "where there is such an option, or run scale inside the job; nothing was started."

@@ -35,10 +35,11 @@ class Scheduler:
         return self._said
 
     def _answer(self, job: str) -> str | None:
+        """Raises WorldsizeError if the run's own settings cannot be read."""
         from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
 
+        self._launcher = self._launcher or read_settings(self.run).launcher
         try:
-            self._launcher = self._launcher or read_settings(self.run).launcher
             return self._launcher.state(job)
         except WorldsizeError:
             return SILENT

@@ -39,7 +39,10 @@ def _row(run: Path) -> tuple[str, ...]:
     attempts: list[dict[str, Any]] = manifest["attempts"]
     last = attempts[-1] if attempts else {"start": ""}
     size = str(last.get("world_size", ""))
-    state = state_of(manifest, Scheduler(RunDirectory(run)))
+    try:
+        state = state_of(manifest, Scheduler(RunDirectory(run)))
+    except WorldsizeError as error:
+        state = str(error)
     return (str(run), last["start"], size, str(len(attempts)), job_of(manifest) or "", state)
 
 

@@ -22,6 +22,8 @@ import torch
 from worldsize.errors import CheckpointError
 
 SCHEMA_VERSION = 1
+PARTS = ("model", "optimizer", "schedule", "scaler")  # of the state, that need not be loaded
+HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, which are in two of them
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

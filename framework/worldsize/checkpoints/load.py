@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from worldsize.checkpoints.format import DTYPES, Checkpoint, complete, read, verify
+from worldsize.checkpoints.format import DTYPES, HYPERPARAMETERS, Checkpoint, complete, read, verify
 from worldsize.checkpoints.storage import Reader
 from worldsize.checkpoints.tree import join, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError
 
 _SHOWN = 8  # differences in an error
-PARTS = ("model", "optimizer", "schedule", "scaler")
-HYPERPARAMETERS = "hyperparameters"
 
 
 def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
@@ -62,10 +60,9 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
 
     A tensor of the template that has no rows is given back with as many as were saved.
 
-    Top-level parts of the state named in ``ignore`` (see :data:`PARTS`) stay as the template has them; so does what a
-    strategy keeps for itself (part ``strategy``) where it was saved by another one or at another world size. With
-    "hyperparameters" in it so do learning rates, weight decay and the like. Tensors on the meta device are other
-    ranks' and stay there.
+    Top-level parts of the state named in ``ignore`` stay as the template has them; so does what a strategy keeps for
+    itself (part ``strategy``) where it was saved by another one or at another world size. With "hyperparameters" in it
+    so do learning rates, weight decay and the like. Tensors on the meta device are other ranks' and stay there.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ; nothing has been written then.
@@ -85,22 +82,27 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     kept = {part: child for part, child in template.items() if part in ignore}
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
     state: StateDict = {**join(values, tensors), **kept}
-    return _with_hyperparameters(state, template) if HYPERPARAMETERS in ignore else state
+    anew = "schedule" in ignore
+    return _with_hyperparameters(state, template, anew=anew) if anew or HYPERPARAMETERS in ignore else state
 
 
-def _with_hyperparameters(saved: StateDict, now: StateDict) -> StateDict:
-    """``saved`` with the options of the optimizer of ``now``, and the initial rates of its schedule."""
+def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> StateDict:
+    """``saved`` with the options of the optimizer of ``now``, and the initial rates of its schedule; ``anew``: which
+    begins.
+    """
     pairs = zip(saved["optimizer"]["param_groups"], now["optimizer"]["param_groups"], strict=True)
-    optimizer = {**saved["optimizer"], "param_groups": [_with_options(then, own) for then, own in pairs]}
+    groups = [{**then, **own, "params": then["params"], "lr": _rate(then, own, anew)} for then, own in pairs]
+    optimizer = {**saved["optimizer"], "param_groups": groups}
     return {**saved, "optimizer": optimizer, "schedule": _rebased(saved["schedule"], now["schedule"])}
 
 
-def _with_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A rate that a schedule moves stays at its place in it: the same multiple of the initial one."""
-    options = {**then, **now, "params": then["params"]}
-    if then.get("initial_lr"):
-        options["lr"] = then["lr"] * now["initial_lr"] / then["initial_lr"]
-    return options
+def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Any:
+    """One that a schedule moves stays at its place in it: the same multiple of the initial one."""
+    if anew or not then.get("initial_lr") or "initial_lr" not in now:
+        return now["lr"]
+    if then["initial_lr"] == now["initial_lr"]:
+        return then["lr"]
+    return then["lr"] / then["initial_lr"] * now["initial_lr"]
 
 
 def _rebased(then: Any, now: Any) -> Any:

@@ -147,8 +147,8 @@ class CheckpointSchema:
     """``every``: steps between saves (0: none in between); ``at_end``: one after the last step.
 
     ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
-    as they are: model, optimizer, schedule, scaler, or hyperparameters. ``allow_older``: an older checkpoint stands in
-    for a damaged one.
+    as they are: model, optimizer, schedule, scaler, or hyperparameters; of checkpoints up to step ``ignore_until``
+    (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one.
     """
 
     every: int = 0
@@ -156,6 +156,7 @@ class CheckpointSchema:
     keep: Any = None
     signals: list[str] = field(default_factory=list)
     ignore: list[str] = field(default_factory=list)
+    ignore_until: int | None = None
     allow_older: bool = False
 
 

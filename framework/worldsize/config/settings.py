@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_targets
 from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Recipe, Role, Strategy, World
@@ -81,6 +82,12 @@ class Settings:
         """What the processes find out about the cluster, instead of training: see ``run.examine``."""
         examine = self.config["run"]["examine"]
         return None if examine is None else str(examine)
+
+    def ignored(self, step: int) -> Sequence[str]:
+        """Parts of a checkpoint of this step that are not loaded; those of the run's later ones are."""
+        saves = self.config["checkpoint"]
+        limit = saves.get("ignore_until")
+        return [part for part in saves["ignore"] if part == HYPERPARAMETERS or limit is None or step <= limit]
 
     @property
     def pace(self) -> Pace:

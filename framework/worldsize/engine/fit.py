@@ -120,7 +120,9 @@ class _Loop:
 
     def run(self, source: Iterator[Sequence[MicroBatch]], first: Position) -> Position:
         pace, window = self._pace, self._window
-        is_due = not first.evaluated
+        if not first.evaluated and pace.evaluates(first.step):
+            self._evaluate(first.step)
+        is_due = False
         for step in range(first.step + 1, pace.steps + 1):
             self._step(step, source)
             is_due = pace.evaluates(step)

@@ -58,6 +58,10 @@ class Slurm(NodeLauncher):
     submits = True
     sweeps = True
 
+    @property
+    def waits(self) -> bool:
+        return self.wait
+
     def check(self, cluster: Cluster) -> None:
         """Ask Slurm whether it would take the job."""
         if shutil.which("sbatch") is None:

@@ -44,6 +44,7 @@ class Ssh(NodeLauncher):
     python: str | None = None
     ssh: Sequence[str] = ("ssh",)
     submits = True
+    waits = True
 
     def check(self, cluster: Cluster) -> None:
         """Every host answers, and lets us in."""

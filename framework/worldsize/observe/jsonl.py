@@ -31,9 +31,9 @@ class JsonLines:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case RunStarted(first=first):
+            case RunStarted(first=first, evaluated=evaluated):
                 self._file.close()
-                rewind(self._path, first)
+                rewind(self._path, first, evaluated=evaluated)
                 self._file = self._path.open("a", buffering=1)
             case StepDone():
                 self._write({"event": "step", **_told(event)})

@@ -53,6 +53,8 @@ def mixtures(manifest: Mapping[str, Any]) -> list[Lowering]:
             reason = f"{key}: {then} at first, {now} from attempt {resumed['attempt']} on"
             if key.split(".")[0] not in _NOT_COMPUTED:
                 found.append(Lowering("none", reason))
+            elif key.startswith(_DECIDE_BITS):
+                found.append(Lowering("tolerance", reason))
             elif key.startswith(_DECIDE_SUMS) and not is_ordered:
                 found.append(Lowering("tolerance", f"{reason}, and sums depend on it"))
     return found
@@ -129,7 +131,8 @@ _DECIDES_BITS = {
     "variables": ("determinism", "environment"),
 }
 
-_DECIDE_SUMS = ("cluster.processes", "cluster.device", "cluster.backend", "reproducibility.mode", "strategy.")
+_DECIDE_BITS = ("cluster.device", "cluster.backend", "cluster.threads", "reproducibility.")
+_DECIDE_SUMS = ("cluster.processes", "strategy.")
 _DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "strategy")}
 
 

@@ -217,7 +217,7 @@ class Statistics:
         if not self._is_averaged():
             return
         pairs = zip(self._buffers, self._first, strict=False)
-        self._counters[self._node[batch]].add([buffer - first for buffer, first in pairs])
+        self._counters[self._node[batch]].add([_change(*pair) for pair in pairs])
         self._counted = [integer.clone() for integer in self._integers]
         _copy((*self._buffers, *self._integers), self._first)
 
@@ -227,9 +227,18 @@ class Statistics:
         rows = [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
         whole = finished(reduce_ordered(rows, self._group)) if self._group else finish(rows)
         parts = torch.split(whole / self._logical_ranks, [buffer.numel() for buffer in self._buffers])
-        for buffer, part in zip(self._buffers, parts, strict=True):
-            buffer.add_(part.view_as(buffer))
-        _copy(self._integers, self._counted)
+        changed = (_changed(*pair) for pair in zip(self._buffers, parts, strict=True))
+        _copy((*self._buffers, *self._integers), (*changed, *self._counted))
+
+
+def _change(now: Tensor, first: Tensor) -> Tensor:
+    """What is to be added; to an infinity nothing can be, so that there it is what has come instead."""
+    return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
+
+
+def _changed(first: Tensor, change: Tensor) -> Tensor:
+    change = change.view_as(first)
+    return torch.where(change == 0, first, first.nan_to_num(0, 0, 0) + change)
 
 
 def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -145,13 +145,8 @@ class DDP(Strategy):
 
 
 def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:
-    """``model`` on ``world.device``, its gradients averaged over ``world.group`` during backward.
-
-    Buffers are the accumulation's, which averages those that change; torch would send rank 0's at every forward pass.
-    """
+    """``model`` on ``world.device``, its gradients averaged over ``world.group`` during backward."""
     devices = [world.device] if world.device.type == "cuda" else None
-    module = DistributedDataParallel(
+    return DistributedDataParallel(
         model, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **options
     )
-    module.broadcast_buffers = False  # not as an argument, which would leave them out at the start too
-    return module

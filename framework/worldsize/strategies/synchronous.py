@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -41,17 +41,26 @@ def metric_sums(
     """Sums and counts of each batch that is counted, by its number, and the metrics' names."""
     sums: dict[int, Sums] = {}
     names: tuple[str, ...] = ()
-    training = [module for module in model.modules() if module.training]  # but those that the recipe keeps frozen
-    model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), evaluating([model]):
         for batch in batches:
             metrics = recipe.evaluate(model, batch.data)
             names = tuple(sorted(metrics))
             if batch.counted:
                 sums[batch.index] = metrics
-    for module in training:
-        module.training = True
     return sums, names
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """In evaluation mode; what the recipe keeps in it while the rest is trained stays there."""
+    kept = [module for model in models for module in model.modules() if not module.training]
+    for model in models:
+        model.eval()
+    yield
+    for model in models:
+        model.train()
+    for module in kept:
+        module.eval()
 
 
 @final

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from worldsize.engine.data import Order, drawn
 from worldsize.strategies.parameter_server.rows import Table, initial_rows
 
 WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")
-ELASTIC = ("reproducibility=elastic", "logical_ranks=4", "evaluate_every=5", "seed=3")
+MOVING = ("schedule=cosine", "schedule.steps=8")  # a rate that is not another one in a shorter run
+ELASTIC = (*MOVING, "reproducibility=elastic", "logical_ranks=4", "evaluate_every=5", "seed=3")
 SERVERS = "strategy=parameter_server"
 HYBRID = "strategy=hybrid_parameter_server"
 
@@ -31,7 +34,14 @@ def weights(folder: Path) -> dict[str, Tensor]:
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
 
 
-def reference(optimizer_of: Any = ADAGRAD, clip: float = float("inf")) -> dict[str, Tensor]:
+def moving(step: int) -> float:
+    """What MOVING makes of the learning rate: a cosine down to a tenth in seven steps, after one of warm-up."""
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * max(0, step - 2) / 7))
+
+
+def reference(
+    optimizer_of: Any = ADAGRAD, clip: float = float("inf"), factor: Callable[[int], float] = moving
+) -> dict[str, Tensor]:
     """A hand-written loop over whole tables, on whole batches of four parts."""
     recipe = Word2Vec(16, 5, 5, 20, False, optimizer_of)
     model = recipe.model()
@@ -40,9 +50,11 @@ def reference(optimizer_of: Any = ADAGRAD, clip: float = float("inf")) -> dict[s
         for table in Table.found(local):
             model.get_parameter(table.name).copy_(initial_rows(3, table, torch.arange(table.rows)))
     optimizer = recipe.optimizer(model)
+    base = optimizer.param_groups[0]["lr"]
     dataset, order = recipe.data("train"), Order(seed=3, batch_size=96, logical_ranks=4, mine=(0,))
     for step in range(1, 9):
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = base * factor(step)
         for rank in range(4):
             batch = drawn(dataset, order, torch.device("cpu"), step, rank)
             (recipe.loss(model, batch.data) / 4).backward()  # type: ignore[no-untyped-call]
@@ -74,7 +86,7 @@ def test_the_norm_of_a_gradient_on_two_sides_is_that_of_the_whole(train: Any) ->
     assert run.code == 0, run.error
     assert all(step["grad_norm"] > clip for step in run.steps())
     found = weights(run.folder)
-    for name, tensor in reference(partial(torch.optim.SGD, lr=100), clip).items():
+    for name, tensor in reference(partial(torch.optim.SGD, lr=100), clip, lambda step: 1.0).items():
         assert (found[name] - tensor).norm() / tensor.norm() < 1e-6, name
 
 

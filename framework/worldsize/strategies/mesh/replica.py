@@ -12,7 +12,7 @@ from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.strategies.mesh.pipeline import Pipeline
 from worldsize.strategies.mesh.stage import Answer
-from worldsize.strategies.synchronous import SynchronousReplica, autocast
+from worldsize.strategies.synchronous import SynchronousReplica, autocast, evaluating
 
 
 @final
@@ -40,20 +40,18 @@ class PipelineReplica(Replica):
         """Sums and counts of this rank's batches, if it has the last stage."""
         sums: dict[int, Sums] = {}
         names: tuple[str, ...] = ()
-        self._mode(training=False)
-        with torch.no_grad(), autocast(self._data.device, self._inner.numerics.precision):
+        with (
+            torch.no_grad(),
+            evaluating(self._pipeline.stages),
+            autocast(self._data.device, self._inner.numerics.precision),
+        ):
             for batch in batches:
                 output = self._pipeline.output(self._recipe, batch.data)
                 if output is not None:
                     metrics = self._recipe.evaluate(Answer(output), batch.data)
                     names = tuple(sorted(metrics))
                     sums |= {batch.index: metrics} if batch.counted else {}
-        self._mode(training=True)
         return sums, names
-
-    def _mode(self, *, training: bool) -> None:
-        for stage in self._pipeline.stages:
-            stage.train(training)
 
     def state(self) -> StateDict:
         return self._inner.state()

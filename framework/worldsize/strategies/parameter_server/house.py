@@ -87,12 +87,13 @@ class House:
         """
         dialer, index = self.dialer(f"server-{world.rank}", duty.folder, duty.timeout), world.rank % self.servers
         whole = learning_of(recipe)
-        tables = tables_of(learning, rows, index)
-        empty = {each.table.name: each.state() for each in tables}
+        empty = {each.table.name: each.state() for each in tables_of(learning, rows, index)}
         state, step = duty.restore(lambda: whole_state(whole, empty, rows)) or (None, 0)
         if state is not None:
             load_whole(learning, state)
             load_whole(whole, state)
+        tables = tables_of(learning, rows, index)  # by the optimizer's groups, which loading has made anew
+        if state is not None:
             for each in tables:
                 each.load(state["tables"][each.table.name])
         shard = Shard(learning, shards[index], rule, step=step, tables=tables)

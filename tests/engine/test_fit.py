@@ -1,0 +1,69 @@
+"""When the loop evaluates and saves, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
+
+import pytest
+import torch
+
+from worldsize.core import Evaluated, EvaluationBatch, Event, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.engine.data import Order
+from worldsize.engine.fit import Calls, Pace, Position, fit
+
+ALONE = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
+
+
+class Idle(Replica):
+    """Computes nothing."""
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        return StepResult([torch.zeros(())], 0.1, None, False)
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        return {}
+
+    def state(self) -> StateDict:
+        return {}
+
+    def load(self, state: StateDict) -> None: ...
+
+
+def told(pace: Pace, first: Position) -> list[str]:
+    """What is evaluated and saved, in this order."""
+    found: list[str] = []
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Evaluated):
+            found.append(f"evaluated {event.step}")
+
+    def save(position: Position) -> None:
+        found.append(f"saved {position.step}{'' if position.evaluated else ', not evaluated'}")
+
+    calls = Calls(dict, emit, save)
+    last = fit(Idle(), repeat([]), ALONE, order=Order(0, 1, 1, (0,)), pace=pace, calls=calls, first=first)
+    assert last.step == pace.steps
+    return found
+
+
+SAVES = Pace(4, evaluate_every=2, save_every=2, save_at_end=True)
+
+
+@pytest.mark.parametrize(
+    ("pace", "first", "expected"),
+    [
+        (SAVES, Position(), ["evaluated 2", "saved 2", "saved 4, not evaluated", "evaluated 4"]),
+        (replace(SAVES, keeps_best=True), Position(), ["evaluated 2", "saved 2", "evaluated 4", "saved 4"]),
+        (Pace(3), Position(), ["evaluated 3"]),
+        (SAVES, Position(4, evaluated=False), ["evaluated 4"]),
+        (SAVES, Position(4), []),
+        # one that was complete is trained further: the evaluation was dropped with what came after the last save
+        (Pace(6, evaluate_every=2), Position(4, evaluated=False), ["evaluated 4", "evaluated 6"]),
+        (Pace(6), Position(4, evaluated=False), ["evaluated 6"]),
+    ],
+    ids=str,
+)
+def test_the_last_save_comes_before_the_last_evaluation(pace: Pace, first: Position, expected: list[str]) -> None:
+    assert told(pace, first) == expected
