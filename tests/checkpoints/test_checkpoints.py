@@ -26,6 +26,7 @@ from worldsize.checkpoints.save import Saver
 from worldsize.checkpoints.tree import join, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError, ConfigError
+from worldsize.strategies.learning import Learning
 from worldsize.testing.worlds import run_in_worlds
 
 
@@ -282,6 +283,43 @@ def test_another_model_is_refused_before_anything_is_written_and_a_part_can_be_i
     state = load(checkpoint, template, ignore=["model"])
     assert bits({"optimizer": state["optimizer"]}) == bits({"optimizer": a_state(2)["optimizer"]})
     assert bits({"model": state["model"]}) == bits({"model": template["model"]})
+
+
+def learning(lr: float, weight_decay: float = 0.0) -> Learning:
+    """A line whose rate is halved by each step."""
+    optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr, momentum=0.9, weight_decay=weight_decay)
+    return Learning(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+
+
+@pytest.mark.parametrize(
+    ("ignore", "now", "rate", "then_decay"),
+    [
+        ((), 0.3, 0.05, 0.0),
+        (("hyperparameters",), 0.3, 0.15, 0.01),
+        (("hyperparameters",), 0.1, 0.05, 0.01),  # to the last bit: 0.05 / 0.1 * 0.1
+        (("schedule",), 0.3, 0.3, 0.01),
+    ],
+)
+def test_hyperparameters_are_those_of_now_where_they_are_wanted_and_a_rate_keeps_its_place(
+    tmp_path: Path, ignore: tuple[str, ...], now: float, rate: float, then_decay: float
+) -> None:
+    def save_and_load(world: World) -> tuple[float, float, float]:
+        first, second = learning(0.1), learning(now, weight_decay=0.01)
+        first.model(torch.ones(2)).sum().backward()
+        first.optimizer.step()
+        assert first.schedule is not None
+        first.schedule.step()
+        writer = saver(tmp_path, world)
+        writer.save(first.state(), step=1, facts={})
+        writer.finish()
+        writer.close()
+        second.load(load(read(complete(tmp_path)[-1]), second.state(), ignore=ignore))
+        (group,) = second.optimizer.param_groups
+        momentum = second.optimizer.state[second.model.bias]["momentum_buffer"]  # type: ignore[index]
+        return group["lr"], group["weight_decay"], float(momentum)
+
+    found_rate, decay, momentum = alone(save_and_load)
+    assert (found_rate, decay, momentum) == (pytest.approx(rate, rel=0 if now == 0.1 else 1e-12), then_decay, 1.0)
 
 
 def test_what_is_neither_tensor_nor_plain_is_refused_by_name() -> None:

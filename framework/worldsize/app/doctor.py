@@ -144,7 +144,8 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
 
 def _wait(job: Job) -> None:
     """However long it is queued; one that nobody waits for is cancelled."""
-    print(f"job {', '.join(job.ids)} submitted; waiting for it to start and end", flush=True)
+    if job.ids:
+        print(f"job {', '.join(job.ids)} submitted; waiting for it to start and end", flush=True)
     try:
         job.wait()
     except BaseException:

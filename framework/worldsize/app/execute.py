@@ -120,7 +120,7 @@ def go_on(cfg: DictConfig, run: RunDirectory, words: Sequence[str], ignore: Sequ
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, run, clean, ignore)
-    if settings.launcher.elsewhere and words != look(run.path)["overrides"]:
+    if settings.launcher.elsewhere and sorted(clean.words(words)) != sorted(look(run.path)["overrides"]):
         raise ConfigError(
             f"the run's folder is where {type(settings.launcher).__name__} keeps it, with the options that it began "
             "with. Resume it without other ones, or begin a new run; nothing was started."
