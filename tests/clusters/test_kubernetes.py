@@ -10,7 +10,6 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
-from kubeflow_trainer_api.models import JobsetV1alpha2JobSet  # type: ignore[import-untyped]
 
 from tests.clusters.witness import witness
 
@@ -38,6 +37,8 @@ def shown(train: Any, *options: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["jobset", "job"])
 def test_manifests_are_what_three_versions_of_kubernetes_and_jobset_take(train: Any, shape: str, kind: str) -> None:
+    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet  # type: ignore[import-untyped]  # takes a second
+
     documents = shown(train, *SHAPES[shape], f"cluster.kind={kind}")
     names = {each["metadata"]["name"] for each in documents}
     assert len(names) == 1

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 _FILE_HEADER, _BLOCK, _CHUNK_HEADER = 7, 32 * 1024, 7
 _FULL, _LAST = 1, 4
 
-messages: Any = wandb_internal_pb2  # generated, without types
-
 
 def records(path: Path) -> Iterator[Any]:
+    from wandb.proto import wandb_internal_pb2  # takes a second
+
+    messages: Any = wandb_internal_pb2  # generated, without types
     data, place, whole = path.read_bytes(), _FILE_HEADER, b""
     while place + _CHUNK_HEADER <= len(data):
         left = _BLOCK - place % _BLOCK

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy
 import torch
-from sklearn.datasets import load_digits
 
 from recipes.digits.recipe import Digits, data_file, read_digits
 
@@ -17,6 +16,8 @@ def recipe() -> Digits:
 
 def test_the_images_and_labels_are_scikit_learns() -> None:
     images, labels = read_digits(data_file())
+    from sklearn.datasets import load_digits  # takes seconds
+
     expected: Any = load_digits()
     assert numpy.array_equal(images[:, 0].numpy() * 16, expected.images)
     assert numpy.array_equal(labels.numpy(), expected.target)
