@@ -11,9 +11,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from worldsize.app.leave import leave
-from worldsize.app.train import CONFIG_ERROR
+from worldsize.app.train import CONFIG_ERROR, code_of
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
-from worldsize.config.compose import GROUPS, compose_and_call
+from worldsize.config.compose import GROUPS
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.manifest import look
 from worldsize.run_directory import RunDirectory
@@ -56,7 +56,7 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
     """The exit code, as of ``worldsize train``.
 
     Raises:
-        WorldsizeError: there is nothing to go on with, or the configuration is another one; nothing was started.
+        WorldsizeError: there is nothing to go on with.
     """
     manifest = look(run.path)
     if manifest["attempts"] and manifest["attempts"][-1]["exit_reason"] == "completed" and not overrides:
@@ -73,12 +73,10 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
         parts.append(HYPERPARAMETERS)  # those of the changed configuration, also if no checkpoint has them yet
     if saved := complete(run.checkpoints):
         own.append(f"checkpoint.ignore_until={step_of(saved[-1])}")
-    codes: list[int] = []
 
-    def task(cfg: DictConfig) -> None:
+    def task(cfg: DictConfig) -> int:
         from worldsize.app.execute import go_on
 
-        codes.append(go_on(cfg, run, words, ignore))
+        return go_on(cfg, run, words, ignore)
 
-    compose_and_call(task, [*words, *own, f"checkpoint.ignore={parts}".replace(" ", "")])
-    return codes[0]
+    return code_of(task, [*words, *own, f"checkpoint.ignore={parts}".replace(" ", "")])
