@@ -1,0 +1,63 @@
+"""What ``worldsize status`` says of runs whose scheduler is asked, and of one that says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.app.scheduled import Scheduler
+from worldsize.app.status import state_of
+from worldsize.core import Job, Launcher, Plan
+from worldsize.errors import WorldsizeError
+from worldsize.run_directory import RunDirectory
+
+
+class Asked(Launcher):
+    """Answers in turn, and counts how often it is asked."""
+
+    def __init__(self, *answers: str | Exception | None) -> None:
+        self.answers = list(answers)
+
+    def launch(self, plan: Plan) -> Job:
+        raise NotImplementedError
+
+    def describe(self, plan: Plan) -> str:
+        raise NotImplementedError
+
+    def state(self, job: str) -> str | None:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("reason", "answer", "expected"),
+    [
+        (None, "PENDING", "PENDING"),
+        (None, WorldsizeError("timed out"), "submitted; the scheduler does not answer"),
+        (None, None, "its job is over, and no attempt is noted here"),
+        ("running", WorldsizeError("timed out"), "running; the scheduler does not answer"),
+        ("running", "RUNNING", "RUNNING"),
+        ("completed", "never asked", "completed"),
+    ],
+)
+def test_what_the_scheduler_does_not_say_is_no_end(
+    tmp_path: Path, reason: str | None, answer: Any, expected: str
+) -> None:
+    manifest = {"jobs": [{"id": "7"}], "attempts": [{"exit_reason": reason}] if reason else []}
+    launcher = Asked(answer)
+    scheduler = Scheduler(RunDirectory(tmp_path), launcher)
+    assert [state_of(manifest, scheduler) for _ in range(3)] == [expected] * 3, "asked once, told thrice"
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_examined(
+    tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    words = ("doctor", "recipe=digits", "--json", str(tmp_path / "nowhere" / "report.json"))
+    done = command(*words, cwd=tmp_path, environment=environment_without_wandb)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is in no folder that can be written" in done.stderr
+    assert list(tmp_path.iterdir()) == []
