@@ -26,10 +26,11 @@ def main() -> None:
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
     options = parser.parse_args()
     run = RunDirectory(options.run.resolve())
+    scheduler = Scheduler(run)
     try:
-        if command := _of_launcher(run, follow=options.follow):
+        if command := _of_launcher(scheduler, follow=options.follow):
             sys.exit(_shown(command))
-        for line in lines(run, options.rank, follow=options.follow):
+        for line in lines(scheduler, options.rank, follow=options.follow):
             print(line, flush=options.follow)
     except WorldsizeError as error:
         sys.exit(str(error))
@@ -37,14 +38,12 @@ def main() -> None:
         sys.exit(130)
 
 
-def _of_launcher(run: RunDirectory, *, follow: bool) -> Sequence[str]:
+def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
     """What shows the logs of a run that writes them elsewhere."""
-    manifest = look(run.path)
+    manifest = look(scheduler.run.path)
     if (job := job_of(manifest)) is None or manifest["attempts"]:
         return ()
-    from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
-
-    return read_settings(run).launcher.log_command(job, follow=follow)
+    return scheduler.launcher.log_command(job, follow=follow)
 
 
 def _shown(command: Sequence[str]) -> int:
@@ -54,14 +53,14 @@ def _shown(command: Sequence[str]) -> int:
         raise WorldsizeError(f"{command[0]} shows the logs of this run, and cannot be run here: {error}.") from error
 
 
-def lines(run: RunDirectory, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
-    """Lines of all logs, each after its prefix; with ``follow`` until the run has ended.
+def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
+    """Lines of all logs of its run, each after its prefix; with ``follow`` until the run has ended.
 
     Raises:
         WorldsizeError: this is no run.
     """
     read: dict[Path, int] = {}
-    scheduler = Scheduler(run)
+    run = scheduler.run
     while True:
         ended = not is_alive(run, scheduler)
         for path in sorted((run.path / "logs").glob("*.log")):

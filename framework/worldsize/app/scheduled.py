@@ -34,13 +34,18 @@ class Scheduler:
             self._asked = time.monotonic()
         return self._said
 
-    def _answer(self, job: str) -> str | None:
+    @property
+    def launcher(self) -> Launcher:
         """Raises WorldsizeError if the run's own settings cannot be read."""
         from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
 
         self._launcher = self._launcher or read_settings(self.run).launcher
+        return self._launcher
+
+    def _answer(self, job: str) -> str | None:
+        launcher = self.launcher
         try:
-            return self._launcher.state(job)
+            return launcher.state(job)
         except WorldsizeError:
             return SILENT
 

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError, MicroBatch, Numerics, Precision, Recipe, Workload, World
+from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Workload, World
 from worldsize.engine.data import Order, micro_batches
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 from worldsize.world.fork import ready_to_fork
@@ -95,9 +95,8 @@ class _Calibration:
         seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
         parameters, optimizer = list(model.parameters()), replica.optimizer
         blocks = list(self.recipe.blocks(model))
-        activation_bytes, boundary_bytes = _activations(
-            self.recipe, model, blocks, next(batches)[0], (self.device, self.numerics.precision)
-        )
+        with autocast(self.device, self.numerics.precision):
+            activation_bytes, boundary_bytes = _activations(self.recipe, model, blocks, next(batches)[0])
         return Workload(
             parameter_bytes=_bytes(parameters),
             optimizer_bytes=_bytes(value for kept in optimizer.state.values() for value in kept.values()),
@@ -145,12 +144,8 @@ def _bytes(tensors: Any) -> float:
     return float(sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)))
 
 
-def _activations(
-    recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batch: MicroBatch, kind: tuple[torch.device, Precision]
-) -> tuple[float, float]:
-    """Bytes that a forward pass on a ``kind`` of device, in a precision, keeps for the backward pass, parameters apart,
-    and bytes of a block's output.
-    """
+def _activations(recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batch: MicroBatch) -> tuple[float, float]:
+    """Bytes that a forward pass keeps for the backward pass, parameters apart, and bytes of a block's output."""
     kept: dict[int, float] = {}
     outputs: list[float] = [0.0]
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -165,7 +160,7 @@ def _activations(
         outputs.append(_bytes(output if isinstance(output, tuple) else [output]))
 
     hooks = [block.register_forward_hook(note) for block in blocks]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(*kind):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = recipe.loss(model, batch.data)
     for hook in hooks:
         hook.remove()

@@ -17,6 +17,11 @@ def message_seconds(payload_bytes: float, link: Link) -> float:
     return link.latency + payload_bytes / link.bandwidth
 
 
+def divided(link: Link, count: int) -> Link:
+    """What each of so many has of ``link`` that use it at once."""
+    return replace(link, bandwidth=link.bandwidth / max(1, count))
+
+
 def round_seconds(payload_bytes: float, link: Link) -> float:
     """Each rank sends so many bytes to one and hears as many from one."""
     return max(message_seconds(payload_bytes, link), link.gap)
@@ -71,7 +76,7 @@ def hierarchical_all_reduce_seconds(
     ``across`` is the link of a rank, or with ``shared`` of a node, whose ranks then divide its bandwidth.
     """
     mine = payload_bytes / ranks_per_node
-    link = replace(across, bandwidth=across.bandwidth / ranks_per_node) if shared else across
+    link = divided(across, ranks_per_node) if shared else across
     inner = reduce_scatter_seconds(payload_bytes, ranks_per_node, inside)
     return (
         inner + ring_all_reduce_seconds(mine, nodes, link) + all_gather_seconds(payload_bytes, ranks_per_node, inside)

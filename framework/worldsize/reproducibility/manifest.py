@@ -82,8 +82,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def begin_attempt(path: Path, *, hosts: list[str], world_size: int, job: dict[str, Any] | None = None) -> int:
     """Note that the run is being started; the number of this attempt. ``job``: that of a scheduler, if there is one."""
-    _amend(path.parent)  # what the attempt before could not say itself; the caller holds the run's lock
-    manifest = read_manifest(path)
+    manifest = _amend(path.parent)  # what the attempt before could not say itself; the caller holds the run's lock
     attempt = {
         "number": len(manifest["attempts"]) + 1,
         "start": now(),
@@ -132,14 +131,15 @@ def look(run_dir: Path) -> dict[str, Any]:
     return read_manifest(run_dir / NAME)
 
 
-def _amend(run_dir: Path) -> None:
-    """Under the lock, and read again: the run may have ended in good order since it was first read."""
+def _amend(run_dir: Path) -> dict[str, Any]:
+    """The manifest; under the lock, and read again: the run may have ended in good order since it was first read."""
     manifest = read_manifest(run_dir / NAME)
     if _says_running(manifest):
         last = _last_sign(run_dir)
         end = datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
-        killed = _ended(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
-        write_manifest(run_dir / NAME, killed)
+        manifest = _ended(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
+        write_manifest(run_dir / NAME, manifest)
+    return manifest
 
 
 def _says_running(manifest: Mapping[str, Any]) -> bool:

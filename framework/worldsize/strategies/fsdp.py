@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
@@ -26,7 +26,7 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import all_gather_seconds, exposed_seconds, ring_all_reduce_seconds
+from worldsize.planning.cost import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
 from worldsize.planning.spread import across, link, ring_share, slowest
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.sharded import sharded_accumulation
@@ -98,7 +98,7 @@ class FSDP(Strategy):
         copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
         if copies > 1:
             between = 2 * ring_share(copies) * payload / size
-            shared = replace(slowest(cluster), bandwidth=slowest(cluster).bandwidth / cluster.processes_per_node)
+            shared = divided(slowest(cluster), cluster.processes_per_node)
             seconds += ring_all_reduce_seconds(payload / size, copies, shared)
             sent, leaving = sent + between, leaving + between * cluster.processes_per_node
         ends = 2 * all_gather_seconds(work.unit_bytes, size, inside)

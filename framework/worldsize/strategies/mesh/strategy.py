@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
 
 from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Link,
     Numerics,
     Recipe,
     Reduction,
@@ -23,6 +22,7 @@ from worldsize.core import (
 from worldsize.planning.cost import (
     all_gather_seconds,
     bubble_share,
+    divided,
     exposed_seconds,
     message_seconds,
     ring_all_reduce_seconds,
@@ -162,8 +162,8 @@ class Mesh(Strategy):
         gathers = (2 if self.pipeline == 1 else 1) + (2 if on_cpu else 1)
         waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
         if layout.pipeline > 1:
-            waited += 2 * message_seconds(work.boundary_bytes, _shared(slowest(cluster), edge)) * count
-        along = _shared(slowest(cluster), rings) if rings else near
+            waited += 2 * message_seconds(work.boundary_bytes, divided(slowest(cluster), edge)) * count
+        along = divided(slowest(cluster), rings) if rings else near
         along_data = gathers * all_gather_seconds(held, layout.data, along)
         exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
         sharded = gathers * ring_share(layout.data) * held
@@ -209,8 +209,3 @@ def _crossing(layout: Layout, cluster: Cluster) -> tuple[int, int]:
     if cluster.nodes == 1:
         return 0, 0
     return layout.tensor if stage > each else 0, min(stage, each) if layout.pipeline > 1 else 0
-
-
-def _shared(whole: Link, count: int) -> Link:
-    """What so many that use a link at once have of it each."""
-    return replace(whole, bandwidth=whole.bandwidth / max(1, count))
