@@ -125,7 +125,8 @@ def told(event: Line) -> str:
     if "rank" in event:
         words.append(f"rank {event['rank']}")
     if "slower" in event:
-        words.append(f"{event['slower']:.3g} × as slow as the others")
+        slower = event["slower"]  # as the file has it, which others may write too
+        words.append(f"{f'{slower:.3g}' if isinstance(slower, int | float) else slower} × as slow as the others")
     words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
     words += [f"since step {event['since']}"] if event.get("since") is not None else []
     return ", ".join([*words, *(f"{name} {value}" for name, value in event.items() if name not in known)])
