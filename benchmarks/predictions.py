@@ -1,6 +1,9 @@
 """What plan predicts for a step next to what it takes: four hosts of two processes, links of so many Mbit/s.
 
 uv run python benchmarks/predictions.py 200 large 64     # or small; 1000; tokens a process (root; network namespaces)
+
+Forecasts of a round come from what doctor and the recipe's steps show at its beginning. Means of three rounds, or as
+many as a fourth word says: one process's second on a machine that others use too is unlike its next one by a fifth.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from links import examined, trained_on, warm_python
 from worldsize.app.execute import settings_of
 from worldsize.app.predict import Given, Predictor
 from worldsize.config.compose import compose_and_call
+from worldsize.core import Link
 from worldsize.planning.advice import time_text
 from worldsize.planning.forecast import Forecast
 from worldsize.planning.scaling import spread
@@ -39,32 +43,45 @@ WAYS = {
 }
 
 
-def main(megabits: int, model: str, tokens: int) -> None:
+def main(megabits: int, model: str, tokens: int, rounds: int = 3) -> None:
     torch.set_num_threads(1)
-    title = f"{model}, {tokens} tokens a process, {megabits} Mbit/s"
-    drawn = Table("", "step", "spread", "predicted", "error", "computes", "waits", title=title)
     shape = (*OPTIONS, *MODELS[model], f"recipe.context={tokens}")
-    measured: dict[str, float] = {}
+    measured: dict[str, list[float]] = {way: [] for way in WAYS}
+    predicted: dict[str, list[Forecast]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name, warm_python(Path(name)) as python:
         folder = Path(name)
         with running(folder, name="plan", count=4) as hosts:
             hosts.shape(f"{megabits}mbit")
-            links = examined(hosts, *shape, f"cluster.processes_per_node={EACH}", python=python)
-            predicted = forecasts(Predictor(Given(links=links, one_machine=True)), shape)
-            for way, options in WAYS.items():
-                words = (*shape, *options, f"cluster.processes_per_node={EACH}", f"steps={STEPS}")
-                logged = trained_on(hosts, *words, python=python)
-                steps = [BATCH / each["samples_per_second"] for each in logged[WARM_UP:]]
-                measured[way], found = statistics.median(steps), predicted[way]
-                cells = (time_text(measured[way]), f"± {time_text(spread(steps) / 2)}", time_text(found.step_seconds))
-                error = found.step_seconds / measured[way] - 1
-                parts = (time_text(found.step_seconds - found.exposed_seconds), time_text(found.exposed_seconds))
-                drawn.add_row(way, *cells, f"{error:+.0%}", *parts)
-    Console(width=120).print(drawn)
+            for _ in range(rounds):
+                links = examined(hosts, *shape, f"cluster.processes_per_node={EACH}", python=python)
+                _show(links)
+                for way, found in forecasts(Predictor(Given(links=links, one_machine=True)), shape).items():
+                    predicted[way].append(found)
+                for way, options in WAYS.items():
+                    words = (*shape, *options, f"cluster.processes_per_node={EACH}", f"steps={STEPS}")
+                    logged = trained_on(hosts, *words, python=python)
+                    measured[way] += [BATCH / each["samples_per_second"] for each in logged[WARM_UP:]]
+    _draw(f"{model}, {tokens} tokens a process, {megabits} Mbit/s, {rounds} rounds", measured, predicted)
+
+
+def _show(links: Mapping[str, Link]) -> None:
     for tier, link in links.items():
         micro = f"{1e6 * link.latency:.0f} µs, gap {1e6 * link.gap:.0f} µs"
         print(f"{tier}: {link.bandwidth / 1e6:.1f} MB/s, {micro}, incast {link.incast:.2f}")
-    _judge(measured, {way: each.step_seconds for way, each in predicted.items()})
+
+
+def _draw(title: str, measured: Mapping[str, list[float]], predicted: Mapping[str, list[Forecast]]) -> None:
+    drawn = Table("", "step", "spread", "predicted", "of each round", "error", "computes", "waits", title=title)
+    steps = {way: statistics.median(found) for way, found in measured.items()}
+    forecasts = {way: statistics.fmean(each.step_seconds for each in found) for way, found in predicted.items()}
+    for way, found in predicted.items():
+        waits = statistics.fmean(each.exposed_seconds for each in found)
+        cells = (time_text(steps[way]), f"± {time_text(spread(measured[way]) / 2)}", time_text(forecasts[way]))
+        rounds = ", ".join(f"{1e3 * each.step_seconds:.0f}" for each in found)
+        parts = (time_text(forecasts[way] - waits), time_text(waits))
+        drawn.add_row(way, *cells, rounds, f"{forecasts[way] / steps[way] - 1:+.0%}", *parts)
+    Console(width=120).print(drawn)
+    _judge(steps, forecasts)
 
 
 def forecasts(predictor: Predictor, shape: tuple[str, ...]) -> dict[str, Forecast]:
@@ -90,4 +107,4 @@ def _judge(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Non
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

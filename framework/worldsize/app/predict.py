@@ -6,9 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import final
 
@@ -20,7 +18,6 @@ from worldsize.engine.data import Order
 from worldsize.planning.calibrate import calibrate
 from worldsize.planning.dry_run import slowdown
 from worldsize.planning.forecast import Forecast, accumulated, forecast
-from worldsize.world.fork import ready_to_fork
 from worldsize.world.world import threads_per_process
 
 
@@ -76,11 +73,11 @@ class Predictor:
         is_given = given.parameter_bytes or given.compute_seconds is not None
         if is_given or cluster.processes == 1 or len(settings.roles) > 1:
             return None
-        with ready_to_fork(), ProcessPoolExecutor(1, get_context("fork")) as pool:
-            try:
-                times = pool.submit(slowdown, settings, self._device(cluster), _threads(cluster)).result()
-            except RuntimeError:  # it communicates otherwise
-                return None
+        try:
+            at_once, threads = self._at_once(settings), _threads(cluster)
+            times = slowdown(settings, self._device(cluster), at_once=at_once, threads=threads)
+        except RuntimeError:  # it communicates otherwise
+            return None
         return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:

@@ -8,15 +8,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import gather
+from worldsize.collectives.exact import share
 from worldsize.core import StepDone, World
 
-_INTERVAL = 0.25  # seconds between two exchanges, about
+_INTERVAL = 0.5  # seconds between two exchanges, about
 
 
 @final
 class Agreement:
-    """An exchange of one number, about four times a second, that crosses the network while a step is computed.
+    """A sum of one number, about twice a second, that crosses the network while a step is computed.
 
     How many steps that is follows from figures that all ranks have, so that all exchange at the same steps.
     """
@@ -24,16 +24,16 @@ class Agreement:
     def __init__(self, world: World, wanted: Callable[[], bool]) -> None:
         self._world, self._wanted = world, wanted
         self._stride = 1
-        self._flags: Callable[[], Tensor] | None = None
+        self._wishes: Callable[[], Tensor] | None = None
 
     def tell(self, done: StepDone) -> None:
         steps_per_second = done.samples_per_second * done.step / done.samples
         self._stride = max(1, min(10_000, int(_INTERVAL * steps_per_second)))
 
     def reached(self, step: int) -> bool:
-        """After ``step``: whether the last exchange found a rank that wants to stop; may begin the next one."""
-        stop = self._flags is not None and bool(self._flags().any())
-        self._flags = None
+        """After ``step``: whether the last sum has found a rank that wants to stop; may begin the next one."""
+        stop = self._wishes is not None and float(self._wishes()) > 0
+        self._wishes = None
         if step % self._stride == 0:
-            self._flags = gather(torch.tensor([float(self._wanted())], device=self._world.device), self._world)
+            self._wishes = share(torch.tensor(float(self._wanted())), self._world)
         return stop

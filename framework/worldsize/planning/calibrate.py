@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.synchronize import Barrier
-from threading import BrokenBarrierError
+from itertools import repeat
 from typing import Any, final
 
 import torch
@@ -18,22 +13,18 @@ from torch import Tensor, nn
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Workload, World
 from worldsize.engine.data import Order, micro_batches
+from worldsize.planning.together import first_device, medians, together
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
-from worldsize.world.fork import ready_to_fork
 
-_WARM_UP, _STEPS = 2, 11
-
-
-def first_device(kind: str) -> torch.device:
-    """This machine's first of a ``kind``: "cpu" or "cuda"."""
-    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+_SECONDS = 2.0  # of steps, at least
 
 
 def calibrate(
     recipe: Recipe, numerics: Numerics, order: Order, kind: str, *, at_once: int = 1, threads: int = 1
 ) -> Workload:
     """Of the micro-batches in ``order``, on one process of so many ``threads`` and this machine's first device of a
-    ``kind`` ("cpu", "cuda"): its ``compute_seconds``, the wait for data included, are the median of eleven steps.
+    ``kind`` ("cpu", "cuda"): its ``compute_seconds``, the wait for data included, are the median of eleven steps,
+    or of those of two seconds.
 
     With ``at_once`` processes, which do the same at the same time, each step is as long as the longest of them: as it
     will be where they share cores and memory. They are forked: this process must have no OpenMP pool, and must not
@@ -42,42 +33,26 @@ def calibrate(
     Raises:
         ConfigError: this machine's memory does not hold what they need.
     """
-    context = get_context("fork")
-    barrier = context.Barrier(at_once, timeout=600)
-    with ProcessPoolExecutor(at_once, context, initializer=_join, initargs=(barrier,)) as pool:
-        with ready_to_fork():
-            parts = [pool.submit(_calibrated, recipe, numerics, order, kind, threads) for _ in range(at_once)]
-        errors = [error for part in parts if (error := part.exception()) and not isinstance(error, BrokenBarrierError)]
-    if errors and _is_memory(errors[0]):
+    device = first_device(kind)
+    try:
+        return together(at_once, threads, _calibrated, recipe, numerics, order, device)
+    except Exception as error:
+        if not _is_memory(error):
+            raise
         raise ConfigError(
-            f"this machine cannot take the recipe's steps, {at_once} process(es) at once: {type(errors[0]).__name__}, "
+            f"this machine cannot take the recipe's steps, {at_once} process(es) at once: {type(error).__name__}, "
             "its memory does not do. Give what they need: --model-size PARAMETERS --compute TIME."
-        ) from errors[0]
-    if errors:
-        raise errors[0]
-    return parts[-1].result()
+        ) from error
 
 
-def _is_memory(error: BaseException) -> bool:
+def _is_memory(error: Exception) -> bool:
     """A process that the kernel kills for its memory breaks its pool."""
     known = isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError)
     return known or "can't allocate memory" in str(error)
 
 
-_together: list[Barrier] = []  # in a process that calibrates: where all of them meet
-
-
-def _join(barrier: Barrier) -> None:
-    _together.append(barrier)
-
-
-def _calibrated(recipe: Recipe, numerics: Numerics, order: Order, kind: str, threads: int) -> Workload:
-    torch.set_num_threads(threads)
-    try:
-        return _Calibration(recipe, numerics, order, first_device(kind)).workload()
-    except BaseException:
-        _together[0].abort()  # the others need not wait
-        raise
+def _calibrated(recipe: Recipe, numerics: Numerics, order: Order, device: torch.device) -> Workload:
+    return _Calibration(recipe, numerics, order, device).workload()
 
 
 @final
@@ -120,24 +95,17 @@ class _Calibration:
                 with autocast(self.device, self.numerics.precision):
                     self.recipe.loss(model, batch.data)
 
-        return self._timed(lambda: replica.step(draw())), self._timed(forward), self._timed(replica.optimizer.step)
+        whole = self._timed(lambda: replica.step(draw()), _SECONDS)
+        return whole, self._timed(forward), self._timed(replica.optimizer.step)
 
     def _sum_seconds(self, numbers: int) -> float:
         values_n = torch.randn(numbers, device=self.device)
         others_n = values_n.clone()
         return self._timed(lambda: others_n.add_(values_n))
 
-    def _timed(self, action: Callable[[], object]) -> float:
-        return statistics.median([self._once(action) for _ in range(_WARM_UP + _STEPS)][_WARM_UP:])
-
-    def _once(self, action: Callable[[], object]) -> float:
-        _together[0].wait()
-        begun = time.perf_counter()
-        action()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        _together[0].wait()
-        return time.perf_counter() - begun
+    def _timed(self, action: Callable[[], object], least_seconds: float = 0.0) -> float:
+        (seconds,) = medians(repeat([action]), self.device, least_seconds)
+        return seconds
 
 
 def _bytes(tensors: Any) -> float:

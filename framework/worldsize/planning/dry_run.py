@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,41 +15,37 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
 from worldsize.config.settings import Settings
-from worldsize.core import Cluster, MicroBatch, Numerics, Replica, World
+from worldsize.core import Cluster, Numerics, World
 from worldsize.engine.data import micro_batches
-from worldsize.planning.calibrate import first_device
+from worldsize.planning.together import first_device, medians, together
 from worldsize.strategies.synchronous import alone
 
 _BACKEND = "silent"
-_WARM_UP, _STEPS = 2, 5
+_SECONDS = 1.0  # of steps, at least
 
 
-def slowdown(settings: Settings, kind: str, threads: int) -> float:
+def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 1) -> float:
     """How many times as long as one process by itself the first rank computes in a step, with the same micro-batches:
-    hooks, encoding and copies included, what others do left out. The fastest of five steps each, in turns, in this
-    process, on this machine's first device of a ``kind`` ("cpu", "cuda").
+    hooks, encoding and copies included, what others do left out. The medians of eleven steps each or more, in turns,
+    on this machine's first device of a ``kind`` ("cpu", "cuda"), where ``at_once`` processes of so many ``threads``
+    do the same: what many copy on few cores takes longer than as many times what one does.
 
     Raises:
         RuntimeError: the strategy communicates in a way that :class:`SilentGroup` does not know.
     """
-    torch.set_num_threads(threads)
-    recipe, strategy, device = settings.recipe, settings.strategy, first_device(kind)
+    return together(at_once, threads, _slowdown, settings, first_device(kind))
+
+
+def _slowdown(settings: Settings, device: torch.device) -> float:
+    recipe, strategy = settings.recipe, settings.strategy
     with silent_world(settings.cluster, device) as world:
         numerics = getattr(strategy, "numerics", Numerics())
         single = alone(recipe, recipe.model().to(device), World("worker", 0, 1, 0, 1, 0, 0, device), numerics)
         replicas, part = (single, strategy.replica(recipe, world)), settings.data_part(world)
         batches = micro_batches(recipe.data("train"), settings.order(part.rank, part.size), device)
-        drawn = islice(batches, _WARM_UP + _STEPS)
-        turns = [[_seconds(replica, each, device) for replica in replicas] for each in drawn][_WARM_UP:]
-    return min(under_it for _, under_it in turns) / min(by_itself for by_itself, _ in turns)
-
-
-def _seconds(replica: Replica, micro_batches: Sequence[MicroBatch], device: torch.device) -> float:
-    begun = time.perf_counter()
-    replica.step(micro_batches)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
+        turns = ([partial(replica.step, each) for replica in replicas] for each in batches)
+        by_itself, under_it = medians(turns, device, _SECONDS)
+    return under_it / by_itself
 
 
 @contextmanager
