@@ -157,6 +157,16 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts
 
 
 @pytest.fixture(scope="session")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
+    """Four hosts with links of 1 Gbit/s."""
+    if why := namespaces.missing():
+        pytest.skip(why)
+    with namespaces.running(tmp_path_factory.mktemp("four"), name=f"wd{os.getpid()}", count=4) as found:
+        found.shape("1gbit")
+        yield found
+
+
+@pytest.fixture(scope="session")
 def train_in(command: Command) -> Callable[[Path], Train]:
     """``train_in(folder)`` is ``train`` in another folder than the test's, for runs that several tests look at."""
 

@@ -557,8 +557,9 @@ class StepDone:
     ``skipped`` counts the updates left out since the run began.
 
     ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded. What of it this
-    rank computed, waited for others and updated stands beside it; None: not measured. ``splits``, on rank 0 alone:
-    for each rank and each step that was measured, seconds of data, compute, communication and update.
+    rank computed, waited for others and updated stands beside it; None: not measured. ``exposed_seconds``: the time
+    of a step for which every rank waits for communication, that of the one that waits least. ``splits``, on rank 0
+    alone: for each rank and each step that was measured, seconds of data, compute, communication and update.
     """
 
     step: int
@@ -574,6 +575,7 @@ class StepDone:
     compute_seconds: float | None = None  # forward and backward
     communication_seconds: float | None = None  # what nothing hides
     update_seconds: float | None = None
+    exposed_seconds: float | None = None
     splits: Sequence[Sequence[Sequence[float]]] = ()
 
 
@@ -591,7 +593,9 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Straggling:
-    """A rank is busy ``slower`` times as long as the median of its peers, since step ``since``, found at ``step``."""
+    """A rank is busy ``slower`` times as long as the median of its peers, or the link of its host (cause "network")
+    carries so many times less than most; since step ``since``, found at ``step``.
+    """
 
     step: int
     rank: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,25 @@ from worldsize.planning.doctor.found import leave
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 
-_FIRST, _LARGEST = 1 << 20, 1 << 26  # bytes of a message
+_FIRST, _COPIED = 1 << 20, 1 << 26  # bytes of a message, and of a copy
 _GATHERED = 1 << 25  # bytes of a ring's, at most: about a bucket of DDP
 _SECONDS = 0.15  # that a measured message should take
 _REPEATS, _MESSAGES = 3, 50
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Spent on an edge: bytes of a message at most, and how many of them."""
+
+    largest: int
+    repeats: int
+
+
+_THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
 _GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring
+
+
+Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): in each phase a rank sends to one, or hears from one
 
 
 @dataclass(frozen=True)
@@ -53,15 +67,28 @@ def probe(world: World, placement: Placement, transport: Mapping[str, Any], find
     """Measure with all others; the first process leaves what they found. The exit code."""
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     leave(findings, f"rank_{world.rank:05d}", who)
-    found = [asdict(edge) for edge in _measure(world, placement.local_world_size, pairs=pairs)]
+    per_node = placement.local_world_size
+    own = [_copies(world), *_measure(world, schedule(world.size // per_node, per_node, pairs=pairs), _THOROUGH)]
     rings = _rings(world)
-    gathered: list[Any] = [found]
+    edges = _of_all(world, own)
+    if world.rank == 0:
+        leave(findings, "links", {"edges": edges, "rings": rings})
+    return 0
+
+
+def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, Any]]:
+    """What nodes carry now to those that come so many places after them, the same on all ranks. It takes all of them
+    a second or two, and longer where a link carries less than 20 Mbit/s.
+    """
+    return _of_all(world, _measure(world, [("network", across(world.size // per_node, per_node, [distance]))], _SHORT))
+
+
+def _of_all(world: World, edges: Sequence[Edge]) -> list[dict[str, Any]]:
+    gathered: list[Any] = [own := [asdict(edge) for edge in edges]]
     if world.size > 1:
         gathered = [None] * world.size
-        dist.all_gather_object(gathered, found)
-    if world.rank == 0:
-        leave(findings, "links", {"edges": [edge for each in gathered for edge in each], "rings": rings})
-    return 0
+        dist.all_gather_object(gathered, own)
+    return [edge for each in gathered for edge in each]
 
 
 def _who(placement: Placement) -> dict[str, Any]:
@@ -73,34 +100,36 @@ def _identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _measure(world: World, per_node: int, *, pairs: bool) -> list[Edge]:
-    found = [_copies(world)]
-    for tier, phases in schedule(world.size // per_node, per_node, pairs=pairs):
+def _measure(world: World, tiers: Sequence[tuple[str, Phases]], effort: Effort) -> list[Edge]:
+    found = []
+    for tier, phases in tiers:
         for edges in phases:
             if world.size > 1:
                 dist.barrier()
             for source, target in edges:
                 if world.rank == source:
-                    found.append(_sent(world, tier, target))
+                    found.append(_sent(world, tier, target, effort))
                 elif world.rank == target:
-                    _echo(world, source)
+                    _echo(world, source, effort.repeats)
     return found
 
 
-def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, list[list[tuple[int, int]]]]]:
-    """By tier: phases of edges (from rank, to rank), in each of which a rank only sends to one, or hears from one.
-
-    Inside the nodes a ring of the ranks. Across, a ring of the nodes, or all ``pairs`` of them; the ranks of a node
-    send together, each to the one of its place.
-    """
+def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, Phases]]:
+    """By tier: a ring of the ranks inside the nodes; across, a ring of the nodes, or all ``pairs`` of them."""
     inner = [(rank, (rank + 1) % per_node) for rank in range(per_node)] if per_node > 1 else []
     inside = [
         [(node * per_node + source, node * per_node + target) for node in range(nodes) for source, target in phase]
         for phase in _phases(inner)
     ]
-    ahead = range(1, nodes if pairs else min(2, nodes))
-    outer = [(node, (node + distance) % nodes) for distance in ahead for node in range(nodes)]
-    across = [
+    return [("node", inside), ("network", across(nodes, per_node, range(1, nodes if pairs else min(2, nodes))))]
+
+
+def across(nodes: int, per_node: int, distances: Iterable[int]) -> Phases:
+    """From each node to those that come so many places after it; the ranks of a node send together, each to the one of
+    its place.
+    """
+    outer = [(node, (node + distance) % nodes) for distance in distances for node in range(nodes)]
+    return [
         [
             (source * per_node + place, target * per_node + place)
             for source, target in phase
@@ -108,10 +137,9 @@ def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, list[
         ]
         for phase in _phases(outer)
     ]
-    return [("node", inside), ("network", across)]
 
 
-def _phases(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def _phases(edges: Sequence[tuple[int, int]]) -> Phases:
     """All edges, so that none of a phase has an end in common with another."""
     phases: list[tuple[set[int], list[tuple[int, int]]]] = []
     for edge in edges:
@@ -124,14 +152,14 @@ def _phases(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _copies(world: World) -> Edge:
-    source, target = (torch.zeros(_LARGEST // 4, device=world.device) for _ in range(2))
+    source, target = (torch.zeros(_COPIED // 4, device=world.device) for _ in range(2))
     few = target[:1]
     seconds = min(_timed(world, lambda: target.copy_(source)) for _ in range(_REPEATS + 1))
     latency = statistics.median(_timed(world, lambda: few.add_(1)) for _ in range(_MESSAGES))
-    return Edge("device", world.rank, world.rank, 2 * _LARGEST, seconds, latency)
+    return Edge("device", world.rank, world.rank, 2 * _COPIED, seconds, latency)
 
 
-def _sent(world: World, tier: str, target: int) -> Edge:
+def _sent(world: World, tier: str, target: int, effort: Effort) -> Edge:
     few, answer = (torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(2))
 
     def send(payload: Tensor) -> None:
@@ -141,14 +169,14 @@ def _sent(world: World, tier: str, target: int) -> Edge:
     send(few)  # connects
     latency = statistics.median(_timed(world, lambda: send(few)) for _ in range(_MESSAGES)) / 2
     first = _timed(world, lambda: send(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device)))
-    size = int(min(max(_SECONDS * _FIRST / first, _FIRST), _LARGEST))
+    size = int(min(max(_SECONDS * _FIRST / first, _FIRST), effort.largest))
     send(few.fill_(size))
     payload = torch.zeros(size, dtype=torch.uint8, device=world.device)
-    seconds = min(_timed(world, lambda: send(payload)) for _ in range(_REPEATS)) - latency
+    seconds = min(_timed(world, lambda: send(payload)) for _ in range(effort.repeats)) - latency
     return Edge(tier, world.rank, target, size, seconds, latency)
 
 
-def _echo(world: World, source: int) -> None:
+def _echo(world: World, source: int, repeats: int) -> None:
     """The other end of :func:`_sent`."""
     few = torch.zeros(1, dtype=torch.int64, device=world.device)
 
@@ -160,7 +188,7 @@ def _echo(world: World, source: int) -> None:
     hear(few, 1 + _MESSAGES)
     hear(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device), 1)
     hear(few, 1)
-    hear(torch.zeros(int(few), dtype=torch.uint8, device=world.device), _REPEATS)
+    hear(torch.zeros(int(few), dtype=torch.uint8, device=world.device), repeats)
 
 
 def _rings(world: World) -> dict[str, dict[str, float]]:

@@ -37,10 +37,13 @@ from worldsize.engine.fit import Calls, Position, fit
 from worldsize.observe.aside import Aside
 from worldsize.observe.events import EventLog
 from worldsize.observe.jsonl import JsonLines, last_metrics, metrics_digest
+from worldsize.observe.links import Links, links_between
 from worldsize.observe.profile import traced
-from worldsize.observe.stragglers import Stragglers
+from worldsize.observe.stragglers import Slow, Stragglers
 from worldsize.observe.timing import Timing
 from worldsize.phases import Clock
+from worldsize.planning.doctor.edges import measured
+from worldsize.probe import network_edges
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.manifest import read_manifest
 from worldsize.run_directory import RunDirectory
@@ -87,6 +90,7 @@ class Training:
         self._history = _History(run.metrics)
         self._listeners: list[Listener] = [*listeners, self._history]
         self._stragglers: Stragglers | None = None
+        self._links: Links | None = None
         self._saver = Saver(
             run.checkpoints,
             world,
@@ -103,6 +107,7 @@ class Training:
         first = self._resume(replica)
         if self._settings.anatomy and self._world.size > 1:
             self._stragglers, self._places = Stragglers(self._settings.peers(), first.step), places(self._world)
+            self._links = links_between(self._world)
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
         last = self._fit(replica, first, beats)
@@ -126,11 +131,22 @@ class Training:
         for listener in self._listeners:
             listener(event)
         if isinstance(event, StepDone) and self._stragglers and event.splits:
-            for slow in self._stragglers.judge(event.step, event.splits):
-                host, device = self._places[slow.rank]
-                self._emit(Straggling(event.step, host=host, device=device, **vars(slow)))
-                if self._settings.excludes_slow:
-                    self._leave_out(host)
+            self._say(event.step, self._stragglers.judge(event.step, event.splits))
+
+    def _examine(self, done: StepDone) -> None:
+        """Measure the links, with all other ranks, if their waits give reason to."""
+        if self._links and self._links.are_worth_a_look(done):
+            edges = network_edges(self._world, self._links.per_node, self._links.distance)
+            found = self._links.judge(measured(edges, self._links.per_node)["network"])
+            if self._world.rank == 0:
+                self._say(done.step, found)
+
+    def _say(self, step: int, found: Iterable[Slow]) -> None:
+        for slow in found:
+            host, device = self._places[slow.rank]
+            self._emit(Straggling(step, host=host, device=device, **vars(slow)))
+            if self._settings.excludes_slow:
+                self._leave_out(host)
 
     def _leave_out(self, host: str) -> None:
         """Save and stop, to go on without ``host``."""
@@ -176,6 +192,7 @@ class Training:
             save=partial(self._save, replica),
             wants_stop=self._preemption.is_wanted,
             begins=partial(settings.faults.at, "step:compute"),
+            examine=self._examine,
         )
         clock = Clock(world.device) if settings.anatomy else None
         watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,17 +38,6 @@ class Examined:
     def said(self, check: str, host: str) -> str:
         (found,) = [each for each in self.report["checks"] if (each["check"], each["host"]) == (check, host)]
         return f"{found['detail']} -> {found['remedy']}"
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
-    """Hosts with links of 1 Gbit/s."""
-    if why := namespaces.missing():
-        pytest.skip(why)
-    folder = tmp_path_factory.mktemp("four")
-    with namespaces.running(folder, name=f"wd{os.getpid()}", count=4) as found:
-        found.shape("1gbit")
-        yield found
 
 
 @pytest.fixture
@@ -112,12 +99,14 @@ def test_versions_code_data_clock_and_a_slow_link_are_found_at_once(
     (off / "sitecustomize.py").write_text(OFF)
     hidden = f"mount -t tmpfs none {tmp_path}/data"
     four.shape("10mbit", host=4)
-    found = examined(
-        "--patience=110",  # h2 imports torch for itself
-        h2=f'export PYTHONPATH={off}:$PYTHONPATH; exec {sys.executable} "$@"',
-        h3=f"mkdir -p recipes; touch recipes/other.py; {ALONE.format(hidden)}",
-    )
-    four.shape("1gbit", host=4)
+    try:
+        found = examined(
+            "--patience=110",  # h2 imports torch for itself
+            h2=f'export PYTHONPATH={off}:$PYTHONPATH; exec {sys.executable} "$@"',
+            h3=f"mkdir -p recipes; touch recipes/other.py; {ALONE.format(hidden)}",
+        )
+    finally:
+        four.shape("1gbit", host=4)
     assert found.code == 1
     other = {("torch", "h2"), ("clock", "h2")}
     lost = {("code", "h3"), ("data", "h3"), ("data files", "h3")}

@@ -74,7 +74,8 @@ class Position:
 @dataclass(frozen=True)
 class Calls:
     """What the loop calls, in the same order on all ranks: ``evaluate`` for the metrics, ``emit`` with what happened,
-    ``save`` when a checkpoint is due, ``begins`` when a step has its data. ``wants_stop`` says what this rank wants.
+    ``save`` when a checkpoint is due, ``begins`` when a step has its data, ``examine`` between two steps with what was
+    logged last, whose time is no step's. ``wants_stop`` says what this rank wants.
     """
 
     evaluate: Callable[[], Mapping[str, float]]
@@ -82,6 +83,7 @@ class Calls:
     save: Callable[[Position], None] = lambda position: None
     wants_stop: Callable[[], bool] = lambda: False
     begins: Callable[[], None] = lambda: None
+    examine: Callable[[StepDone], None] = lambda done: None
 
 
 def fit(
@@ -147,17 +149,21 @@ class _Loop:
         self._calls.begins()
         window.add(self._replica.step(micro_batches))
         window.stepped()
-        self._tell()  # of the step before, whose figures have crossed the network during this one
+        for done in self._tell():  # of the step before, whose figures have crossed the network during this one
+            with window.paused():
+                self._calls.examine(done)
         if self._pace.logs(step):
             self._closed.append(window.close(step, self._replica.facts()))
 
-    def _tell(self) -> None:
-        while self._closed:
-            done = self._closed.pop()()
+    def _tell(self) -> list[StepDone]:
+        told = [close() for close in self._closed]
+        self._closed = []
+        for done in told:
             self._agreement.tell(done)
             self._calls.emit(done)
             if self._stop_on_nonfinite and not math.isfinite(done.loss):
                 raise NonfiniteLossError(_explain(done))
+        return told
 
     def _evaluate(self, step: int) -> None:
         self._tell()
@@ -238,6 +244,7 @@ class _Window:
 
 
 _PARTS = 1 + len(PHASES)
+_COMMUNICATION = 1 + PHASES.index("communication")
 
 
 def _step_done(
@@ -273,6 +280,7 @@ def _step_done(
         compute_seconds=compute,
         communication_seconds=communication,
         update_seconds=update,
+        exposed_seconds=float(splits_ps4[:, :, _COMMUNICATION].mean(1).min()) if measured else None,
         splits=splits_ps4.tolist() if measured and world.rank == 0 else (),
     )
 

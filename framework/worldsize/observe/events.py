@@ -28,15 +28,16 @@ class EventLog:
                     file.write(json.dumps(line) + "\n")
 
 
-_CAUSES = {
-    "data": "it waits for its data",
-    "compute": "it takes longer to compute",
-    "network": "it takes longer to send and receive",
-}
+_CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compute"}
 
 
 def described(event: Straggling) -> str:
     """One line for a person."""
+    if event.cause == "network":
+        return (
+            f"the link of {event.host}, where rank {event.rank} is, carries {1 / event.slower:.0%} of what most do; "
+            f"all have waited for the network since step {event.since} or before."
+        )
     return (
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
         f"since step {event.since}: {_CAUSES[event.cause]}."

@@ -15,7 +15,7 @@ from worldsize.reproducibility.strict import strict
 # what follows from the computation alone; the rest of a line is time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
 
-_OPTIONAL = ("facts", "compute_seconds", "communication_seconds", "update_seconds")
+_OPTIONAL = ("facts", "compute_seconds", "communication_seconds", "update_seconds", "exposed_seconds")
 
 
 @final

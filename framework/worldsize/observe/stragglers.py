@@ -1,4 +1,4 @@
-"""Which rank is slower than its peers, and by what: its data or its computing.
+"""Which rank is slower than its peers, and by what: its data or its computing (its network: see links.py).
 
 Where ranks wait for each other, all take the same time for a step. What tells them apart is how long each is busy: its
 step without the time for which it waits for others.
@@ -28,7 +28,9 @@ _KEPT = 5000  # steps
 
 @dataclass(frozen=True)
 class Slow:
-    """``slower``: its busy time to the median of its peers; ``since``: the first of the steps that show it."""
+    """``slower``: its busy time to the median of its peers, or how many times less its link carries; ``since``: the
+    first of the steps that show it.
+    """
 
     rank: int
     cause: Cause

@@ -9,8 +9,9 @@ import pytest
 
 from tests.planning.doctor.facts import GIGABIT, cluster, edge, found, host, rank, ring
 from worldsize.core import Link
+from worldsize.planning.doctor.edges import measured
 from worldsize.planning.doctor.evaluate import evaluate
-from worldsize.planning.doctor.links import checks, measured, pairs, slow, tiers
+from worldsize.planning.doctor.links import checks, pairs, slow, tiers
 
 SLOW = 50e6 / 8  # 50 Mbit/s
 

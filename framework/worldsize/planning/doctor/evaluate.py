@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from worldsize.core import Cluster
 from worldsize.planning.doctor import hosts, links, network
+from worldsize.planning.doctor.edges import measured
 from worldsize.planning.doctor.found import Found
 from worldsize.planning.doctor.report import Check, Report
 
@@ -25,7 +26,7 @@ def evaluate(found: Found, cluster: Cluster, *, needed_bytes: float) -> Report:
     ]
     names = [check.check for check in checks]
     checks.sort(key=lambda check: names.index(check.check))  # those of one name together
-    measured = links.measured(found.edges, cluster.processes_per_node)
+    between = measured(found.edges, cluster.processes_per_node)
     left_out = ("versions", "nonce")
     told = [{key: value for key, value in facts.items() if key not in left_out} for facts in found.hosts.values()]
-    return Report(checks, links.tiers(measured, found.rings), links.pairs(measured, found), told)
+    return Report(checks, links.tiers(between, found.rings), links.pairs(between, found), told)

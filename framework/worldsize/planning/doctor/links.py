@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from worldsize.core import Cluster, Link
 from worldsize.observe.transport import disappointment
+from worldsize.planning.doctor.edges import Measured, measured
 from worldsize.planning.doctor.found import Facts, Found
 from worldsize.planning.doctor.network import others
 from worldsize.planning.doctor.report import Check, Pair, rate
 
 _LEAST = 0.5  # of the declared bandwidth
-
-Measured = Mapping[tuple[int, int], Link]  # from node to node; of tiers "device" and "node" the same
 
 
 @dataclass(frozen=True)
@@ -24,22 +22,6 @@ class Slow:
 
     nodes: Sequence[int]
     links: Sequence[tuple[int, int]]
-
-
-def measured(edges: Sequence[Facts], per_node: int) -> dict[str, Measured]:
-    """By tier, the link from node to node. Between nodes its ranks share one: what they carry adds up; inside, the
-    slowest rank's counts, since it holds up the others.
-    """
-    found: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
-    for edge in edges:
-        found[edge["tier"]][edge["source"] // per_node, edge["target"] // per_node].append(edge)
-    return {tier: {ends: _link(tier, each) for ends, each in links.items()} for tier, links in found.items()}
-
-
-def _link(tier: str, edges: Sequence[Facts]) -> Link:
-    latency = statistics.median(edge["latency"] for edge in edges)
-    rates = [edge["size"] / max(edge["seconds"], 1e-9) for edge in edges]
-    return Link(sum(rates) if tier == "network" else min(rates), latency)
 
 
 def tiers(found: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:

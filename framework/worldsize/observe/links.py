@@ -1,0 +1,101 @@
+"""Which host has a slow link. Where ranks wait for each other, all wait as long for it, so that no rank's own times can
+tell: once all wait for long, the links are measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import final
+
+import torch.distributed as dist
+
+from worldsize.core import Link, StepDone, World
+from worldsize.observe.stragglers import Slow
+
+_WINDOWS, _SECONDS = 3, 0.5  # whose median is looked at; each of one logged step or more, and so long
+_SHARE = 0.5  # of a step, waited for communication, that is worth a first look
+_WORSE = 1.5  # times what was usual are worth another one
+_LEAST = 0.1  # of a step
+_SLOWER = 3.0  # times, than most
+
+
+def links_between(world: World) -> Links | None:
+    """Of hosts of which one can be compared with others, and whose processes all train."""
+    node = world.groups.get("node")
+    if node is None or world.size < dist.get_world_size() or world.size <= 2 * node.size():
+        return None
+    return Links(node.size())
+
+
+@final
+class Links:
+    """Decides the same on all ranks, from figures that all of them have.
+
+    A look takes all ranks a second or two. There is one once they wait for communication for half of a step, and
+    whenever that has become half as much more; the fewer, the more of them have found nothing. A host is named when two
+    looks find that each link of it that they measured carries less than a third of what most hosts do: first with its
+    neighbours, then with those at a distance of two, since a host between two slow ones is not slow. It is named again
+    if waits have been shorter in between.
+    """
+
+    def __init__(self, per_node: int) -> None:
+        self.per_node = per_node
+        self._recent: deque[StepDone] = deque(maxlen=_WINDOWS)
+        self._last, self._seconds = 0, 0.0  # the last logged step; of the window that is not full yet
+        self._usual: float | None = None  # seconds of a step, waited
+        self._rest, self._pause = 0, _WINDOWS  # windows without a look: still, and after one that finds nothing
+        self._since = 0
+        self._suspected: set[int] = set()
+        self._named: set[int] = set()
+
+    @property
+    def distance(self) -> int:
+        """Of the nodes whose links the next look measures."""
+        return 2 if self._suspected else 1
+
+    def are_worth_a_look(self, done: StepDone) -> bool:
+        """Whether all ranks should measure now, after ``done``, and have it judged."""
+        if done.exposed_seconds is None or not self._fills_a_window(done):
+            return False
+        self._recent.append(done)
+        self._rest = max(0, self._rest - 1)
+        if len(self._recent) < _WINDOWS or self._rest:
+            return False
+        exposed = statistics.median(each.exposed_seconds or 0.0 for each in self._recent)
+        step = statistics.median(max(each.step_seconds) for each in self._recent)
+        if self._suspected or self._are_long(exposed, step):
+            self._since = self._since if self._suspected else self._recent[0].step
+            self._usual = exposed
+            self._recent.clear()
+            return True
+        if self._usual is None or exposed < self._usual:
+            self._named = set() if _WORSE * exposed < (self._usual or 0.0) else self._named
+            self._usual = exposed
+        return False
+
+    def _are_long(self, exposed: float, step: float) -> bool:
+        return exposed > (_SHARE * step if self._usual is None else max(_WORSE * self._usual, _LEAST * step))
+
+    def _fills_a_window(self, done: StepDone) -> bool:
+        self._seconds += (done.step - self._last) * max(done.step_seconds)
+        self._last = done.step
+        if is_full := self._seconds >= _SECONDS:
+            self._seconds = 0.0
+        return is_full
+
+    def judge(self, links: Mapping[tuple[int, int], Link]) -> list[Slow]:
+        """Which hosts are named, each by its first rank. ``links`` as measured, from node to node."""
+        best = {
+            node: max(link.bandwidth for ends, link in links.items() if node in ends)
+            for node in sorted({node for ends in links for node in ends})
+        }
+        usual = statistics.median(best.values())
+        slower = {node: usual / bandwidth for node, bandwidth in best.items() if _SLOWER * bandwidth < usual}
+        new = slower.keys() & self._suspected
+        self._suspected = set() if self._suspected else slower.keys() - self._named
+        self._named = (self._named & slower.keys()) | new
+        self._pause = 2 * self._pause if not slower else _WINDOWS
+        self._rest = 0 if self._suspected else self._pause
+        return [Slow(node * self.per_node, "network", slower[node], self._since) for node in sorted(new)]

@@ -1,0 +1,28 @@
+"""From what was measured between ranks to the links between nodes."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from worldsize.core import Link
+from worldsize.planning.doctor.found import Facts
+
+Measured = Mapping[tuple[int, int], Link]  # from node to node; of tiers "device" and "node" the same
+
+
+def measured(edges: Sequence[Facts], per_node: int) -> dict[str, Measured]:
+    """By tier, the link from node to node. Between nodes its ranks share one: what they carry adds up; inside, the
+    slowest rank's counts, since it holds up the others.
+    """
+    found: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
+    for edge in edges:
+        found[edge["tier"]][edge["source"] // per_node, edge["target"] // per_node].append(edge)
+    return {tier: {ends: _link(tier, each) for ends, each in links.items()} for tier, links in found.items()}
+
+
+def _link(tier: str, edges: Sequence[Facts]) -> Link:
+    latency = statistics.median(edge["latency"] for edge in edges)
+    rates = [edge["size"] / max(edge["seconds"], 1e-9) for edge in edges]
+    return Link(sum(rates) if tier == "network" else min(rates), latency)
