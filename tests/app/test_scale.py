@@ -55,3 +55,14 @@ def test_a_study_with_a_point_that_cannot_run_starts_nothing(
     assert (done.returncode, done.stdout) == (2, "")
     assert "batch_size=96 does not divide over 7 logical ranks." in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_measured_before_a_point_failed_is_kept(
+    tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    words = ("recipe=digits", "world_sizes=1,2", "steps=5", "cluster.threads=1", "faults=[{action: raise, rank: 1}]")
+    done = command("scale", *words, cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 1, done.stderr
+    (file,) = tmp_path.glob("runs/scaling/*/scaling.json")
+    assert [point["world_size"] for point in json.loads(file.read_text())["points"]] == [1]
+    assert "digits, strong scaling" in done.stdout
