@@ -21,7 +21,7 @@ from worldsize.planning.together import first_device, medians, together
 from worldsize.strategies.synchronous import alone
 
 _BACKEND = "silent"
-_SECONDS = 0.5  # of steps, at least
+_SECONDS = 0.25  # of steps, at least
 
 
 def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 1) -> float:
