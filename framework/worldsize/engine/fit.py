@@ -265,7 +265,8 @@ def _step_done(
     splits_ps4 = splits_pn.view(len(gathered), measured, _PARTS)
     losses_psl = losses_pn.view(len(gathered), len(results), -1)
     world, last, batch_size = window.world, results[-1], window.order.batch_size
-    compute, communication, update = splits_ps4[world.rank].mean(0).tolist()[1:] if measured else [None] * 3
+    means_p4 = splits_ps4.mean(1)
+    compute, communication, update = means_p4[world.rank].tolist()[1:] if measured else [None] * 3
     return StepDone(
         step=step,
         samples=step * batch_size,
@@ -280,7 +281,7 @@ def _step_done(
         compute_seconds=compute,
         communication_seconds=communication,
         update_seconds=update,
-        exposed_seconds=float(splits_ps4[:, :, _COMMUNICATION].mean(1).min()) if measured else None,
+        exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if measured else None,
         splits=splits_ps4.tolist() if measured and world.rank == 0 else (),
     )
 
