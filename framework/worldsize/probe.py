@@ -38,7 +38,6 @@ class Effort:
 _THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
 _GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring
 
-
 Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): in each phase a rank sends to one, or hears from one
 
 

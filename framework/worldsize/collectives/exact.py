@@ -20,7 +20,8 @@ Sums = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def share(table: Tensor, world: World) -> Callable[[], Tensor]:
-    """Begin to fill a float64 table whose entries each have one writer and are zero elsewhere.
+    """Begin to fill a float64 table whose entries each have one writer and are zero elsewhere, or to find out whether
+    any rank's is not zero.
 
     The result waits for the other ranks and is the whole table, on the CPU.
     """

@@ -66,13 +66,14 @@ class Links:
         exposed = statistics.median(each.exposed_seconds or 0.0 for each in self._recent)
         step = statistics.median(max(each.step_seconds) for each in self._recent)
         if self._suspected or self._are_long(exposed, step):
-            self._since = self._since if self._suspected else self._recent[0].step
+            if not self._suspected:
+                self._since = self._recent[0].step
             self._usual = exposed
             self._recent.clear()
             return True
-        if self._usual is None or exposed < self._usual:
-            self._named = set() if _WORSE * exposed < (self._usual or 0.0) else self._named
-            self._usual = exposed
+        if self._usual is not None and _WORSE * exposed < self._usual:
+            self._named.clear()
+        self._usual = exposed if self._usual is None else min(exposed, self._usual)
         return False
 
     def _are_long(self, exposed: float, step: float) -> bool:

@@ -75,7 +75,7 @@ def _guarded(work: Callable[..., T], given: tuple[Any, ...]) -> T:
         raise
 
 
-def seconds_together(action: Callable[[], object], device: torch.device) -> float:
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
     """Of the slowest of the processes that run ``action`` at the same time; the same in all of them."""
     begun = _meetings[0].moment()
     action()
@@ -89,12 +89,16 @@ def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.devic
     where others use the machine too, one second is unlike the next.
     """
     taken: list[list[float]] = []
-    for turn in turns:
-        taken.append([seconds_together(action, device) for action in turn])
-        measured = taken[_WARM_UP:]
-        if len(measured) >= _TURNS and sum(map(sum, measured)) >= least_seconds:
+    spent = 0.0
+    for number, turn in enumerate(turns):
+        seconds = [_seconds(action, device) for action in turn]
+        if number < _WARM_UP:
+            continue
+        taken.append(seconds)
+        spent += sum(seconds)
+        if len(taken) >= _TURNS and spent >= least_seconds:
             break
-    return [statistics.median(seconds) for seconds in zip(*taken[_WARM_UP:], strict=True)]
+    return [statistics.median(each) for each in zip(*taken, strict=True)]
 
 
 def first_device(kind: str) -> torch.device:
