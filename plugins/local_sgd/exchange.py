@@ -72,7 +72,7 @@ def parted(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def mean_of(tree: Any, exchange: Exchange) -> Any:
     """``tree`` with the mean over workers in place of every floating-point tensor; all else as it is here."""
-    leaves, spec = tree_flatten(tree)
+    leaves, spec = tree_flatten(tree)  # in the order of its keys: where a number lies decides how it is added up
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     tensors = [leaves[place] for place in places]
     if tensors:

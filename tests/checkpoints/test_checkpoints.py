@@ -77,6 +77,50 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.bits
+def test_what_is_loaded_has_the_order_and_the_memory_layout_of_what_training_makes(tmp_path: Path) -> None:
+    """A sum over a state in one piece depends on where a number lies in it: a ring adds each part in another order."""
+
+    def trained() -> Learning:
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10), nn.Linear(10, 2))
+        model[3].requires_grad_(False)
+        learning = Learning(model, torch.optim.AdamW(model.parameters()), None)
+        model(torch.ones(1, 1, 8, 8)).sum().backward()
+        learning.optimizer.step()
+        return learning
+
+    def layout(state: StateDict) -> list[tuple[str, tuple[int, ...], int]]:
+        return [(name, tensor.stride(), tensor.data_ptr() % 64) for name, tensor in split(state)[0].items()]
+
+    def body(world: World) -> None:
+        before, after = trained(), trained()
+        writer = saver(tmp_path, world)
+        writer.save(before.state(), step=1, facts={"metrics": {}})
+        writer.finish()
+        writer.close()
+        checkpoint = newest(tmp_path, world)
+        assert checkpoint is not None
+        after.load(load(checkpoint, after.state()))
+        assert bits(after.state()) == bits(before.state())
+        assert layout(after.state()) == layout(before.state())
+        kept = [[list(state) for state in each.optimizer.state.values()] for each in (before, after)]
+        assert kept[0] == kept[1] == [["step", "exp_avg", "exp_avg_sq"]] * 4
+
+    alone(body)
+
+
+def test_a_frozen_parameter_has_no_optimizer_state_before_or_after_a_load() -> None:
+    """Adagrad makes some in its constructor, and torch leaves it out of what it loads."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
+    learning = Learning(model, torch.optim.Adagrad(model.parameters()), None)
+    model(torch.ones(1, 3)).sum().backward()
+    learning.optimizer.step()
+    before = learning.state()
+    learning.load(before)
+    assert before["optimizer"]["state"].keys() == {"0.weight", "0.bias"}
+    assert split(learning.state())[1] == split(before)[1]
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (4, 2)])
 def test_every_bit_comes_back_at_any_world_size(tmp_path: Path, before: int, after: int) -> None:
     run_in_worlds(lambda world: saved(tmp_path, world, 7), before)

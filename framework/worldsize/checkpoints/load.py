@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from worldsize.checkpoints.format import DTYPES, HYPERPARAMETERS, Checkpoint, complete, read, verify
 from worldsize.checkpoints.storage import Reader
-from worldsize.checkpoints.tree import join, split
+from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError
 
@@ -56,7 +56,8 @@ def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
 
 
 def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
-    """Fill the tensors of ``template``, plain or sharded, and give them back with the checkpoint's other values.
+    """Fill the tensors of ``template``, plain or sharded, and give them back with the checkpoint's other values, in the
+    template's order.
 
     A tensor of the template that has no rows is given back with as many as were saved.
 
@@ -81,7 +82,7 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     state_dict_loader.load(held, storage_reader=Reader(checkpoint), no_dist=True)
     kept = {part: child for part, child in template.items() if part in ignore}
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
-    state: StateDict = {**join(values, tensors), **kept}
+    state: StateDict = ordered_like({**join(values, tensors), **kept}, template)
     anew = "schedule" in ignore
     return _with_hyperparameters(state, template, anew=anew) if anew or HYPERPARAMETERS in ignore else state
 

@@ -40,6 +40,21 @@ def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: join(child, tensors) for key, child in value.items()}
 
 
+def ordered_like(tree: Any, template: Any) -> Any:
+    """Give back ``tree`` with its keys in the order that they have in ``template``; keys of its own come last.
+
+    A manifest sorts its keys, training does not; whoever walks through a state, to send it in one piece for example,
+    must meet the same order before and after a load.
+    """
+    if isinstance(tree, list | tuple) and isinstance(template, list | tuple):
+        parts = [ordered_like(*pair) for pair in zip(tree, template, strict=False)]
+        return type(tree)([*parts, *tree[len(parts) :]])
+    if not isinstance(tree, Mapping) or not isinstance(template, Mapping):
+        return tree
+    keys = [*(key for key in template if key in tree), *(key for key in tree if key not in template)]
+    return {key: ordered_like(tree[key], template.get(key)) for key in keys}
+
+
 def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor):
         if path in tensors:  # one would be saved twice and the other not at all

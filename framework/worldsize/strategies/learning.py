@@ -68,6 +68,9 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     if fresh := not optimizer.state:
         optimizer.zero_grad()  # of a step that was skipped: torch would take the state to be complete
     state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
+    # some optimizers (Adagrad) keep state for frozen parameters too, which torch leaves out when it loads
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    state["state"] = {name: values for name, values in state["state"].items() if name not in frozen}
     if fresh:  # torch takes a step to find out what there is
         for values in state["state"].values():
             if isinstance(count := values.get("step"), Tensor):
