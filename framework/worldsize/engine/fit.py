@@ -117,7 +117,7 @@ class _Loop:
     ) -> None:
         self._replica, self._pace, self._calls, self._window = replica, pace, calls, window
         self._stop_on_nonfinite = stop_on_nonfinite
-        self._agreement = Agreement(world, calls.wants_stop)
+        self._agreement = Agreement(world, calls.wants_stop, steps=pace.steps)
         self._closed: list[Callable[[], StepDone]] = []  # at most one: of the last logged step
 
     def run(self, source: Iterator[Sequence[MicroBatch]], first: Position) -> Position:
