@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from worldsize.reproducibility.manifest import read_manifest, write_manifest
 
@@ -174,6 +175,17 @@ def test_other_runs_at_another_world_size_lower_the_claim_and_strict_refuses(com
     refused = committed.reproduce(manifest, "cluster.processes=4", "--strict")
     assert refused.returncode == 2
     assert "nothing was started" in refused.stderr
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has no vector instructions")
+def test_other_vector_instructions_lower_the_claim(committed: Project) -> None:
+    manifest = committed.train("recipe=mine", "reproducibility=elastic")
+    then = json.loads(manifest.read_text())["environment"]["vector_instructions"]
+    assert then == torch.backends.cpu.get_cpu_capability()
+    done = committed.reproduce(manifest, "--json", python=sys.executable, ATEN_CPU_CAPABILITY="default")
+    found = report(done)
+    assert found["claim"]["level"] == "tolerance"
+    assert f"vector instructions: {then} then, DEFAULT now" in found["claim"]["why"]
 
 
 def test_another_learning_rate_is_another_experiment_and_compare_shows_where_it_parts(committed: Project) -> None:

@@ -33,7 +33,11 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
             "code": code_digest([root for root in roots() if root not in foreign_roots()]),
             "data": data_digest(recipe.files()),
         },
-        "also": {"driver": environment["driver"], "lock": lock_digest()},
+        "also": {
+            "driver": environment["driver"],
+            "lock": lock_digest(),
+            "vector instructions": environment["vector_instructions"],
+        },
         "versions": environment["packages"],
     }
 

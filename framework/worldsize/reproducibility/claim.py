@@ -124,6 +124,7 @@ _DECIDES_BITS = {
     "numpy": ("environment", "packages", "numpy"),
     "driver": ("environment", "driver"),
     "CPU": ("hardware", 0, "cpu"),
+    "vector instructions": ("environment", "vector_instructions"),
     "GPUs": ("hardware", 0, "gpus"),
     "backend": ("cluster", "backend"),
     "device": ("config", "cluster", "device"),

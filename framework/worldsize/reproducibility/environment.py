@@ -19,7 +19,7 @@ import torch
 from worldsize.reproducibility.redact import without_credentials
 
 _VARIABLES = re.compile(
-    r"(OMP_NUM_THREADS|OMP_WAIT_POLICY|MKL_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES"
+    r"(ATEN_CPU_CAPABILITY|OMP_NUM_THREADS|OMP_WAIT_POLICY|MKL_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES"
     r"|GLOO_SOCKET_IFNAME|PYTHONHASHSEED|GOMP_SPINCOUNT|SLURM_JOB_ID|SKYPILOT_TASK_ID|NCCL_\w+|TORCH_\w+|PYTORCH_\w+|TORCHINDUCTOR_\w+)"
 )
 _HIDDEN = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -27,13 +27,14 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def capture_environment() -> dict[str, Any]:
-    """Python, platform, packages with versions, and how torch was built."""
+    """Python, platform, packages with versions, how torch was built, and the instructions that its CPU kernels use."""
     return {
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
         "platform": platform.platform(),
         "packages": packages(),
         "torch": _torch(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "driver": _driver(),
     }
 

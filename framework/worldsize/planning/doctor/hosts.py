@@ -18,6 +18,8 @@ _REMEDIES = {
     "code": "Bring the same commit there; a copy that was edited in place is overwritten by the next launch.",
     "data": "Bring the same files there, or put them on storage that all hosts share.",
     "driver": "Have the same driver installed everywhere: collectives and kernels differ between versions.",
+    "vector instructions": "CPUs that round differently give ranks other bits: use CPUs of one kind, or set "
+    "ATEN_CPU_CAPABILITY to what all of them have (default, avx2 or avx512).",
     "lock": "Bring the same uv.lock there, and install from it (uv sync --locked).",
 }
 

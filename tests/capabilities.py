@@ -1,0 +1,11 @@
+"""Print the values of ATEN_CPU_CAPABILITY for less than this CPU has: torch takes its word for more, and crashes."""
+
+from __future__ import annotations
+
+import torch
+
+WIDTHS = ("DEFAULT", "AVX2", "AVX512")  # of x86; on other CPUs there is one
+
+if __name__ == "__main__":
+    widest = torch.backends.cpu.get_cpu_capability()
+    print(*(name.lower() for name in WIDTHS[: WIDTHS.index(widest)]) if widest in WIDTHS else ())
