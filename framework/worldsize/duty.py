@@ -50,6 +50,7 @@ def _restored(
     checkpoint = newest(run.checkpoints, world, allow_older=saves["allow_older"])
     if checkpoint is None:
         return None
+    settings.faults.at("load:begin")
     return load(checkpoint, state(), ignore=settings.ignored(checkpoint.step)), checkpoint.step
 
 

@@ -169,6 +169,7 @@ class Training:
         if checkpoint is None:
             return Position()
         if step is None:
+            self._settings.faults.at("load:begin")
             replica.load(load(checkpoint, replica.state(), ignore=self._settings.ignored(checkpoint.step)))
         return Position(checkpoint.step, facts["skipped"], facts.get("evaluated", True))
 

@@ -11,9 +11,15 @@ from worldsize.testing.contract import StrategyContract
 
 class TestDiLoCo(StrategyContract):
     strategy = DiLoCo(inner_steps=3, outer_lr=0.9, outer_momentum=0.1)
-    sizes = (2,)  # the mean of two equal models has their bits
+    sizes = (2, 3)  # the mean of two equal models has their bits; of three numbers the order of the sum decides
     tolerance = 0.3
     partners = (DDP(), LocalSGD(inner_steps=3))
+
+
+class TestLocalSGDWithAMeanOptimizer(StrategyContract):
+    strategy = LocalSGD(inner_steps=3, optimizer_state="mean")
+    sizes = (3,)
+    tolerance = 0.3
 
 
 class TestStreamingDiLoCo(StrategyContract):

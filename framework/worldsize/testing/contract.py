@@ -31,6 +31,7 @@ from worldsize.collectives.whole import whole
 from worldsize.core import Cluster, ConfigError, Recipe, Replica, Strategy, World
 from worldsize.engine.data import Order, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
+from worldsize.testing.heap import Heap
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
@@ -57,17 +58,27 @@ def train(
     folder: Path | None = None,
     *,
     save: bool = False,
+    perturbed: bool = False,
     recipe: Recipe = CHAIN,
 ) -> Trained:
-    """Go on to ``steps`` from the newest checkpoint in ``folder``, if there is one; ``save``: leave one at the end."""
+    """Go on to ``steps`` from the newest checkpoint in ``folder``, if there is one; ``save``: leave one at the end;
+    ``perturbed``: on a heap in disorder.
+    """
+    heap = Heap()
+    disturb = heap.perturb if perturbed else _nothing
+    disturb()
     replica = strategy.replica(recipe, world)
+    disturb()
     first = _resumed(replica, world, folder)
     before = _held(replica)
     part = strategy.data_rank(world), strategy.data_parallel(_beside(strategy, world.size))
     total = part[1] * strategy.default_micro_batches
     order = Order(SEED, BATCH, total, logical_ranks_of(*part, total))
     batches = micro_batches(recipe.data("train"), order, world.device, first=first)
-    losses = [_mean_loss(replica.step(next(batches)).losses, world) for _ in range(first, steps)]
+    losses = []
+    for _ in range(first, steps):
+        disturb()
+        losses.append(_mean_loss(replica.step(next(batches)).losses, world))
     if save and folder is not None:
         _save(replica, world, folder, steps)
     found = World(**{**vars(world), "rank": part[0], "size": part[1]})
@@ -76,6 +87,9 @@ def train(
     model = whole(replica.state()["model"], world)
     replica.close(complete=True)
     return Trained(losses, error, {name: tensor.clone() for name, tensor in model.items()}, moved)
+
+
+def _nothing() -> None: ...
 
 
 def _resumed(replica: Replica, world: World, folder: Path | None) -> int:
@@ -179,7 +193,7 @@ class StrategyContract:
         size = self.sizes[-1]
         straight = self.run(size, lambda world: train(self.strategy, world, 7))[0]
         self.run(size, lambda world: train(self.strategy, world, 4, tmp_path, save=True))
-        resumed = self.run(size, lambda world: train(self.strategy, world, 7, tmp_path))[0]
+        resumed = self.run(size, lambda world: train(self.strategy, world, 7, tmp_path, perturbed=True))[0]
         assert resumed.losses == straight.losses[4:], f"{resumed.losses}, not {straight.losses[4:]}"
         assert_same(resumed.model, straight.model)
 

@@ -4,12 +4,18 @@
 
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
-retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, step:data, step:compute.
+retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, process:begin, load:begin, step:data,
+step:compute.
 
 A rank that is slow from step 100 on, and one whose data are: action "slow" strikes whenever its point is passed.
 
     train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, step: 100}]'
     train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, point: "step:data"}]'
+
+Action "perturb" moves what a process allocates from then on to other addresses, at every point that it passes; the
+result must stay what it is.
+
+    train.py 'faults=[{action: perturb, rank: null, attempt: null}]'
 """
 
 from __future__ import annotations
@@ -22,8 +28,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, final
 
 from worldsize.errors import ConfigError, neighbours
+from worldsize.testing.heap import Heap
 
 T = TypeVar("T")
+PERTURB = "perturb"
 OUT_OF_MEMORY = 137  # what the kernel's killer makes of a process, 128 + SIGKILL
 
 
@@ -75,6 +83,7 @@ class Faults:
     planned: Sequence[Fault] = ()
     _mine: list[Fault] = field(default_factory=list)
     _step: int = 0
+    _heap: Heap = field(default_factory=Heap)
 
     @staticmethod
     def parsed(rows: Iterable[Mapping[str, Any]]) -> Faults:
@@ -84,6 +93,7 @@ class Faults:
     def begin(self, rank: int, attempt: int) -> None:
         """Which process, in which start of the run, this is."""
         self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
+        self.at("process:begin")
 
     def within(self, steps: Iterable[T], first: int) -> Generator[T]:
         """``steps`` as they are; a fault of step n happens before its data are given out."""
@@ -103,8 +113,10 @@ class Faults:
             self._strike(point)
 
     def _strike(self, point: str | None) -> None:
-        for fault in [fault for fault in self._mine if fault.point == point]:
-            if fault.step in (None, self._step) if point is None else self._step >= (fault.step or 0):
+        for fault in [fault for fault in self._mine if fault.point == point or fault.action == PERTURB]:
+            if fault.action == PERTURB:
+                self._heap.perturb()
+            elif fault.step in (None, self._step) if point is None else self._step >= (fault.step or 0):
                 if point is not None and fault.action != "slow":
                     self._mine.remove(fault)
                 ACTIONS[fault.action](fault.seconds)
@@ -116,6 +128,6 @@ def _fault(row: Mapping[str, Any]) -> Fault:
         if key not in known:
             raise ConfigError(f"faults: no key {key!r}{neighbours(key, known)}")
     action = str(row.get("action"))
-    if action not in ACTIONS:
-        raise ConfigError(f"faults: no action {action!r}{neighbours(action, ACTIONS)}")
+    if action not in (actions := (*ACTIONS, PERTURB)):
+        raise ConfigError(f"faults: no action {action!r}{neighbours(action, actions)}")
     return Fault(**({"point": "step:compute", **row} if action == "slow" else row))

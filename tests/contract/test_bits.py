@@ -1,0 +1,100 @@
+"""Bits depend on no address: every strategy, killed and resumed on a heap in disorder, ends with an undisturbed run's.
+
+``uv run pytest -m bits`` is run under each ATEN_CPU_CAPABILITY that the machine has: another vector width may give
+other bits, but each must give its own at every world size and after every restart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.bits
+
+DIGITS = ("recipe=digits", "recipe.width=4", "steps=10", "clip_norm=0.5")
+_NETWORK = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=32")
+GPT = ("recipe=stdlib_lm", *_NETWORK, "recipe.test_bytes=2000", "steps=10", "batch_size=12")
+_TABLES = ("recipe.dim=4", "recipe.rows=50", "recipe.bottom=[8,4]", "recipe.top=[8]")
+CLICKS = ("recipe=click_through", *_TABLES, "steps=10", "batch_size=32")
+PACE = ("log_every=3", "evaluate_every=5", "checkpoint.every=4", "checkpoint.keep.last=3", "cluster.threads=1")
+PERTURBED = "{action: perturb, rank: null, attempt: null}"
+
+DETERMINISTIC = {
+    "single": (*DIGITS, "strategy=single", "cluster.processes=1"),
+    "ddp": (*DIGITS, "strategy=ddp", "cluster.processes=3"),
+    "int8": (*DIGITS, "strategy=ddp", "strategy.compress=int8", "cluster.processes=3"),
+    "powersgd": (*DIGITS, "strategy=ddp", "strategy.compress=powersgd", "cluster.processes=3"),
+    "zero": (*DIGITS, "strategy=zero", "cluster.processes=3"),
+    "fsdp": (*DIGITS, "strategy=fsdp", "cluster.processes=3"),
+    "hsdp": (*DIGITS, "strategy=hsdp", "strategy.shard=2", "cluster.processes=4"),
+    "mesh": (*GPT, "strategy=mesh", "strategy.tensor=2", "strategy.pipeline=2", "cluster.processes=4"),
+    "parameter_server": (*DIGITS, "strategy=parameter_server", "strategy.servers=2", "cluster.processes=5"),
+    "hybrid_parameter_server": (*CLICKS, "strategy=hybrid_parameter_server", "cluster.processes=3"),
+    "local_sgd": (*DIGITS, "strategy=local_sgd", "strategy.optimizer_state=mean", "strategy.inner_steps=3"),
+    "diloco": (*DIGITS, "strategy=diloco", "strategy.inner_steps=3"),
+    "streaming_diloco": (*GPT, "strategy=streaming_diloco", "strategy.inner_steps=3", "strategy.fragment_blocks=1"),
+    "easgd": (*DIGITS, "strategy=easgd", "strategy.period=3", "cluster.processes=4"),
+}
+DETERMINISTIC |= {
+    name: (*DETERMINISTIC[name], "cluster.processes=3") for name in ("local_sgd", "diloco", "streaming_diloco")
+}
+ELASTIC = {
+    "single": ("strategy=single", "cluster.processes=1"),
+    "ddp": ("strategy=ddp", "cluster.processes=4"),
+    "zero": ("strategy=zero", "cluster.processes=2"),
+    "fsdp": ("strategy=fsdp", "cluster.processes=4"),
+    "hsdp": ("strategy=hsdp", "strategy.shard=2", "cluster.processes=8"),
+    "parameter_server": ("strategy=parameter_server", "cluster.processes=3"),
+}
+
+
+def disturbed(train: Any, *options: str) -> Any:
+    """A run on a heap in disorder whose last worker is killed in its seventh step, and that goes on by itself."""
+    size = int(next(word for word in reversed(options) if word.startswith("cluster.processes")).split("=")[1])
+    # a server keeps what it has; where there are some they come first, and the last process always trains
+    kill = f"{{action: kill, rank: {size - 1}, step: 7}}"
+    run = train(*options, *PACE, "launcher.max_restarts=1", f"faults=[{kill}, {PERTURBED}]")
+    assert run.code == 0, run.error
+    return run
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """All that has to be equal: weights, every logged figure, and the whole state in the last checkpoint."""
+    result = json.loads((folder / "result.json").read_text())
+    state = json.loads((max((folder / "checkpoints").glob("step_*")) / "manifest.json").read_text())
+    found = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
+    return {**found, **{key: state[key] for key in ("step", "values", "files", "tensors")}}
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_deterministic_run_that_is_killed_ends_with_its_own_bits_wherever_memory_lies(train: Any, name: str) -> None:
+    options = ("reproducibility=deterministic", *DETERMINISTIC[name])
+    undisturbed = train(*options, *PACE)
+    assert undisturbed.code == 0, undisturbed.error
+    assert state_of(disturbed(train, *options).folder) == state_of(undisturbed.folder)
+
+
+@pytest.fixture(scope="module")
+def one_process(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[str, str]]:
+    train = train_in(tmp_path_factory.mktemp("one"))
+    alone = ("reproducibility=elastic", *DIGITS, *PACE, "strategy=single", "cluster.processes=1")
+    return cache(lambda: digests(train(*alone)))
+
+
+def digests(run: Any) -> tuple[str, str]:
+    assert run.code == 0, run.error
+    result = run.json("result.json")
+    return result["state_digest"], result["metrics_digest"]
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_an_elastic_run_that_is_killed_ends_with_the_bits_of_one_process_wherever_memory_lies(
+    train: Any, one_process: Callable[[], tuple[str, str]], name: str
+) -> None:
+    run = disturbed(train, "reproducibility=elastic", *DIGITS, *ELASTIC[name])
+    assert digests(run) == one_process()
