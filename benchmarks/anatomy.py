@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
+from worldsize.collectives.step_timer import Clock
 from worldsize.core import Event, Recipe, StepDone, World
-from worldsize.engine.data import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.engine.fit import Calls, Pace, Position, fit
 from worldsize.observe.stragglers import Stragglers
-from worldsize.phases import Clock
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds

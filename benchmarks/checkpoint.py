@@ -24,7 +24,7 @@ from elastic import Wide
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.core import Replica, StateDict, World
-from worldsize.engine.data import Order, micro_batches
+from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from worldsize.app.predict import links_of
 from worldsize.core import Link
+from worldsize.planning.predictor import links_of
 from worldsize.testing.hosts import Hosts
 
 REPOSITORY = Path(__file__).parents[1]

@@ -35,17 +35,17 @@ from torch.distributed import rpc
 from links import trained_on
 from worldsize.core import RowValues
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import address_of, listen
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
 from worldsize.strategies.parameter_server.coordinator import Peer
-from worldsize.strategies.parameter_server.directory import Directory
-from worldsize.strategies.parameter_server.frames import Operation, view
-from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.rows import RowRule, Rows, Table
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.testing.hosts import running
+from worldsize.transport.certificates import Keys, mint, mint_authority
+from worldsize.transport.channel import address_of, listen
+from worldsize.transport.frames import Operation, view
+from worldsize.transport.registry import Directory
 
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4

@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from links import examined, trained_on, warm_python
-from worldsize.app.execute import settings_of
-from worldsize.app.predict import Given, Predictor
 from worldsize.config.compose import compose_and_call
 from worldsize.core import Link
+from worldsize.driver.execute import settings_of
 from worldsize.planning.advice import time_text
 from worldsize.planning.forecast import Forecast
+from worldsize.planning.predictor import Given, Predictor
 from worldsize.planning.scaling import spread
 from worldsize.testing.hosts import running
 

@@ -14,7 +14,11 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "api" / "public.md"
 EVERYTHING = (
-    "worldsize.core",
+    "worldsize.core.cluster",
+    "worldsize.core.events",
+    "worldsize.core.launcher",
+    "worldsize.core.recipe",
+    "worldsize.core.strategy",
     "worldsize.errors",
     "worldsize.testing.contract",
     "worldsize.testing.hosts",
@@ -25,7 +29,7 @@ EVERYTHING = (
 BLOCKS = {  # what strategies are built from
     "worldsize.collectives.exact": ("reduce_metrics",),
     "worldsize.collectives.per_rank": ("own", "stacked"),
-    "worldsize.phases": ("phase",),
+    "worldsize.collectives.step_timer": ("phase",),
     "worldsize.reproducibility.seeds": ("seed_generators",),
     "worldsize.strategies.accumulation": ("Accumulation", "Backward"),
     "worldsize.strategies.learning": ("Learning",),

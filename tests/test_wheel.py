@@ -26,7 +26,7 @@ def test_the_wheel_has_the_configuration_the_recipes_the_plugins_and_the_type_ma
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
         "worldsize/py.typed",
-        "worldsize/reproducibility/run_manifest.schema.json",
+        "worldsize/records/run_manifest.schema.json",
         "worldsize/observe/report/templates/run.html.j2",
         "worldsize/observe/report/templates/style.css",
         "worldsize/conf/config.yaml",

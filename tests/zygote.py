@@ -25,18 +25,23 @@ from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 
 PRELOADED = (
-    "worldsize.app.agent",
-    "worldsize.app.execute",
+    "worldsize.driver.agent",
+    "worldsize.driver.execute",
     "worldsize.app.reproduce",
     "worldsize.app.resume",
     "worldsize.strategies.ddp",
     "worldsize.strategies.parameter_server.hybrid",
     "worldsize.strategies.parameter_server.strategy",
-    "worldsize.worker",
+    "worldsize.worker.process",
     "torch._dynamo",
     "torch.distributed.run",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )
+PROGRAMS = {
+    "worldsize": "worldsize.app",
+    "train.py": "worldsize.app.train",
+    "worldsize.worker": "worldsize.worker.process",
+}
 FDS = 6  # standard streams and namespaces
 _LIMIT = 1 << 20
 
@@ -148,7 +153,7 @@ def _play(words: Sequence[str]) -> None:
     if words[0] == "-m":
         sys.path.insert(0, os.getcwd())
     program = Path(sys.argv[0]).name
-    module = {"worldsize": "worldsize.app", "train.py": "worldsize.app.train"}.get(program, program)
+    module = PROGRAMS.get(program, program)
     importlib.import_module(module).main()
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from worldsize.errors import WorldsizeError
-from worldsize.strategies.parameter_server.channel import Channel, LostError, accepted
-from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, view
-from worldsize.strategies.parameter_server.keys import Keys
+from worldsize.transport.certificates import Keys
+from worldsize.transport.channel import Channel, LostError, accepted
+from worldsize.transport.frames import Header, Operation, RefusedError, view
 
 
 def _send(channel: Channel, operation: Operation, row_n: Tensor) -> None:

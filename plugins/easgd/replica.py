@@ -14,8 +14,8 @@ from plugins.easgd.centre import Link
 from plugins.local_sgd.apart import statistics, trained
 from plugins.local_sgd.exchange import Exact, flat, mean_of, parted
 from plugins.local_sgd.rows import own, spread
+from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
-from worldsize.phases import phase
 from worldsize.strategies.synchronous import SynchronousReplica
 
 _HOST = torch.device("cpu")

@@ -25,13 +25,13 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.spread import across, served_bytes, served_seconds, whole_bytes
-from worldsize.run_directory import private
-from worldsize.strategies.parameter_server.channel import address_of, listen
+from worldsize.cost.cluster import across, served_bytes, served_seconds, whole_bytes
+from worldsize.records.run_directory import private
 from worldsize.strategies.parameter_server.client import Dialer
-from worldsize.strategies.parameter_server.directory import Directory
-from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
 from worldsize.strategies.synchronous import alone
+from worldsize.transport.certificates import Keys, mint, mint_authority
+from worldsize.transport.channel import address_of, listen
+from worldsize.transport.registry import Directory
 
 _CENTRE = "centre-0"
 Rounds = Literal["together", "apart"]

@@ -23,7 +23,7 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.spread import across, all_reduce_seconds, ring_share, whole_bytes
+from worldsize.cost.cluster import across, all_reduce_seconds, ring_share, whole_bytes
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.synchronous import alone
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from plugins.local_sgd.exchange import Exact, mean_of
 from plugins.local_sgd.rows import own, spread
+from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
-from worldsize.phases import phase
 from worldsize.strategies.synchronous import SynchronousReplica
 
 

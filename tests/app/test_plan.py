@@ -11,7 +11,7 @@ import torch
 
 from worldsize.app.plan import rank_table
 from worldsize.core import Cluster, Link, Workload
-from worldsize.reproducibility.manifest import write_manifest
+from worldsize.records.manifest import write_manifest
 from worldsize.strategies.ddp import DDP
 
 REPOSITORY = Path(__file__).parents[2]

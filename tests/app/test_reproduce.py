@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from worldsize.reproducibility.manifest import read_manifest, write_manifest
+from worldsize.records.manifest import read_manifest, write_manifest
 
 QUICK = ("steps=6", "logger=none", "cluster.processes=2")
 
@@ -336,7 +336,7 @@ def test_no_planted_secret_is_in_anything_that_a_run_writes(committed: Project) 
 def test_the_manifest_validates_against_the_published_schema(committed: Project) -> None:
     import jsonschema
 
-    from worldsize.reproducibility import manifest as module
+    from worldsize.records import manifest as module
 
     schema = json.loads(Path(module.__file__).with_name("run_manifest.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.reproducibility.manifest import read_manifest
+from worldsize.records.manifest import read_manifest
 
 
 def test_two_world_sizes_are_measured_next_to_their_prediction(

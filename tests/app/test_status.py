@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from worldsize.app.scheduled import Scheduler
 from worldsize.app.status import state_of
 from worldsize.core import Job, Launcher, Plan
+from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
-from worldsize.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory
 
 
 class Asked(Launcher):

@@ -32,7 +32,9 @@ def test_a_target_outside_the_allow_list_is_refused(target: Any) -> None:
         make({"_target_": target})
 
 
-@pytest.mark.parametrize("target", ["worldsize.worker.os.system", "worldsize.run_directory.shutil.rmtree"])
+@pytest.mark.parametrize(
+    "target", ["worldsize.worker.process.os.system", "worldsize.records.run_directory.shutil.rmtree"]
+)
 def test_an_alias_of_something_outside_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="which is outside the allow-list"):
         make({"_target_": target})

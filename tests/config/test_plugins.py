@@ -13,7 +13,7 @@ from worldsize.config import installed as module
 from worldsize.config.catalogue import options, plugins, used
 from worldsize.config.compose import compose_and_call
 from worldsize.config.installed import installed
-from worldsize.config.places import check_unique, config_folders
+from worldsize.config.search_path import check_unique, config_folders
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.reproducibility.plugins import check_kept, digest_of, keep
 

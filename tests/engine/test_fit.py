@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from worldsize.core import Evaluated, EvaluationBatch, Event, MicroBatch, Replica, StateDict, StepResult, World
-from worldsize.engine.data import Order
+from worldsize.data.loader import Order
 from worldsize.engine.fit import Calls, Pace, Position, fit
 
 ALONE = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from worldsize.reproducibility.manifest import write_manifest
+from worldsize.records.manifest import write_manifest
 
 START = 1_795_000_000.0
 HOSTILE = "<script>alert('x')</script>&\"$_{\ud800"

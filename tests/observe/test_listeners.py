@@ -15,9 +15,9 @@ from rich.console import Console
 
 from worldsize.core import Evaluated, Event, Listener, RunEnded, RunFailed, StepDone
 from worldsize.observe.aside import Aside
-from worldsize.observe.jsonl import JsonLines, metrics_digest
 from worldsize.observe.progress import Progress, Tail
 from worldsize.observe.timing import Timing
+from worldsize.records.metrics import JsonLines, metrics_digest
 
 ENDED = RunEnded(1, "completed")
 

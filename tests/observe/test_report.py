@@ -23,7 +23,7 @@ from worldsize.observe.report.read import read_run, rows, runs_below
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
-from worldsize.reproducibility.lock import RunLock
+from worldsize.records.lock import RunLock
 
 
 class Shown(HTMLParser):

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from tests.observe.run_folders import write_run
 from worldsize.app.logs import is_alive
-from worldsize.app.scheduled import Scheduler
 from worldsize.app.watch import watch
+from worldsize.driver.scheduled import Scheduler
 from worldsize.observe.progress import Tail
 from worldsize.observe.watch import Watched, screen
-from worldsize.reproducibility.lock import RunLock
-from worldsize.reproducibility.manifest import begin_attempt, end_attempt, look
-from worldsize.run_directory import RunDirectory
+from worldsize.records.lock import RunLock
+from worldsize.records.manifest import begin_attempt, end_attempt, look
+from worldsize.records.run_directory import RunDirectory
 
 
 @pytest.fixture

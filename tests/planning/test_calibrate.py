@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, Numerics, Recipe
-from worldsize.engine.data import Order
+from worldsize.data.loader import Order
 from worldsize.planning.calibrate import calibrate
 
 

@@ -12,11 +12,11 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from worldsize.app.execute import settings_of
 from worldsize.config.compose import compose_and_call
 from worldsize.config.settings import Settings
 from worldsize.core import Numerics, Replica, World
-from worldsize.engine.data import micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.driver.execute import settings_of
 from worldsize.planning.dry_run import silent_world, slowdown
 from worldsize.strategies.synchronous import alone
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from worldsize.core import Cluster, Cost, Link, Workload
+from worldsize.cost.cluster import served_bytes
 from worldsize.planning.advice import best_text, retuning_text, unfit
 from worldsize.planning.forecast import Forecast, accumulated, forecast
-from worldsize.planning.spread import served_bytes
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

@@ -17,7 +17,7 @@ from plugins.local_sgd.rows import own
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from worldsize.core import EvaluationBatch, Recipe, Strategy, World
-from worldsize.engine.data import Order, micro_batches
+from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 

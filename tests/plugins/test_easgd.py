@@ -19,10 +19,10 @@ from plugins.easgd.centre import Centre
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
 from worldsize.core import Cluster, ConfigError, Duty, Link, Numerics, Workload
-from worldsize.engine.data import Order, fetch
+from worldsize.data.loader import Order, fetch
 from worldsize.strategies.ddp import DDP
-from worldsize.strategies.parameter_server.channel import Channel
 from worldsize.testing.contract import ALONE, BATCH, CHAIN, SEED, StrategyContract, train
+from worldsize.transport.channel import Channel
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from recipes.digits.recipe import Digits
 from worldsize.core import ConfigError, Replica, World
-from worldsize.engine.data import Order, micro_batches
+from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 

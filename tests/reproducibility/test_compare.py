@@ -11,10 +11,10 @@ import torch
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.core import World
+from worldsize.records.goodput import goodput
+from worldsize.records.manifest import write_manifest
 from worldsize.reproducibility.claim import changes, changes_but
 from worldsize.reproducibility.compare import compare_runs, tensor_ulps, ulps
-from worldsize.reproducibility.goodput import goodput
-from worldsize.reproducibility.manifest import write_manifest
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from worldsize.errors import WorldsizeError
+from worldsize.records.lock import RunLock, is_locked
+from worldsize.records.manifest import begin_attempt, end_attempt, look, read_manifest, write_manifest
+from worldsize.records.redaction import is_secret, redacted, redacted_arguments, without_credentials
 from worldsize.reproducibility.data import fingerprint
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.environment import capture_environment, relevant_variables, write_environment
-from worldsize.reproducibility.lock import RunLock, is_locked
-from worldsize.reproducibility.manifest import begin_attempt, end_attempt, look, read_manifest, write_manifest
-from worldsize.reproducibility.redact import is_secret, redacted, redacted_arguments, without_credentials
 from worldsize.reproducibility.seeds import seed_generators, stream
 
 
@@ -157,8 +157,8 @@ def test_a_manifest_that_cannot_be_understood_is_refused(run: Path) -> None:
 HOLDER = """
 import os, sys
 from pathlib import Path
-from worldsize.reproducibility.lock import RunLock
-from worldsize.reproducibility.manifest import begin_attempt
+from worldsize.records.lock import RunLock
+from worldsize.records.manifest import begin_attempt
 run = Path(sys.argv[1])
 with RunLock(run):
     begin_attempt(run / "run_manifest.json", hosts=["h"], world_size=1)

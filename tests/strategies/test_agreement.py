@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import EvaluationBatch, Event, Numerics, Recipe, Strategy, World
-from worldsize.engine.data import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.engine.fit import Calls, Pace, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import MicroBatch, Numerics, Recipe, Strategy, World
-from worldsize.engine.data import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.lock import is_locked
-from worldsize.reproducibility.manifest import look
-from worldsize.run_directory import RunDirectory
+from worldsize.records.lock import is_locked
+from worldsize.records.manifest import look
+from worldsize.records.run_directory import RunDirectory
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from worldsize.errors import WorldsizeError
 from worldsize.observe.comparison import comparison_table
+from worldsize.records.manifest import read_manifest
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.strict_json import strict
 from worldsize.reproducibility.compare import Comparison, compare_runs
-from worldsize.reproducibility.manifest import read_manifest
-from worldsize.reproducibility.strict import strict
-from worldsize.run_directory import RunDirectory
 
 EXIT_CODES = {"bitwise identical": 0, "within tolerance": 3, "different": 4}
 TOLERANCE = 0.01

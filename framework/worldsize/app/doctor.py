@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.console import Console
 
-from worldsize.app.leave import leave
 from worldsize.app.train import code_of
+from worldsize.driver.exit_process import leave
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
     from worldsize.core import Job, Plan, Recipe
     from worldsize.planning.doctor.report import Report
-    from worldsize.run_directory import RunDirectory
+    from worldsize.records.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
 
 
 def _examine(cfg: DictConfig, wanted: Wanted) -> int:
-    from worldsize.app.execute import settings_of  # imports torch, which takes seconds
+    from worldsize.driver.execute import settings_of  # imports torch, which takes seconds
 
     if wanted.report and wanted.report != "-" and not os.access(Path(wanted.report).absolute().parent, os.W_OK):
         raise ConfigError(f"{wanted.report} is in no folder that can be written. Name another file after --json.")
@@ -94,7 +94,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     from worldsize.planning.doctor.evaluate import evaluate
     from worldsize.planning.doctor.found import read
     from worldsize.planning.doctor.report import Check, Report
-    from worldsize.run_directory import planned
+    from worldsize.records.run_directory import planned
 
     if not isinstance(settings.launcher, NodeLauncher) or settings.launcher.elsewhere:
         raise ConfigError(
@@ -121,11 +121,11 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     """Start the examination and wait for its end. Raises ConfigError: the launcher refuses."""
     import torch
 
-    from worldsize.app.examine import examine
-    from worldsize.app.record import config_text, with_secrets
+    from worldsize.driver.examine import examine
+    from worldsize.driver.record import config_text, with_secrets
     from worldsize.launch.node import NodeLauncher
-    from worldsize.reproducibility.redact import scrubber
-    from worldsize.run_directory import created
+    from worldsize.records.redaction import scrubber
+    from worldsize.records.run_directory import created
     from worldsize.world.environments import Node
 
     torch.set_num_threads(1)  # this process may fork: it must not have an OpenMP pool

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlparse
 
 from worldsize import __version__
 from worldsize.app.templates import planned, write
-from worldsize.config.places import bundle
+from worldsize.config.search_path import bundle
 from worldsize.errors import ConfigError
 
 RECIPE = "mine"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from worldsize.config.catalogue import Option, Plugin, options, plugins
 from worldsize.config.installed import Installed, installed
-from worldsize.config.places import check_unique, main_conf
+from worldsize.config.search_path import check_unique, main_conf
 from worldsize.errors import WorldsizeError, neighbours
 
 Row = Sequence[str]

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from worldsize.app.scheduled import Scheduler, job_of
+from worldsize.driver.scheduled import Scheduler, job_of
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.lock import is_locked
-from worldsize.reproducibility.manifest import look
-from worldsize.run_directory import RunDirectory
+from worldsize.records.lock import is_locked
+from worldsize.records.manifest import look
+from worldsize.records.run_directory import RunDirectory
 
 _POLL = 0.2  # seconds
 

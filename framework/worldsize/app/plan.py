@@ -19,10 +19,11 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.app.leave import leave
 from worldsize.app.train import CONFIG_ERROR, code_of
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
+from worldsize.cost.collectives import compute_seconds_for
+from worldsize.driver.exit_process import leave
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.planning.advice import (
     WANTED,
@@ -34,13 +35,12 @@ from worldsize.planning.advice import (
     time_text,
     unfit,
 )
-from worldsize.planning.cost import compute_seconds_for
-from worldsize.reproducibility.manifest import NAME, look
+from worldsize.records.manifest import NAME, look
 
 if TYPE_CHECKING:
-    from worldsize.app.predict import Predictor
     from worldsize.config.settings import Settings
     from worldsize.planning.forecast import Forecast
+    from worldsize.planning.predictor import Predictor
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -74,8 +74,8 @@ def plan(options: argparse.Namespace) -> int:
 def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     import torch  # takes seconds, as what follows
 
-    from worldsize.app.execute import settings_of
-    from worldsize.app.predict import Given, Predictor, links_of
+    from worldsize.driver.execute import settings_of
+    from worldsize.planning.predictor import Given, Predictor, links_of
 
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     if options.model_size is not None and options.compute is None:
@@ -112,7 +112,7 @@ def _print(*lines: Table | str) -> None:
 
 def _shared_out(cfg: DictConfig) -> int:
     """A batch that every strategy can deal to its workers, for a model whose compute is given: no sample is drawn."""
-    from worldsize.app.execute import shape_of
+    from worldsize.driver.execute import shape_of
 
     processes = shape_of(cfg)["processes"]
     return 16 * math.lcm(*range(max(1, processes - 8), processes + 1))
@@ -154,7 +154,7 @@ def _note(text: str) -> None:
 
 def _strategies(refused: dict[str, str], shared: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
     """The run under each strategy with its defaults, and as it was typed under the chosen one."""
-    from worldsize.app.execute import settings_of
+    from worldsize.driver.execute import settings_of
 
     typed = [*task_overrides(), *shared]
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")

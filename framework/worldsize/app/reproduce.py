@@ -19,20 +19,20 @@ from typing import Any
 from rich.console import Console
 
 from worldsize.app.compare import EXIT_CODES, add_report_options, folder_of, show
-from worldsize.app.leave import leave
 from worldsize.config.installed import installed
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
-from worldsize.config.places import bundle
+from worldsize.config.search_path import bundle
+from worldsize.driver.exit_process import leave
 from worldsize.errors import WorldsizeError
+from worldsize.records.manifest import read_manifest
+from worldsize.records.redaction import REDACTED
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.signature import is_own
+from worldsize.records.strict_json import strict
 from worldsize.reproducibility.checkout import checked_out, read_patch
 from worldsize.reproducibility.compare import compare_runs
-from worldsize.reproducibility.manifest import read_manifest
-from worldsize.reproducibility.owner import is_own
 from worldsize.reproducibility.plugins import check_kept
 from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt
-from worldsize.reproducibility.redact import REDACTED
-from worldsize.reproducibility.strict import strict
-from worldsize.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

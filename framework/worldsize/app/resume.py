@@ -10,13 +10,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from worldsize.app.leave import leave
 from worldsize.app.train import CONFIG_ERROR, code_of
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.compose import GROUPS
+from worldsize.driver.exit_process import leave
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.manifest import look
-from worldsize.run_directory import RunDirectory
+from worldsize.records.manifest import look
+from worldsize.records.run_directory import RunDirectory
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
         own.append(f"checkpoint.ignore_until={step_of(saved[-1])}")
 
     def task(cfg: DictConfig) -> int:
-        from worldsize.app.execute import go_on
+        from worldsize.driver.execute import go_on
 
         return go_on(cfg, run, words, ignore)
 

@@ -21,17 +21,17 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.app.leave import leave
 from worldsize.app.train import refuse, train
 from worldsize.config.compose import choices, compose_and_call
+from worldsize.driver.exit_process import leave
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.planning.advice import time_text
 from worldsize.planning.scaling import PHASES, Point, efficiencies, knees, read_timed
-from worldsize.reproducibility.redact import redacted_arguments
+from worldsize.records.redaction import redacted_arguments
 
 if TYPE_CHECKING:
-    from worldsize.app.predict import Predictor
     from worldsize.config.settings import Settings
+    from worldsize.planning.predictor import Predictor
 
 _QUIET = ("steps=50", "log_every=1", "evaluate_every=0", "checkpoint=none", "logger=none")
 _FEWEST = 5  # steps
@@ -75,8 +75,8 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
     """
     import torch  # takes seconds, as what follows
 
-    from worldsize.app.predict import Given, Predictor, links_of
-    from worldsize.run_directory import planned
+    from worldsize.planning.predictor import Given, Predictor, links_of
+    from worldsize.records.run_directory import planned
 
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     command = shlex.join(["worldsize", "scale", *redacted_arguments(sys.argv[1:])])
@@ -125,7 +125,7 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
     found = []
 
     def task(cfg: DictConfig) -> None:
-        from worldsize.app.execute import settings_of
+        from worldsize.driver.execute import settings_of
 
         cfg.batch_size *= size if mode == "weak" else 1
         settings = settings_of(cfg)

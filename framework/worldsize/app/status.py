@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from worldsize.app.scheduled import SILENT, Scheduler, job_of
+from worldsize.driver.scheduled import SILENT, Scheduler, job_of
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.manifest import NAME, look
-from worldsize.run_directory import RunDirectory
+from worldsize.records.manifest import NAME, look
+from worldsize.records.run_directory import RunDirectory
 
 
 def main() -> None:

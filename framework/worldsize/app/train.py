@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig
 
-from worldsize.app.leave import leave
 from worldsize.config.compose import compose_and_call
+from worldsize.driver.exit_process import leave
 from worldsize.errors import WorldsizeError
 
 CONFIG_ERROR = 2
@@ -37,7 +37,7 @@ def train(arguments: Sequence[str]) -> int:
 
 def _swept(code: int) -> int:
     """Submit what a sweep has collected, if all of it was right."""
-    from worldsize.app.execute import submit_sweep
+    from worldsize.driver.execute import submit_sweep
 
     try:
         return code or submit_sweep()
@@ -47,7 +47,7 @@ def _swept(code: int) -> int:
 
 def _run(cfg: DictConfig) -> int:
     # imports torch, which takes seconds: a misspelt option is told before
-    from worldsize.app.execute import execute
+    from worldsize.driver.execute import execute
 
     try:
         return execute(cfg)

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.live import Live
 
 from worldsize.app.logs import is_alive
-from worldsize.app.scheduled import Scheduler
 from worldsize.app.status import state_of
+from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told
 from worldsize.observe.watch import Watched, screen
-from worldsize.reproducibility.manifest import look
-from worldsize.run_directory import RunDirectory
+from worldsize.records.manifest import look
+from worldsize.records.run_directory import RunDirectory
 
 _POLL = 0.5  # seconds
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from worldsize.errors import WorldsizeError
 from worldsize.launch.control import request
-from worldsize.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory
 
 
 def main() -> None:

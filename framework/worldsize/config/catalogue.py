@@ -11,7 +11,7 @@ from typing import Any
 
 from worldsize import __version__
 from worldsize.config.installed import installed
-from worldsize.config.places import bundle, folders_of, foreign_roots, options_in, roots, searched
+from worldsize.config.search_path import bundle, folders_of, foreign_roots, options_in, roots, searched
 
 
 @dataclass(frozen=True)

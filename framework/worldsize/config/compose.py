@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config import schema
 from worldsize.config.explain import explain
-from worldsize.config.places import check_unique, config_folders, main_conf
+from worldsize.config.search_path import check_unique, config_folders, main_conf
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from worldsize.config.installed import installed
-from worldsize.config.places import config_folders, main_conf
+from worldsize.config.search_path import config_folders, main_conf
 from worldsize.errors import ConfigError, neighbours
 
 

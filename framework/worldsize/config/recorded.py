@@ -8,11 +8,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from worldsize.config.places import make_importable
+from worldsize.config.search_path import make_importable
 from worldsize.config.settings import Settings, load_settings
 from worldsize.errors import ConfigError
-from worldsize.reproducibility.redact import missing, restore
-from worldsize.run_directory import RunDirectory
+from worldsize.records.redaction import missing, restore
+from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import withheld_secrets
 
 

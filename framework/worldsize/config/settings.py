@@ -11,11 +11,11 @@ from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_targets
 from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Recipe, Role, Strategy, World
-from worldsize.engine.data import Order, logical_ranks_of
+from worldsize.data.loader import Order, logical_ranks_of
+from worldsize.engine.faults import Faults
 from worldsize.engine.fit import Pace
 from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
-from worldsize.testing.faults import Faults
 from worldsize.world.preemption import SIGNALS
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from worldsize.core import Replica, World
-from worldsize.engine.data import evaluation_batches
+from worldsize.data.loader import evaluation_batches
 
 
 def evaluate(replica: Replica, dataset: Any, world: World, *, batch_size: int) -> Mapping[str, float]:

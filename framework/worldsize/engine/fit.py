@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives.exact import gather
+from worldsize.collectives.step_timer import PHASES, Clock
 from worldsize.core import (
     Emit,
     Evaluated,
@@ -24,9 +25,8 @@ from worldsize.core import (
     StepResult,
     World,
 )
+from worldsize.data.loader import Order
 from worldsize.engine.agreement import Agreement
-from worldsize.engine.data import Order
-from worldsize.phases import PHASES, Clock
 
 _MEASURED = 50  # steps whose anatomy is taken between two logged ones, at most
 

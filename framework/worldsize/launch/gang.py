@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from worldsize.core import ConfigError, Failure, Job, Outcome, Role
 from worldsize.launch.control import Control
-from worldsize.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.preemption import PREEMPTED, SIGNALS
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from worldsize.core import Launcher, Plan
 from worldsize.launch.gang import Gang, Member
-from worldsize.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import Node, Placement
 from worldsize.world.fork import ready_to_fork
 from worldsize.world.interfaces import variables
@@ -89,7 +89,7 @@ def private_folder() -> Path:
 
 
 def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
-    import worldsize.worker  # noqa: F401 - which takes seconds: here, before the fork, rather than in every worker
+    import worldsize.worker.process  # noqa: F401 - which takes seconds: here, before the fork, rather than in every worker
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     log = run.log(role, rank)
@@ -122,7 +122,7 @@ def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mappi
     del sys.argv[1:]  # what was typed may hold a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
-    from worldsize.worker import play
+    from worldsize.worker.process import play
 
     try:
         code = play(run, placement)

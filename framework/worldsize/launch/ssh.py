@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
 
-from worldsize.config.places import bundle
+from worldsize.config.search_path import bundle
 from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher

@@ -11,9 +11,9 @@ from typing import final
 
 import torch
 
+from worldsize.collectives.step_timer import Clock
 from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
-from worldsize.observe.jsonl import rewind
-from worldsize.phases import Clock
+from worldsize.records.metrics import rewind
 
 
 @final

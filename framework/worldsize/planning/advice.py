@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from worldsize.core import Cluster
-from worldsize.planning.cost import compute_seconds_for
+from worldsize.cost.collectives import compute_seconds_for
 from worldsize.planning.forecast import Forecast
 
 _ALIKE = 1.1  # forecasts nearer than this may be in another order when measured: see benchmarks/README.md

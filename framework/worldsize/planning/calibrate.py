@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Workload, World
-from worldsize.engine.data import Order, micro_batches
+from worldsize.data.loader import Order, micro_batches
 from worldsize.planning.together import first_device, medians, together
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 

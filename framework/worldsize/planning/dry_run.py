@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Numerics, World
-from worldsize.engine.data import micro_batches
+from worldsize.data.loader import micro_batches
 from worldsize.planning.together import first_device, medians, together
 from worldsize.strategies.synchronous import alone
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from worldsize.core import Cost, Workload
-from worldsize.planning.cost import exposed_seconds
+from worldsize.cost.collectives import exposed_seconds
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.redact import without_credentials
+from worldsize.records.redaction import without_credentials
 
 LARGEST = 1 << 20  # bytes of an untracked file that still goes into the patch
 

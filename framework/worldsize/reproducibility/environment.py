@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from worldsize.reproducibility.redact import without_credentials
+from worldsize.records.redaction import without_credentials
 
 _VARIABLES = re.compile(
     r"(ATEN_CPU_CAPABILITY|OMP_NUM_THREADS|OMP_WAIT_POLICY|MKL_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG|CUDA_VISIBLE_DEVICES"

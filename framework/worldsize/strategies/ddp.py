@@ -24,8 +24,7 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import bucketed_exposed_seconds
-from worldsize.planning.spread import (
+from worldsize.cost.cluster import (
     across,
     all_gather_all_seconds,
     all_reduce_seconds,
@@ -35,6 +34,7 @@ from worldsize.planning.spread import (
     ring_share,
     whole_bytes,
 )
+from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.accumulation import Accumulation, accumulation
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.reductions import SIZES, Compression, reduced

@@ -26,8 +26,8 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
-from worldsize.planning.spread import across, link, ring_share, slowest
+from worldsize.cost.cluster import across, link, ring_share, slowest
+from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.sharded import sharded_accumulation
 from worldsize.strategies.synchronous import SynchronousReplica

@@ -19,7 +19,7 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.spread import whole_bytes
+from worldsize.cost.cluster import whole_bytes
 from worldsize.strategies.synchronous import alone
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.exact import Sums, reduce_metrics
+from worldsize.collectives.step_timer import backward, phase
 from worldsize.core import (
     EvaluationBatch,
     MicroBatch,
@@ -22,7 +23,6 @@ from worldsize.core import (
     StepResult,
     World,
 )
-from worldsize.phases import backward, phase
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.accumulation import Accumulation, accumulation
 from worldsize.strategies.learning import Learning

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from worldsize.core import Cluster, Cost, Numerics, Recipe, Reduction, Replica, Role, Strategy, Workload, World
-from worldsize.planning.cost import bucketed_exposed_seconds
-from worldsize.planning.spread import across, all_gather_all_seconds, all_reduce_seconds, ring_share
+from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
+from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.elsewhere import PartialLearning, outline

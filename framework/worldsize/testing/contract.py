@@ -29,9 +29,9 @@ from worldsize.checkpoints.save import Saver
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.whole import whole
 from worldsize.core import Cluster, ConfigError, Recipe, Replica, Strategy, World
-from worldsize.engine.data import Order, fetch, logical_ranks_of, micro_batches
+from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
-from worldsize.testing.heap import Heap
+from worldsize.engine.heap import Heap
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from worldsize.errors import ConfigError
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import Channel, LostError, address_of, connect, listen
-from worldsize.strategies.parameter_server.frames import LAYOUT, MAGIC, SIZE, Header, Operation, RefusedError, view
-from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.transport.certificates import Keys, mint, mint_authority
+from worldsize.transport.channel import Channel, LostError, address_of, connect, listen
+from worldsize.transport.frames import LAYOUT, MAGIC, SIZE, Header, Operation, RefusedError, view
 
 OPEN: list[Any] = []  # what a test has opened
 

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import address_of, listen
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
-from worldsize.strategies.parameter_server.directory import Directory
-from worldsize.strategies.parameter_server.frames import view
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.standby import Succession
+from worldsize.transport.channel import address_of, listen
+from worldsize.transport.frames import view
+from worldsize.transport.registry import Directory
 from worldsize.world.fork import ready_to_fork
 
 CELLS = 8

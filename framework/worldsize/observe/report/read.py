@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.errors import WorldsizeError
-from worldsize.reproducibility.manifest import NAME, look
+from worldsize.records.manifest import NAME, look
 
 SCALING = "scaling.json"
 Line = Mapping[str, Any]

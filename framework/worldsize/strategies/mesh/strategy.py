@@ -19,7 +19,8 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import (
+from worldsize.cost.cluster import link, ring_share, slowest
+from worldsize.cost.collectives import (
     all_gather_seconds,
     bubble_share,
     divided,
@@ -27,7 +28,6 @@ from worldsize.planning.cost import (
     message_seconds,
     ring_all_reduce_seconds,
 )
-from worldsize.planning.spread import link, ring_share, slowest
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding
 from worldsize.strategies.mesh.pipeline import Kind

@@ -13,10 +13,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.strategies.parameter_server.channel import Channel, LostError, connect
-from worldsize.strategies.parameter_server.directory import Directory, EndedError, Entry
-from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, view
-from worldsize.strategies.parameter_server.keys import Keys
+from worldsize.transport.certificates import Keys
+from worldsize.transport.channel import Channel, LostError, connect
+from worldsize.transport.frames import Header, Operation, RefusedError, view
+from worldsize.transport.registry import Directory, EndedError, Entry
 
 _RETRY = 0.02  # seconds
 

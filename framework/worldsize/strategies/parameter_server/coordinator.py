@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives.exact import reduce_metrics
+from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Numerics, Replica, StateDict, StepResult, World
-from worldsize.phases import phase
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.desk import Desk
-from worldsize.strategies.parameter_server.directory import Directory
-from worldsize.strategies.parameter_server.frames import Header, Operation, message
 from worldsize.strategies.parameter_server.rows import RowRule
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import assembled
 from worldsize.strategies.parameter_server.tree import receive_tree
 from worldsize.strategies.parameter_server.whole import joined_rows, whole_state
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.frames import Header, Operation, message
+from worldsize.transport.registry import Directory
 
 T = TypeVar("T")
 Frame = tuple[Header, Sequence[memoryview]]

@@ -14,9 +14,9 @@ import torch
 
 from worldsize.collectives.exact import Sums
 from worldsize.errors import WorldsizeError
-from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.clock import Clock, Unit
-from worldsize.strategies.parameter_server.frames import Operation, RefusedError
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.frames import Operation, RefusedError
 
 
 @dataclass

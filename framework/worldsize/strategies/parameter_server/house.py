@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Literal, final
 
 from worldsize.core import Cluster, ConfigError, Duty, Recipe, World
-from worldsize.run_directory import private
+from worldsize.records.run_directory import private
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.channel import address_of, listen
 from worldsize.strategies.parameter_server.client import Dialer
-from worldsize.strategies.parameter_server.directory import Directory
-from worldsize.strategies.parameter_server.keys import Keys, mint, mint_authority
 from worldsize.strategies.parameter_server.layout import Shard as Owned
 from worldsize.strategies.parameter_server.rows import RowRule
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.parameter_server.whole import learning_of, load_whole, tables_of, whole_state
+from worldsize.transport.certificates import Keys, mint, mint_authority
+from worldsize.transport.channel import address_of, listen
+from worldsize.transport.registry import Directory
 
 Transport = Literal["auto", "unix", "tls", "tcp"]
 

@@ -34,12 +34,12 @@ from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
 from worldsize.strategies.parameter_server.coordinator import Peer
 from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
-from worldsize.strategies.parameter_server.frames import Operation
 from worldsize.strategies.parameter_server.house import House, Transport
 from worldsize.strategies.parameter_server.rows import RowGradients, RowRule, Sharding
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.whole import joined_rows, learning_of, whole_tables
 from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.transport.frames import Operation
 
 
 @final

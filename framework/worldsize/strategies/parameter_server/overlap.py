@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from worldsize.phases import phase
+from worldsize.collectives.step_timer import phase
 from worldsize.strategies.parameter_server.layout import Shard
 
 Place = tuple[int, int]  # server, and bucket there

@@ -14,13 +14,13 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from worldsize.strategies.parameter_server.channel import Channel, LostError, accepted
 from worldsize.strategies.parameter_server.codec import Codec
-from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError, message, view
-from worldsize.strategies.parameter_server.keys import Keys
 from worldsize.strategies.parameter_server.rows import RowGradients, Rows
 from worldsize.strategies.parameter_server.shard import Gradient, Shard
 from worldsize.strategies.parameter_server.tree import send_tree
+from worldsize.transport.certificates import Keys
+from worldsize.transport.channel import Channel, LostError, accepted
+from worldsize.transport.frames import Header, Operation, RefusedError, message, view
 
 _HANDSHAKE = 10.0  # seconds
 _LOGGED = 100

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.ordered import Arrivals
 from worldsize.strategies.learning import Learning
-from worldsize.strategies.parameter_server.frames import RefusedError
 from worldsize.strategies.parameter_server.layout import Bucket
 from worldsize.strategies.parameter_server.rows import RowGradients, Rows
+from worldsize.transport.frames import RefusedError
 
 _COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "_closed")
 

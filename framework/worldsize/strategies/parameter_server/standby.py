@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer
-from worldsize.strategies.parameter_server.directory import Entry
-from worldsize.strategies.parameter_server.frames import Header, Operation, RefusedError
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.tree import receive_tree
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.frames import Header, Operation, RefusedError
+from worldsize.transport.registry import Entry
 
 _POLL = 0.02  # seconds
 

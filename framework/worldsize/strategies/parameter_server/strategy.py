@@ -24,14 +24,13 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.planning.cost import exposed_seconds
-from worldsize.planning.spread import across, served_bytes, served_seconds
+from worldsize.cost.cluster import across, served_bytes, served_seconds
+from worldsize.cost.collectives import exposed_seconds
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.clock import Clock
 from worldsize.strategies.parameter_server.codec import Codec, Compression, codec_of
 from worldsize.strategies.parameter_server.coordinator import Coordinator, Peer
 from worldsize.strategies.parameter_server.desk import Desk
-from worldsize.strategies.parameter_server.directory import EndedError
 from worldsize.strategies.parameter_server.house import House, Transport
 from worldsize.strategies.parameter_server.layout import Shard as Owned
 from worldsize.strategies.parameter_server.layout import plan_shards
@@ -41,6 +40,7 @@ from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.parameter_server.whole import learning_of
 from worldsize.strategies.parameter_server.worker import Worker
+from worldsize.transport.registry import EndedError
 
 Consistency = Literal["sync", "bounded", "async"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from worldsize.checkpoints.tree import join, split
-from worldsize.strategies.parameter_server.channel import Channel
-from worldsize.strategies.parameter_server.frames import (
+from worldsize.transport.channel import Channel
+from worldsize.transport.frames import (
     DTYPES,
     LARGEST_MESSAGE,
     Header,

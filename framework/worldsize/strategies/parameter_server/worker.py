@@ -14,16 +14,16 @@ from worldsize.core import Duty, Numerics, Recipe, World
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.accumulation import taken
 from worldsize.strategies.clipping import clip_factor
-from worldsize.strategies.parameter_server.channel import Channel, LostError
 from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
 from worldsize.strategies.parameter_server.codec import Codec, Feedback
-from worldsize.strategies.parameter_server.directory import EndedError
 from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
-from worldsize.strategies.parameter_server.frames import Operation, view
 from worldsize.strategies.parameter_server.layout import Bucket, Shard
 from worldsize.strategies.parameter_server.overlap import Overlap, Place
 from worldsize.strategies.parameter_server.rows import RowRule
 from worldsize.strategies.synchronous import autocast, metric_sums
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.frames import Operation, view
+from worldsize.transport.registry import EndedError
 
 _OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent before a thread has begun
 

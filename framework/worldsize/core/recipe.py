@@ -1,0 +1,112 @@
+"""What is learned: model, data, loss, evaluation. Nothing here knows of processes, devices or strategies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+Batch = Any
+TensorStyle = Literal["column", "row"]
+
+
+class Recipe(ABC):
+    """What is learned. Knows nothing of processes, devices or how replicas agree."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Build the model on the CPU, whatever trains it, so that its initial weights are the same everywhere."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> Optimizer: ...
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Learning-rate schedule, advanced once an optimizer step; ``None`` keeps the rate constant."""
+        return None
+
+    @abstractmethod
+    def data(self, split: str) -> Any:
+        """Dataset of ``split`` ("train" or "test"): map-style or iterable.
+
+        A map-style dataset with a method ``batch(indices: Tensor)`` is asked for a whole batch at
+        once; one with ``__getitems__`` for a list of samples; any other sample by sample. Its attribute ``lengths``,
+        a tensor [samples], says how long each is, for ``length_balanced``.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Scalar loss: the mean over the micro-batch."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Each metric as (sum, count) over the batch, so that any grouping of batches adds up exactly."""
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated parts of ``model`` in order of use, such as transformer layers: units of sharding and of
+        activation checkpointing.
+        """
+        return ()
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """``model`` as a chain, for pipelines: the first takes what ``loss`` gives to the model, each further one
+        what the one before returns (one tensor), the last returns what the model does. Parameters may be shared.
+        """
+        return ()
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        """How tensor parallelism divides modules, by name: a linear layer by its output ("column") or input features
+        ("row", after "column").
+        """
+        return {}
+
+    def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
+        """Lines to show at the end of a run, from the trained model's state."""
+        return []
+
+    def files(self) -> Mapping[str, Path]:
+        """Data files that decide the result, by a name that does not depend on the machine."""
+        return {}
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """What the rows of an embedding are before their first update: "normal" with deviation ``scale``, or "uniform"
+    in [-scale, scale). It counts where a strategy makes rows as they are touched (``sparse=True``).
+    """
+
+    kind: Literal["normal", "uniform"] = "normal"
+    scale: float = 1.0
+
+    def fill(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
+        """Draw the whole table like that, and leave a mark for strategies that make its rows one by one."""
+        if self.kind == "uniform":
+            nn.init.uniform_(embedding.weight, -self.scale, self.scale)
+        else:
+            nn.init.normal_(embedding.weight, std=self.scale)
+        object.__setattr__(embedding, "row_values", self)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The data of one logical rank in one step, and the seed of its random stream there."""
+
+    data: Batch
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationBatch:
+    """Batch number ``index`` of the evaluation set; ``counted=False`` pads ranks to equal length.
+
+    Strategies whose forward pass communicates must run a padding batch; others may skip it.
+    """
+
+    index: int
+    data: Batch
+    counted: bool = True

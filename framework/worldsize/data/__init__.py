@@ -1,0 +1,1 @@
+"""Which samples a step sees, and how they reach it."""

@@ -1,0 +1,245 @@
+"""Which samples a step sees: a function of (seed, step, logical rank), so that a position is a number."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain, count, islice, repeat
+from typing import Any, NamedTuple, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, World
+from worldsize.data.balanced import Balanced
+from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.world.parent import die_with_parent
+from worldsize.world.preemption import SIGNALS
+
+_CPU = torch.device("cpu")
+
+
+@final
+@dataclass(frozen=True)
+class Order:
+    """The order of training samples: one permutation an epoch, cut into steps, then into logical ranks.
+
+    ``mine`` lists the logical ranks that this process carries. Batches may straddle epochs, so every
+    sample is drawn exactly once an epoch whatever the batch size. ``balanced``: samples change places with those of
+    neighbouring steps, see :class:`~worldsize.data.balanced.Balanced`.
+    """
+
+    seed: int
+    batch_size: int
+    logical_ranks: int
+    mine: tuple[int, ...]
+    balanced: bool = False
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.batch_size // self.logical_ranks
+
+    def positions(self, step: int, logical_rank: int) -> range:
+        """Places in the endless sample stream of ``logical_rank`` in ``step`` (steps count from 1)."""
+        first = (step - 1) * self.batch_size + logical_rank * self.micro_batch_size
+        return range(first, first + self.micro_batch_size)
+
+    def indices(self, step: int, logical_rank: int, length: int) -> Tensor:
+        """Dataset indices, int64 of shape [micro_batch_size], for a data set of ``length`` samples."""
+        positions = self.positions(step, logical_rank)
+        parts = []
+        while positions:
+            epoch, offset = divmod(positions.start, length)
+            taken = min(len(positions), length - offset)
+            parts.append(_permutation(stream(self.seed, "order", epoch), length)[offset : offset + taken])
+            positions = positions[taken:]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def step_seed(self, step: int, logical_rank: int) -> int:
+        return stream(self.seed, "step", step, logical_rank)
+
+
+def logical_ranks_of(rank: int, size: int, total: int) -> tuple[int, ...]:
+    """Logical ranks of process ``rank``: strided, so that halving the processes merges tree neighbours."""
+    return tuple(range(rank, total, size))
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, length: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+
+
+def fetch(dataset: Any, indices: Tensor) -> Batch:
+    """One batch, by the widest access that the dataset offers: ``batch``, ``__getitems__``, ``__getitem__``."""
+    if hasattr(dataset, "batch"):
+        return dataset.batch(indices)
+    if isinstance(dataset, torch.utils.data.TensorDataset):
+        return tuple(tensor[indices] for tensor in dataset.tensors)
+    if hasattr(dataset, "__getitems__"):
+        return default_collate(dataset.__getitems__(indices.tolist()))
+    return default_collate([dataset[index] for index in indices.tolist()])
+
+
+class _Request(NamedTuple):
+    step: int
+    logical_rank: int
+
+
+def _requests(order: Order, first: int) -> Iterator[_Request]:
+    return (_Request(step, rank) for step in count(first + 1) for rank in order.mine)
+
+
+@final
+class _Fetcher(Dataset[Batch]):
+    """Answers a request with its batch; the same code in this process and in a data worker."""
+
+    def __init__(self, dataset: Any, order: Order) -> None:
+        self.dataset = dataset
+        self.order = order
+        self._balanced = _balanced(dataset, order) if order.balanced else None
+
+    def __getitems__(self, request: _Request) -> Batch:
+        seed_generators(stream(self.order.seed, "data", *request), _CPU)
+        if self._balanced:
+            return fetch(self.dataset, self._balanced.indices(*request))
+        return fetch(self.dataset, self.order.indices(*request, len(self.dataset)))
+
+
+def _balanced(dataset: Any, order: Order) -> Balanced:
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        raise ConfigError(
+            f"length_balanced=true needs to know how long samples are, and {type(dataset).__name__} has no attribute "
+            "lengths, a tensor [samples]. Add it to the recipe's data set, or set length_balanced=false."
+        )
+    whole = replace(order, logical_ranks=1)
+
+    def plain(step: int) -> Tensor:
+        return whole.indices(step, 0, len(dataset))
+
+    return Balanced(plain, torch.as_tensor(lengths), seed=order.seed, logical_ranks=order.logical_ranks)
+
+
+def micro_batches(
+    dataset: Any, order: Order, device: torch.device, *, first: int = 0, workers: int = 0
+) -> Iterator[list[MicroBatch]]:
+    """This process's micro-batches of step ``first + 1`` and every later one, without end.
+
+    ``workers`` data-loading processes fetch map-style data ahead; 0 fetches in this process.
+    """
+    if order.balanced and is_iterable(dataset):
+        raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
+    batches = (
+        _streamed(dataset, order, first) if is_iterable(dataset) else _drawn(dataset, order, first, device, workers)
+    )
+    tagged = (
+        MicroBatch(to_device(batch, device), order.step_seed(*request))
+        for batch, request in zip(batches, _requests(order, first), strict=False)
+    )
+    while step := list(islice(tagged, len(order.mine))):
+        yield step
+
+
+def drawn(dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int) -> MicroBatch:
+    """One micro-batch of any step, of a data set with an index."""
+    batch = _Fetcher(dataset, order).__getitems__(_Request(step, logical_rank))
+    return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank))
+
+
+def _drawn(dataset: Any, order: Order, first: int, device: torch.device, workers: int) -> Iterable[Batch]:
+    fetcher, requests = _Fetcher(dataset, order), _requests(order, first)
+    if workers == 0:
+        return map(fetcher.__getitems__, requests)
+    loader: DataLoader[Batch] = DataLoader(
+        fetcher,
+        batch_sampler=requests,  # type: ignore[arg-type]  # a request stands for its list of indices
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
+        pin_memory=device.type == "cuda",
+    )
+    return loader
+
+
+def _begin_worker(parent: int, _: int) -> None:
+    die_with_parent(parent)
+    for number in SIGNALS:  # they may reach every process; this one is needed until the training process ends
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _streamed(dataset: Iterable[Any], order: Order, first: int) -> Iterator[Batch]:
+    """Every process reads the whole stream, restarted at its end, and keeps its logical ranks' samples."""
+    endless = chain.from_iterable(map(_nonempty, repeat(dataset)))
+    samples = islice(endless, first * order.batch_size, None)
+    while True:
+        whole = list(islice(samples, order.batch_size))
+        for rank in order.mine:
+            begin = rank * order.micro_batch_size
+            yield default_collate(whole[begin : begin + order.micro_batch_size])
+
+
+def _nonempty(dataset: Iterable[Any]) -> Iterator[Any]:
+    empty = True
+    for sample in dataset:
+        empty = False
+        yield sample
+    if empty:
+        raise ConfigError("the training stream is empty. Check the data path of the recipe.")
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether a dataset is a stream (no length, no index)."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move every tensor of a nested batch; a CPU batch is returned as it is."""
+    if device.type == "cpu":
+        return batch
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def evaluation_batches(dataset: Any, world: World, *, batch_size: int) -> Iterator[EvaluationBatch]:
+    """This rank's share of the evaluation set, cut into the same batches at every world size.
+
+    Batch b goes to rank b mod size. Ranks yield equally many; a rank that is short repeats its last
+    batch, or takes the set's first, with ``counted=False``.
+    """
+    numbered = _cut_stream(dataset, batch_size) if is_iterable(dataset) else _cut(dataset, batch_size)
+    spare, index = None, -1
+    for index, load in numbered:
+        if index % world.size == world.rank:
+            yield EvaluationBatch(index, to_device(load(), world.device))
+            spare = load
+        spare = spare or load
+    if spare is None:
+        raise ConfigError("the evaluation set is empty. Check the data path of the recipe.")
+    if index % world.size < world.rank:
+        yield EvaluationBatch(index, to_device(spare(), world.device), counted=False)
+
+
+def _cut(dataset: Any, batch_size: int) -> Iterator[tuple[int, Callable[[], Batch]]]:
+    for index, indices in enumerate(torch.split(torch.arange(len(dataset)), batch_size)):
+        yield index, partial(fetch, dataset, indices)
+
+
+def _cut_stream(dataset: Iterable[Any], batch_size: int) -> Iterator[tuple[int, Callable[[], Batch]]]:
+    samples = iter(dataset)
+    parts = iter(lambda: list(islice(samples, batch_size)), [])
+    for index, part in enumerate(parts):
+        yield index, partial(default_collate, part)
+
+
+def steps_of(epochs: float, length: int, batch_size: int) -> int:
+    """Steps that draw every sample ``epochs`` times, rounded up."""
+    return math.ceil(epochs * length / batch_size)

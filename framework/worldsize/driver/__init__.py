@@ -1,0 +1,1 @@
+"""What the launching process does: record a run, start and watch its processes, restart them."""

@@ -1,0 +1,239 @@
+"""One host's part of an examination of the cluster: facts of its own, the meeting of all hosts, a gang that measures.
+
+Every host leaves what it finds in the run's folder, and tells it to the first, so that neither a blocked port nor a
+folder that cannot be written hides the rest.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from worldsize.config.settings import Settings
+from worldsize.core import Cluster, Plan, Recipe
+from worldsize.driver.host_check import facts_of
+from worldsize.errors import WorldsizeError
+from worldsize.launch.agents import Follower, Lead
+from worldsize.launch.doors import Door, knock_all
+from worldsize.launch.meeting import Line, Message, Other, Pulse, arrivals, reach, read_key
+from worldsize.launch.node import NodeLauncher
+from worldsize.planning.doctor.found import leave, left
+from worldsize.records.run_directory import RunDirectory
+from worldsize.world.environments import Node
+from worldsize.world.interfaces import address_towards, interface_of, interfaces
+
+_ASKED = 5  # times that a host is asked what its clock says
+_VISIBLE = 3.0  # seconds after which a file that one host has written must be seen by another
+_POLL = 0.05
+
+
+def examine(
+    settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node, *, port: int = 0
+) -> int:
+    """Take part until the first host has found out all; the exit code."""
+    waits = {"patience": plan.cluster.timeout, "silence": launcher.node_timeout}
+    facts = _facts(settings, run, place, port)
+    line, others, meeting = None, list[Other](), dict[str, Any]()
+    with _door(facts):  # closed before processes are forked: it has a thread
+        facts["folder"]["error"] = _leave(run, facts)
+        if place.rank:
+            line = _come(run, place, facts, port, waits)
+        else:
+            others, meeting = _meet(run, place, facts, port, waits)
+    if place.rank == 0:
+        return _measure(Lead.of(launcher, place, others), plan, run, meeting)
+    return Follower(launcher, plan, place, line).follow() if line else 1
+
+
+# ---------------------------------------------------------------- one host by itself
+
+
+def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dict[str, Any]:
+    return {
+        **facts_of(settings.recipe, place),
+        "data": _unreadable(settings.recipe),
+        "folder": {"path": str(run.path), "error": None, "free": shutil.disk_usage(run.path).free},
+        "devices": torch.cuda.device_count() if settings.cluster.device == "cuda" else 0,
+        "first": _first(place, port),
+        "interface": _interface(settings.cluster, place),
+        "interfaces": interfaces(),
+        "nonce": secrets.token_hex(8),
+    }
+
+
+def _unreadable(recipe: Recipe) -> list[str]:
+    """Data files that cannot be read, each with the cause."""
+    found = []
+    for name, path in recipe.files().items():
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            found.append(f"{name}: {error.strerror} ({path})")
+    return found
+
+
+def _first(place: Node, port: int) -> dict[str, Any] | None:
+    """Whether the first host's name leads anywhere; None: there is no other."""
+    if place.count == 1:
+        return None
+    try:
+        return {"name": place.first, "port": port, "address": address_towards(place.first or ""), "error": None}
+    except OSError as error:
+        return {"name": place.first, "port": port, "address": None, "error": str(error)}
+
+
+def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
+    """The interface of the collectives, and the one that ``leads`` to the first host; None: there is no other."""
+    if place.count == 1:
+        return None
+    try:
+        leads = interface_of(address_towards(place.first or ""))
+    except OSError:
+        leads = None
+    name, there = cluster.interface or leads, interfaces()
+    known = ", ".join(f"{each} {facts['address']}" for each, facts in there.items())
+    error = None if name in there else f"no interface {name} with an IPv4 address; there are {known}"
+    return {"name": name, "address": there[name]["address"] if name in there else None, "leads": leads, "error": error}
+
+
+@contextmanager
+def _door(facts: Mapping[str, Any]) -> Iterator[None]:
+    """A port at which the others knock, if this host has the address."""
+    interface = facts["interface"]
+    if not interface or interface["error"]:
+        yield
+        return
+    with Door(interface["address"], facts["node"]) as door:
+        interface["door"] = door.port
+        yield
+
+
+def _leave(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
+    """Write down what this host has found; why it cannot."""
+    try:
+        leave(run.findings, f"node_{facts['node']:05d}", {**facts, "written": time.time()})
+    except OSError as error:
+        print(f"{run.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return str(error.strerror)
+    return None
+
+
+def _unseen(run: RunDirectory, facts: Message) -> str | None:
+    """Why what another host has written is not seen here; None: it is, or it could not write."""
+    deadline = time.monotonic() + _VISIBLE
+    while facts["folder"]["error"] is None:
+        if left(run.findings, f"node_{facts['node']:05d}").get("nonce") == facts["nonce"]:
+            return None
+        if time.monotonic() > deadline:
+            return f"what {facts['host']} has written is not seen within {_VISIBLE:g} s"
+        time.sleep(_POLL)
+    return None
+
+
+# ---------------------------------------------------------------- all hosts
+
+
+def _come(
+    run: RunDirectory, place: Node, facts: Mapping[str, Any], port: int, waits: Mapping[str, float]
+) -> Line | None:
+    """To the first host, whose questions are answered; None: it is not reached."""
+    try:
+        line = reach(place, port, read_key(run.path), facts=facts, **waits)
+        with Pulse([line], waits["silence"]):
+            while "doors" not in (question := line.receive()):
+                line.send(clock=time.time())
+            line.send(unreached=knock_all(question["doors"], place.rank), unseen=_unseen(run, question["first"]))
+            line.receive()  # all have knocked
+        return line
+    except (WorldsizeError, OSError, EOFError) as error:
+        print(error, file=sys.stderr, flush=True)
+        _leave(run, {**facts, "unreached": str(error.__cause__ or error)})
+        return None
+
+
+def _meet(
+    run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
+) -> tuple[list[Other], dict[str, Any]]:
+    """The hosts that have come to this first one, and what they say."""
+    if place.count == 1:
+        return [], {"hosts": [facts]}
+    try:
+        found = arrivals(place, port, read_key(run.path), **waits)
+    except (WorldsizeError, OSError) as error:
+        _leave(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
+        return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
+    others, everyone = [other for other, _ in found], [facts, *(said for _, said in found)]
+    met: dict[str, Any] = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
+    with Pulse([other.line for other in others], waits["silence"]):
+        try:
+            _ask(run, others, everyone, met)
+        except (OSError, EOFError) as error:
+            met["skipped"] = f"a host has gone away while it was asked: {error}"
+    return others, {"skipped": _obstacle(place, met), **met}
+
+
+def _ask(run: RunDirectory, others: Sequence[Other], everyone: Sequence[Message], met: dict[str, Any]) -> None:
+    """What the clocks say, whose doors are not reached by whom, and who does not see the others' files."""
+    doors = [
+        {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["door"]}
+        for facts in everyone
+        if not facts["interface"]["error"]
+    ]
+    for other in others:
+        met["clocks"][other.rank] = _ahead(other.line)
+        other.line.send(doors=doors, first=dict(everyone[0]))
+    met["unreached"][0] = knock_all(doors, 0)
+    for other, facts in zip(others, everyone[1:], strict=True):
+        answer = other.line.receive()
+        met["unreached"][other.rank] = answer["unreached"]
+        if why := answer["unseen"] or _unseen(run, facts):
+            met["unseen"][other.rank] = why
+    for other in others:
+        other.line.send(knocked=True)
+
+
+def _ahead(line: Line) -> float:
+    """Seconds by which another host's clock is ahead, up to half the time that the answer took (Cristian 1989)."""
+    answers = []
+    for _ in range(_ASKED):
+        asked = time.time()
+        line.send(clock=None)
+        said, now = float(line.receive()["clock"]), time.time()
+        answers.append((now - asked, said - (asked + now) / 2))
+    return min(answers)[1]
+
+
+def _obstacle(place: Node, met: Mapping[str, Any]) -> str | None:
+    """Why no processes can be started."""
+    hosts = met["hosts"]
+    if len(hosts) < place.count:
+        return f"only {len(hosts)} of {place.count} hosts have met"
+    if lost := [facts["host"] for facts in hosts if facts["folder"]["error"]]:
+        return f"{', '.join(lost)} cannot write the run's folder"
+    if lost := [facts["host"] for facts in hosts if facts["interface"]["error"]]:
+        return f"{', '.join(lost)} has no such interface"
+    return "some hosts do not reach each other" if any(met["unreached"].values()) else None
+
+
+def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: dict[str, Any]) -> int:
+    """Have processes measure on all hosts, unless something stands in their way."""
+    try:
+        leave(run.findings, "meeting", meeting)  # already now: perhaps nothing comes of the processes
+        if not meeting.get("skipped"):
+            outcome = lead.launch(plan).wait()
+            leave(run.findings, "meeting", {**meeting, "outcome": asdict(outcome)})
+    except OSError as error:
+        print(f"{run.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        for other in lead.others:
+            other.say_over(0)
+    return 0

@@ -1,0 +1,178 @@
+"""One composed configuration → plan, run folder, processes, summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from worldsize.checkpoints.format import complete, step_of
+from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
+from worldsize.config.installed import installed
+from worldsize.config.search_path import make_importable, roots
+from worldsize.config.settings import Settings, load_settings
+from worldsize.config.shape import with_processes
+from worldsize.core import Job, Plan
+from worldsize.data.loader import is_iterable, steps_of
+from worldsize.driver.record import amend_record, check_same, with_secrets, write_record
+from worldsize.driver.restarts import run_attempts
+from worldsize.errors import ConfigError
+from worldsize.observe.summary import summary_table
+from worldsize.records.lock import RunLock
+from worldsize.records.manifest import look, note_job
+from worldsize.records.redaction import scrubber
+from worldsize.records.run_directory import RunDirectory, created, planned
+
+
+def execute(cfg: DictConfig) -> int:
+    """Check, record and run; the exit code.
+
+    Raises:
+        ConfigError: before any process has started and with no run folder left.
+    """
+    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    settings = settings_of(cfg)
+    run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
+    plan = _plan(settings, run)
+    if cfg.launch == "show":
+        return _show(settings, plan)
+    settings.launcher.check(settings.cluster)
+    clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
+    plan = with_secrets(settings, plan, clean)
+    with created(run):
+        write_record(settings, plan, run, clean)
+    if cfg.launch == "write":
+        settings.launcher.write(plan)
+        print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
+        return 0
+    if settings.launcher.sweeps and is_sweep():
+        _waiting.append((settings, plan, run))
+        return 0
+    return _start(settings, plan, run)
+
+
+def _show(settings: Settings, plan: Plan) -> int:
+    try:
+        settings.launcher.check(settings.cluster)
+    except ConfigError as error:
+        print(f"warning: this would be refused here: {error}", file=sys.stderr)
+    print(settings.launcher.describe(plan))
+    return 0
+
+
+_waiting: list[tuple[Settings, Plan, RunDirectory]] = []  # runs of a sweep that are submitted together
+
+
+def submit_sweep() -> int:
+    """Submit the runs of a sweep as one job; the exit code."""
+    if not _waiting:
+        return 0
+    settings = _waiting[0][0]
+    return _submit(settings.launcher.launch_all([plan for _, plan, _ in _waiting]), [run for _, _, run in _waiting])
+
+
+def _start(settings: Settings, plan: Plan, run: RunDirectory) -> int:
+    if settings.launcher.submits:
+        return _submit(settings.launcher.launch(plan), [run])
+    with RunLock(run.path):
+        return run_attempts(settings, plan, run)
+
+
+def _submit(job: Job, runs: Sequence[RunDirectory]) -> int:
+    for name, run in zip(job.ids, runs, strict=False):
+        note_job(run.manifest, name)
+        print(f"job {name} submitted: {run.path}", flush=True)
+    outcome = job.wait()
+    if outcome.exit_reason == "submitted":
+        print(f"follow it with: worldsize logs --follow {runs[0].path}")
+        return 0
+    return max(_ended(run) for run in runs) if job.ids else outcome.exit_code
+
+
+def _ended(run: RunDirectory) -> int:
+    """Show how a run ended that others have played; its exit code."""
+    attempts = look(run.path)["attempts"]
+    if attempts and attempts[-1]["exit_reason"] == "completed":
+        Console().print(summary_table(json.loads(run.result.read_text()), run.path))
+        return 0
+    reason = attempts[-1]["exit_reason"] if attempts else "it never began"
+    print(f"{reason}; look at: worldsize logs {run.path}", file=sys.stderr)
+    return int(attempts[-1]["exit_code"] or 1) if attempts else 1
+
+
+def go_on(cfg: DictConfig, run: RunDirectory, words: Sequence[str], ignore: Sequence[str]) -> int:
+    """Run an existing run again, from its newest checkpoint, as ``words`` say; the exit code.
+
+    Raises:
+        WorldsizeError: its configuration or its data are others than then, in what ``ignore`` does not name; or it
+            has more steps behind it already than it shall have.
+    """
+    torch.set_num_threads(1)
+    settings = settings_of(cfg)
+    clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
+    plan = with_secrets(settings, _plan(settings, run), clean)
+    settings.launcher.check(settings.cluster)
+    check_same(settings, run, clean, ignore)
+    if settings.launcher.elsewhere and sorted(clean.words(words)) != sorted(look(run.path)["overrides"]):
+        raise ConfigError(
+            f"the run's folder is where {type(settings.launcher).__name__} keeps it, with the options that it began "
+            "with. Resume it without other ones, or begin a new run; nothing was started."
+        )
+    _check_steps(settings, run)
+    with RunLock(run.path):
+        amend_record(settings, plan, run, clean, words)
+    return _start(settings, plan, run)
+
+
+def _check_steps(settings: Settings, run: RunDirectory) -> None:
+    saved = complete(run.checkpoints)
+    if saved and step_of(saved[-1]) > settings.pace.steps:
+        raise ConfigError(
+            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.pace.steps}. "
+            "Give a larger number; nothing was started."
+        )
+
+
+def settings_of(cfg: DictConfig) -> Settings:
+    """Typed settings, with what only the launching process knows filled in."""
+    make_importable(roots())
+    if "hosts" in cfg.cluster:
+        cfg.cluster.nodes = len(cfg.cluster.hosts)
+    config = _completed(resolved(cfg))
+    settings = load_settings(config)
+    if cfg.epochs is None:
+        return settings
+    cfg.steps = _steps(settings)  # schedules interpolate steps, so the whole is resolved again
+    return load_settings(_completed(resolved(cfg)))
+
+
+def shape_of(cfg: DictConfig) -> dict[str, Any]:
+    """The cluster with its ``processes`` filled in."""
+    cluster = resolved(cfg)["cluster"]
+    return with_processes(cluster, torch.cuda.device_count() if cluster["device"] == "cuda" else 0)
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
+    group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
+    places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
+    run = {**config["run"], "group": group, **places}
+    return {**config, "cluster": with_processes(config["cluster"], gpus), "run": run}
+
+
+def _steps(settings: Settings) -> int:
+    dataset = settings.recipe.data("train")
+    if is_iterable(dataset):
+        raise ConfigError("epochs needs a data set with a length; this one is a stream. Set steps instead.")
+    return steps_of(settings.config["epochs"], len(dataset), settings.batch_size)
+
+
+def _plan(settings: Settings, run: RunDirectory) -> Plan:
+    return Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())

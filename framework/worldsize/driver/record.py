@@ -1,0 +1,217 @@
+"""What a run folder says before the first step: configuration, code, environment, data, shape, claim."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from worldsize.config.catalogue import Plugin, used
+from worldsize.config.compose import choices, task_overrides
+from worldsize.config.search_path import bundle
+from worldsize.config.settings import Settings
+from worldsize.core import Cluster, ConfigError, Plan
+from worldsize.records.manifest import read_manifest, write_manifest
+from worldsize.records.redaction import Scrubber, withheld
+from worldsize.records.run_directory import RunDirectory
+from worldsize.reproducibility import seeds
+from worldsize.reproducibility.claim import (
+    NOT_TRAINED,
+    changes,
+    changes_but,
+    claim_of,
+    lowered,
+    lowerings,
+    mixtures,
+)
+from worldsize.reproducibility.code import Code, capture_code
+from worldsize.reproducibility.data import check_data, fingerprint
+from worldsize.reproducibility.environment import (
+    capture_environment,
+    hardware,
+    relevant_variables,
+    write_environment,
+)
+from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
+from worldsize.world.world import role_of, threads_per_process
+
+
+def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:
+    """The plan with the values that will be in no file of the run."""
+    secrets = withheld(settings.config, clean.tree(settings.config))
+    return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
+
+
+def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber) -> None:
+    """Fill the run folder with everything that is known before the start.
+
+    Raises:
+        ConfigError: the run re-creates another one, whose data were different, or less exactly than demanded.
+    """
+    config = clean.tree(settings.config)
+    _write_config(settings, run, clean, task_overrides())
+    code = _code(settings, clean)
+    if code["patch"]:
+        run.patch.write_bytes(code["patch"])
+    manifest = {
+        "run_id": run.id,
+        "parent_run": None,
+        "attempts": [],
+        "command": clean.words(sys.argv),
+        "code": {key: value for key, value in code.items() if key != "patch"},
+        "plugins": [_plugin(plugin, run, clean) for plugin in used(config, choices())],
+        "environment": {**capture_environment(), **_lock(run, clean), "image": None},
+        "hardware": [hardware()],
+        **_configured(settings, plan, config),
+        "overrides": clean.words(task_overrides()),
+        "data": fingerprint(settings.recipe.files()),
+        "results": None,
+        "claim": asdict(claim_of(settings.determinism)),
+    }
+    written = clean.tree({**manifest, **_parentage(settings, manifest)})
+    # keyed by names of files and packages, such as secrets.py and google-auth
+    written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
+    write_manifest(run.manifest, written)
+
+
+def amend_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber, words: Sequence[str]) -> None:
+    """Let the record say how the run goes on from here, and what is other than before; the caller holds its lock.
+
+    ``words``: all overrides of the run, as they hold from now on.
+    """
+    manifest, config = read_manifest(run.manifest), clean.tree(settings.config)
+    _write_config(settings, run, clean, words)
+    amended = {**manifest, **clean.tree(_configured(settings, plan, config)), "overrides": clean.words(words)}
+    if found := changes(manifest["config"], config, but=NOT_TRAINED):
+        resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in found]}
+        amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
+        amended["claim"] = asdict(lowered(amended, amended, mixtures(amended)))
+    write_manifest(run.manifest, amended)
+
+
+def config_text(settings: Settings, clean: Scrubber) -> str:
+    """``config.yaml``, of which processes start, without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(clean.tree(settings.config)))
+
+
+def _write_config(settings: Settings, run: RunDirectory, clean: Scrubber, words: Sequence[str]) -> None:
+    run.config.write_text(config_text(settings, clean))
+    run.overrides.write_text(OmegaConf.to_yaml(OmegaConf.create(clean.words(words))))
+
+
+def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest says that follows from the configuration alone."""
+    return {
+        "config": config,
+        "config_sha256": _digest(config),
+        "cluster": {**_shape(plan), "groups": settings.strategy.groups(plan.cluster)},
+        "determinism": _determinism(settings),
+    }
+
+
+def check_same(settings: Settings, run: RunDirectory, clean: Scrubber, ignore: Sequence[str]) -> None:
+    """Raise WorldsizeError unless the run that is gone on with computes what it computed before."""
+    manifest = read_manifest(run.manifest)
+    changed = changes(manifest["config"], clean.tree(settings.config))
+    kept = [f"{key}: {then} then, {now} now" for key, then, now in changes_but(changed, ("steps", *ignore))]
+    if kept:
+        raise ConfigError(
+            f"the run was begun with another configuration: {'; '.join(kept)}. "
+            "Leave the change out, or accept it with --ignore KEY; nothing was started."
+        )
+    if "data" not in ignore:
+        check_data(manifest["data"], fingerprint(settings.recipe.files()))
+
+
+def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
+    """Facts of the checkout, with the bytes of its patch; ``framework``: worldsize's own, where it is another one."""
+    code = capture_code(Path.cwd(), exclude=Path(settings.config["run"]["root"]).resolve())
+    patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    scrubbed = patch != code.patch
+    own = Code() if _is_inside(bundle(), code.checkout) else capture_code(bundle(), exclude=bundle() / "runs")
+    framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
+    code = replace(code, patch=patch)
+    return {**code.describe(), "scrubbed": scrubbed, "framework": framework, "patch": patch}
+
+
+def _plugin(plugin: Plugin, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+    """What the record says of a plugin; one that other hosts could not find is copied into the run folder."""
+    if plugin.foreign:
+        keep(plugin.folder, kept_folder(run.plugins, plugin.name), clean.text)
+    return {
+        "name": plugin.name,
+        "source": plugin.source,
+        "version": plugin.version,
+        "sha256": digest_of(plugin.folder),
+        "kept": plugin.foreign,
+    }
+
+
+def _is_inside(folder: Path, root: str | None) -> bool:
+    return root is not None and folder.resolve().is_relative_to(Path(root).resolve())
+
+
+def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+    """The lock of the working directory, else the one of the clone."""
+    project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
+    return {"lock_sha256": write_environment(run.environment, project, clean.text)}
+
+
+def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run that re-creates another one may claim."""
+    if settings.config["run"]["reproduces"] is None:
+        return {}
+    original = read_manifest(Path(settings.config["run"]["reproduces"]))
+    check_data(original["data"], manifest["data"])
+    found = lowerings(original, manifest)
+    for each in found:
+        print(f"lowers the claim to {each.level}: {each.reason}", file=sys.stderr, flush=True)
+    if found and settings.config["run"]["strict"]:
+        raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
+    return {"parent_run": original["run_id"], "claim": asdict(lowered(original, manifest, found))}
+
+
+def _digest(config: Any) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def _shape(plan: Plan) -> dict[str, Any]:
+    cluster = plan.cluster
+    return {
+        "name": cluster.name,
+        "nodes": cluster.nodes,
+        "processes": plan.world_size,
+        "processes_per_node": cluster.processes_per_node,
+        "backend": cluster.backend,
+        "ranks": [_rank(plan, rank) for rank in range(plan.world_size)],
+        "links": {tier: asdict(link) for tier, link in cluster.links.items()},
+    }
+
+
+def _rank(plan: Plan, rank: int) -> dict[str, Any]:
+    role, role_rank = role_of(rank, plan.roles)
+    node, local = divmod(rank, plan.cluster.processes_per_node)
+    return {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": _device(plan.cluster, local)}
+
+
+def _device(cluster: Cluster, local_rank: int) -> str:
+    return f"cuda:{local_rank}" if cluster.device == "cuda" else "cpu"
+
+
+def _determinism(settings: Settings) -> dict[str, Any]:
+    cluster = settings.cluster
+    return {
+        "seed": settings.seed,
+        "streams": seeds.__doc__,
+        "logical_ranks": settings.logical_ranks,
+        "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),
+        "environment": relevant_variables(os.environ),
+        **settings.determinism.describe(),
+    }

@@ -1,0 +1,136 @@
+"""From a run's settings to its forecast: what the recipe needs, measured here or given, at the pace of the links."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import final
+
+import torch
+
+from worldsize.config.settings import Settings
+from worldsize.core import Cluster, ConfigError, Link, Numerics, Workload
+from worldsize.data.loader import Order
+from worldsize.planning.calibrate import calibrate
+from worldsize.planning.dry_run import slowdown
+from worldsize.planning.forecast import Forecast, accumulated, forecast
+from worldsize.world.world import threads_per_process
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user knows: bytes of the parameters, seconds that a rank computes in a step; ``overlap``: share of
+    them behind which communication hides; ``links`` that were measured. ``one_machine``: all nodes are this machine.
+    """
+
+    parameter_bytes: float | None = None
+    compute_seconds: float | None = None
+    overlap: float | None = None
+    links: Mapping[str, Link] = field(default_factory=dict)
+    one_machine: bool = False
+
+
+def links_of(file: Path) -> dict[str, Link]:
+    """What ``worldsize doctor --json`` has measured.
+
+    Raises:
+        ConfigError: it is not such a file.
+    """
+    try:
+        tiers = json.loads(file.read_text())["links"]
+        return {tier: Link(**{name: float(value) for name, value in found.items()}) for tier, found in tiers.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} has no measured links ({error!r}). Write it with worldsize doctor --json.") from None
+
+
+@final
+class Predictor:
+    """Forecasts of any number of runs; what was measured once is not measured again."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+        self._measured: dict[tuple[int, int, int], Workload] = {}
+
+    def cluster(self, settings: Settings) -> Cluster:
+        """With the links that were measured, where there are any."""
+        return replace(settings.cluster, links={**settings.cluster.links, **self._given.links})
+
+    def forecast(self, settings: Settings) -> Forecast:
+        """Raises ConfigError if the strategy does not say what it costs."""
+        work = self.workload(settings)
+        cost = settings.strategy.cost(work, self.cluster(settings))
+        if cost is None:
+            raise ConfigError("it does not say what it costs")
+        return forecast(cost, work, self._computed(settings))
+
+    def _computed(self, settings: Settings) -> float | None:
+        """In a step under the strategy itself; None where compute is given, or it cannot be tried, or has no peers."""
+        given, cluster = self._given, settings.cluster
+        is_given = given.parameter_bytes or given.compute_seconds is not None
+        if is_given or cluster.processes == 1 or len(settings.roles) > 1:
+            return None
+        try:
+            at_once, threads = self._at_once(settings), _threads(cluster)
+            times = slowdown(settings, self._device(cluster), at_once=at_once, threads=threads)
+        except RuntimeError:  # it communicates otherwise, or memory does not hold two replicas a process
+            return None
+        return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
+
+    def workload(self, settings: Settings) -> Workload:
+        """Of one rank's step, if all that train share the batch evenly."""
+        given = self._given
+        if given.parameter_bytes is not None:
+            size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
+            work = Workload(size, 2 * size, compute_seconds=seconds, overlap=given.overlap or 0.0)
+            return replace(work, micro_batches=_micro_batches(settings))
+        work = self._micro_batch(settings)
+        work = accumulated(work, settings.logical_ranks / settings.roles["worker"].processes)
+        work = replace(work, micro_batches=_micro_batches(settings))
+        if given.compute_seconds is not None:
+            update = min(work.update_seconds, given.compute_seconds)
+            work = replace(work, compute_seconds=given.compute_seconds, update_seconds=update)
+        return work if given.overlap is None else replace(work, overlap=given.overlap)
+
+    def _micro_batch(self, settings: Settings) -> Workload:
+        cluster, batch_size = settings.cluster, settings.batch_size // settings.logical_ranks
+        key = (batch_size, self._at_once(settings), _threads(cluster))
+        if key not in self._measured:
+            order = Order(settings.seed, settings.batch_size, settings.logical_ranks, (0,))
+            numerics = getattr(settings.strategy, "numerics", Numerics())
+            self._measured[key] = calibrate(
+                settings.recipe, numerics, order, self._device(cluster), at_once=key[1], threads=key[2]
+            )
+        return self._measured[key]
+
+    def _device(self, cluster: Cluster) -> str:
+        """Where the recipe takes its steps; where their time is given, any device shows what they need."""
+        if cluster.device != "cuda" or torch.cuda.device_count():  # which leaves this process able to fork
+            return cluster.device
+        if self._given.compute_seconds is None:
+            raise ConfigError(
+                "the recipe's steps cannot be timed here: cluster.device=cuda, and this machine has no GPU that torch "
+                "can use. Give --compute, e.g. --compute 250ms."
+            )
+        return "cpu"
+
+    def _at_once(self, settings: Settings) -> int:
+        """Processes that compute at the same time on the cores of one machine."""
+        cluster, workers = settings.cluster, settings.roles["worker"].processes
+        if cluster.device == "cuda" or self._given.compute_seconds is not None:
+            return 1
+        if self._given.one_machine or cluster.nodes == 1:
+            return workers
+        return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be another machine
+
+
+def _micro_batches(settings: Settings) -> int:
+    """Of each data-parallel part in a step."""
+    return settings.logical_ranks // settings.strategy.data_parallel(settings.cluster)
+
+
+def _threads(cluster: Cluster) -> int:
+    return cluster.threads or threads_per_process(cluster.processes_per_node)

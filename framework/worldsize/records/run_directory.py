@@ -1,0 +1,158 @@
+"""Names and exclusive creation of a run's folder."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from worldsize.errors import ConfigError
+from worldsize.records.manifest import NAME
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where everything of one run lies."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / NAME
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        return self.path / "overrides.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment"
+
+    @property
+    def patch(self) -> Path:
+        return self.path / "code.patch"
+
+    @property
+    def plugins(self) -> Path:
+        """A root of plugins: copies of those that other hosts could not find elsewhere."""
+        return self.path / "plugins"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def excluded(self) -> Path:
+        """Hosts that were too slow, a line each: the run goes on without them."""
+        return self.path / "excluded"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def transport(self) -> Path:
+        """Which way the bytes of an attempt went, until the manifest has it."""
+        return self.path / "transport.json"
+
+    @property
+    def findings(self) -> Path:
+        """What an examination of the cluster has found: a JSON file of each host, of each process, of the first."""
+        return self.path / "findings"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def control(self) -> Path:
+        """Names the socket at which the launching process takes requests, while it lives."""
+        return self.path / "control"
+
+    def servers(self, attempt: int) -> Path:
+        """Where servers and their clients find each other; for the eyes of the run's user alone."""
+        return self.path / "servers" / f"attempt_{attempt}"
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    def log(self, role: str, rank: int) -> Path:
+        return self.path / "logs" / f"{role}_{rank:05d}.log"
+
+    def error(self, role: str, rank: int) -> Path:
+        """Where a process that fails says why."""
+        return self.path / "logs" / f"{role}_{rank:05d}.error.json"
+
+    def profile(self, rank: int) -> Path:
+        return self.path / "profile" / f"worker_{rank:05d}.json"
+
+    def timing(self, rank: int) -> Path:
+        return self.path / "timing" / f"worker_{rank:05d}.jsonl"
+
+
+def private(folder: Path) -> Path:
+    """The folder, made if need be, and its parent, for this user's eyes alone."""
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+        each.chmod(0o700)
+    return folder
+
+
+def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
+    """A folder that no other launch has, ``name`` apart; nothing is created."""
+    unique = f"{datetime.now():%Y-%m-%d_%H%M%S}_{secrets.token_hex(3)}"
+    return RunDirectory(root.resolve() / recipe / (name or unique))
+
+
+@contextmanager
+def created(run: RunDirectory) -> Iterator[RunDirectory]:
+    """Create the folder exclusively; if its filling fails, nothing of it is left.
+
+    Raises:
+        ConfigError: it exists, or cannot be written.
+    """
+    before = _existing_parent(run.path)
+    try:
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir()
+        yield run
+    except FileExistsError:
+        raise ConfigError(f"the run folder {run.path} exists. Choose another run.name, or leave it out.") from None
+    except OSError as error:
+        _remove(run.path, before)
+        raise ConfigError(
+            f"the run folder {run.path} cannot be written: {error.strerror}. "
+            "Set run.root to a folder with room that you may write."
+        ) from error
+    except BaseException:
+        _remove(run.path, before)
+        raise
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def _remove(path: Path, before: Path) -> None:
+    """Remove the run's folder, and the parents that its creation made, if they are empty."""
+    shutil.rmtree(path, ignore_errors=True)
+    for parent in path.parents:
+        if parent == before:
+            return
+        try:
+            parent.rmdir()
+        except OSError:
+            return

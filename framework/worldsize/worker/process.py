@@ -1,0 +1,142 @@
+"""One process of a run: run folder → World → training. ``python -m worldsize.worker RUN_DIR``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from worldsize.config.recorded import read_settings
+from worldsize.config.settings import Settings
+from worldsize.core import Listener, Outcome, Replica, RunFailed, World
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.observe.transport import audit, disappointment, listen_to_nccl, write
+from worldsize.records.attempts import begin_attempt, end_attempt
+from worldsize.records.lock import RunLock
+from worldsize.records.run_directory import RunDirectory
+from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.worker.probe import introduce, probe
+from worldsize.worker.serving import duty_of
+from worldsize.worker.training import Training, listeners_of
+from worldsize.world.environments import Placement, placement
+from worldsize.world.preemption import Preemption
+from worldsize.world.world import check_size, open_world, role_of
+
+
+def main() -> None:
+    """Entry of a process that torchrun, srun or mpirun started."""
+    run = RunDirectory(Path(sys.argv[1]).resolve())
+    try:
+        place = placement(os.environ, str(OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")))
+    except (WorldsizeError, OSError) as error:
+        sys.exit(f"{error}")
+    watched = "WORLDSIZE_ATTEMPT" in os.environ  # by a launching process, which keeps the record
+    sys.exit(play(run, place) if place.rank or watched else _recorded(run, place))
+
+
+def _recorded(run: RunDirectory, place: Placement) -> int:
+    """Play the first rank of a run that no launcher watches, and keep the record of this attempt."""
+    with RunLock(run.path):
+        begin_attempt(run, [], place.world_size)
+        outcome = Outcome("failed", 1)
+        try:
+            code = play(run, place)
+            outcome = Outcome("preempted" if code else "completed", code)
+        finally:
+            end_attempt(run, outcome)
+    return outcome.exit_code
+
+
+def play(run: RunDirectory, placement: Placement) -> int:
+    """Play this process's role until the run ends; the exit code.
+
+    What ends it early is also left beside the process's log.
+    """
+    settings, listeners = None, list[Listener]()
+    try:
+        settings = read_settings(run)
+        check_size(placement, settings.roles)
+        if settings.examines:
+            return _examine(settings, run, placement)
+        preemption = Preemption(settings.config["checkpoint"]["signals"])
+        listeners = listeners_of(settings, run, placement.rank)
+        return _play(settings, run, placement, listeners, preemption)
+    except BaseException as error:
+        _leave_error(_error_file(run, placement, settings), error)
+        for listener in listeners:  # after the error is out: a logger may take its time
+            listener(RunFailed(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _error_file(run: RunDirectory, placement: Placement, settings: Settings | None) -> Path:
+    with suppress(ConfigError):
+        if settings is not None:
+            return run.error(*role_of(placement.rank, settings.roles))
+    return run.error("process", placement.rank)  # it is not known which role this process was to play
+
+
+def _leave_error(path: Path, error: BaseException) -> None:
+    text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
+    cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(cause))
+
+
+def _play(
+    settings: Settings, run: RunDirectory, placement: Placement, listeners: Sequence[Listener], preemption: Preemption
+) -> int:
+    settings.determinism.apply(settings.cluster.device)
+    _listen(settings, run)
+    with open_world(placement, settings.cluster, settings.roles) as world:
+        seed_generators(stream(settings.seed, "init"), world.device)
+        settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
+        _audit(settings, run, world)
+        replica = _replica(settings, run, world, placement, preemption)
+        if replica is None:
+            return 0
+        listeners = listeners or listeners_of(settings, run, 0)  # it leads in the place of one that died
+        return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)
+
+
+def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:
+    """Join the run as usual, and measure in place of training."""
+    Preemption([])  # signals end it
+    introduce(placement, settings.cluster, run.findings)
+    _listen(settings, run)
+    with open_world(placement, settings.cluster, settings.roles) as world:
+        transport = audit(world, settings.cluster, os.environ, run.path / "logs")
+        return probe(world, placement, transport, run.findings, pairs=settings.examines == "pairs")
+
+
+def _listen(settings: Settings, run: RunDirectory) -> None:
+    if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
+        os.environ.update(listen_to_nccl(run.path / "logs"))
+
+
+def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
+    """Find out which way the gang's bytes go; its first rank writes it down."""
+    if world.size < 2 or settings.roles[world.role].serves:
+        return
+    found = audit(world, settings.cluster, os.environ, run.path / "logs")
+    if world.rank == 0:
+        write(run.transport, found)
+        if said := disappointment(found, settings.cluster):
+            print(f"warning: {said}", file=sys.stderr, flush=True)
+
+
+def _replica(
+    settings: Settings, run: RunDirectory, world: World, placement: Placement, preemption: Preemption
+) -> Replica | None:
+    """What this process trains; None: it has served until the end."""
+    if not settings.roles[world.role].serves:
+        return settings.strategy.replica(settings.recipe, replace(world, folder=run.servers(placement.attempt)))
+    duty = duty_of(settings, run, world, placement, preemption.is_wanted)
+    return settings.strategy.serve(settings.recipe, world, duty)

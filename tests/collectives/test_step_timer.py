@@ -1,0 +1,129 @@
+"""Where the time of a step goes, by a clock that ticks once whenever it is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count, islice
+
+import pytest
+import torch
+from torch import nn
+
+from plugins.local_sgd.strategy import LocalSGD
+from worldsize.collectives.step_timer import Clock, Phase, phase
+from worldsize.core import Strategy, World
+from worldsize.data.loader import Order, micro_batches
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.zero import ZeRO
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Whose moments are 0, 1, 2 ..."""
+    monkeypatch.setattr(time, "perf_counter", map(float, count()).__next__)
+    return Clock(CPU)
+
+
+def test_what_is_done_within_a_phase_counts_there_and_everything_else_is_computing(clock: Clock) -> None:
+    with clock.opened():
+        clock.start(data=7.0)  # at 0
+        with phase("update"), phase("communication"):  # at 1 and 2, until 3 and 4
+            pass
+        clock.end()  # at 5
+    assert clock.take().tolist() == [[7.0, 2.0, 1.0, 2.0]]
+    assert clock.take().tolist() == []
+
+
+def test_a_phase_that_fails_ends_and_one_that_nobody_measures_asks_for_no_time(clock: Clock) -> None:
+    with phase("update"):
+        pass
+    with clock.opened():
+        with phase("update"):
+            pass
+        clock.start(data=0.0)
+        with suppress(ValueError), phase("update"):
+            raise ValueError
+        clock.end()
+    assert clock.take().tolist() == [[0.0, 2.0, 0.0, 1.0]]
+
+
+def test_pytorch_is_as_it_was_when_the_clock_is_closed(clock: Clock) -> None:
+    before = torch.futures.Future.wait
+    with clock.opened():
+        assert torch.futures.Future.wait is not before
+    assert torch.futures.Future.wait is before
+
+
+STRATEGIES: Sequence[Strategy] = (
+    DDP(),
+    DDP(reduce="ordered"),
+    DDP(compress="int8"),
+    ZeRO(),
+    FSDP(),
+    FSDP(reduce="ordered"),
+    Mesh(pipeline=2),
+    Mesh(tensor=2),
+    LocalSGD(inner_steps=1),
+)
+
+
+def measured(strategy: Strategy, world: World) -> list[float]:
+    """Moments spent in each phase of three steps, the last of them."""
+    replica, order = strategy.replica(Chain(), world), Order(0, 8, 4, (world.rank, 2 + world.rank))
+    clock = Clock(world.device)
+    with clock.opened():
+        for batches in islice(micro_batches(Chain().data("train"), order, world.device), 3):
+            clock.start(data=0.0)
+            replica.step(batches)
+            clock.end()
+    replica.close(complete=True)
+    return [float(seconds) for seconds in clock.take()[-1]]
+
+
+def test_every_strategy_is_seen_computing_waiting_for_others_and_updating() -> None:
+    def body(world: World) -> list[list[float]]:
+        return [measured(strategy, world) for strategy in STRATEGIES]
+
+    for rank in run_in_worlds(body, 2):
+        for strategy, (_, compute, communication, update) in zip(STRATEGIES, rank, strict=True):
+            assert min(compute, communication, update) > 0, f"{strategy}: {compute} {communication} {update}"
+
+
+def test_what_ddps_reducer_waits_for_begins_when_the_last_gradient_is_there() -> None:
+    def body(world: World) -> list[str]:
+        replica = DDP().replica(Chain(depth=300), world)  # too large to be gathered: the reducer in C++ sums it
+        assert isinstance(replica, SynchronousReplica)
+        order, clock, seen = Order(0, 8, 2, (world.rank,)), Clock(world.device), list[str]()
+        _note(replica.model, clock, seen)
+        with clock.opened():
+            clock.start(data=0.0)
+            replica.step(next(micro_batches(Chain().data("train"), order, world.device)))
+            clock.end()
+        return seen
+
+    for seen in run_in_worlds(body, 2):
+        backward = seen[: seen.index("update")]
+        assert backward.index("communication") > backward.index("gradient")
+        assert "gradient" not in backward[backward.index("communication") :]
+
+
+def _note(model: nn.Module, clock: Clock, seen: list[str]) -> None:
+    """What happens, in order: gradients, and changes of phase."""
+    switch = clock.switch
+
+    def noted(phase: Phase) -> Phase:
+        seen.append(phase)
+        return switch(phase)
+
+    clock.switch = noted  # type: ignore[method-assign]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))  # type: ignore[no-untyped-call]

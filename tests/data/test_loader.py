@@ -1,0 +1,128 @@
+"""The order of samples, checked against its definition: every sample once an epoch, whatever the world size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from worldsize.core import World
+from worldsize.data.loader import Order, evaluation_batches, logical_ranks_of, micro_batches
+from worldsize.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def order(batch_size: int, logical_ranks: int, rank: int = 0, size: int = 1, seed: int = 0) -> Order:
+    return Order(seed, batch_size, logical_ranks, logical_ranks_of(rank, size, logical_ranks))
+
+
+def world(rank: int, size: int) -> World:
+    return World("worker", rank, size, rank, size, rank, 0, CPU)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class Noisy(Dataset[float]):
+    """Samples that draw from every generator, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()).item() + numpy.random.rand())
+
+
+@pytest.mark.parametrize(("length", "batch_size"), [(10, 4), (12, 4), (7, 12), (100, 24)])
+def test_every_sample_is_drawn_once_an_epoch(length: int, batch_size: int) -> None:
+    epochs = 6
+    stream = [
+        int(index)
+        for step in range(1, epochs * length // batch_size + 2)
+        for rank in range(4)
+        for index in order(batch_size, 4).indices(step, rank, length)
+    ]
+    for epoch in range(epochs):
+        part = stream[epoch * length : (epoch + 1) * length]
+        assert Counter(part) == Counter(range(length))
+
+
+def test_epochs_and_seeds_shuffle_differently() -> None:
+    def epoch(seed: int, step: int) -> list[int]:
+        return list(order(50, 1, seed=seed).indices(step, 0, 50).tolist())
+
+    assert len({tuple(epoch(seed, step)) for seed in (0, 1) for step in (1, 2)}) == 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_a_step_holds_the_same_samples_for_each_logical_rank_at_every_world_size(size: int) -> None:
+    dataset = TensorDataset(torch.arange(40))
+    seen: dict[tuple[int, int], list[int]] = {}
+    for rank in range(size):
+        mine = order(12, 6, rank, size)
+        for step, batches in enumerate(islice(micro_batches(dataset, mine, CPU), 5), start=1):
+            for logical, batch in zip(mine.mine, batches, strict=True):
+                seen[step, logical] = batch.data[0].tolist()
+    expected = {
+        (step, rank): order(12, 6).indices(step, rank, 40).tolist() for step in range(1, 6) for rank in range(6)
+    }
+    assert seen == expected
+
+
+def test_a_position_is_a_number() -> None:
+    dataset = TensorDataset(torch.arange(40))
+    whole = [batches[0].data[0].tolist() for batches in islice(micro_batches(dataset, order(6, 1), CPU), 10)]
+    resumed = [batches[0].data[0].tolist() for batches in islice(micro_batches(dataset, order(6, 1), CPU, first=7), 3)]
+    assert resumed == whole[7:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_stream_is_shared_out_without_loss_and_starts_again(size: int) -> None:
+    parts = [islice(micro_batches(Stream(10), order(4, 4, rank, size), CPU), 5) for rank in range(size)]
+    steps = [
+        sorted(int(x) for batches in step for batch in batches for x in batch.data) for step in zip(*parts, strict=True)
+    ]
+    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9], [2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_a_stream_resumes_at_its_position() -> None:
+    batches = next(micro_batches(Stream(100), order(4, 2), CPU, first=3))
+    assert [batch.data.tolist() for batch in batches] == [[12, 13], [14, 15]]
+
+
+def test_an_empty_stream_is_an_error_and_not_an_endless_loop() -> None:
+    with pytest.raises(ConfigError, match="stream is empty"):
+        next(micro_batches(Stream(0), order(4, 2), CPU))
+
+
+def test_data_workers_yield_the_same_batches_and_the_same_randomness() -> None:
+    def drawn(workers: int) -> list[list[float]]:
+        batches = islice(micro_batches(Noisy(), order(4, 2), CPU, workers=workers), 4)
+        return [batch.data.tolist() for step in batches for batch in step]
+
+    here = drawn(0)
+    assert here == drawn(2)
+    assert len({value for row in here for value in row}) == 16
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(10)), Stream(10)], ids=["map", "stream"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_evaluation_counts_every_sample_once_and_ranks_take_equally_many_batches(dataset: Any, size: int) -> None:
+    shares = [list(evaluation_batches(dataset, world(rank, size), batch_size=4)) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    counted = [batch for share in shares for batch in share if batch.counted]
+    rows = [batch.data[0] if isinstance(batch.data, list | tuple) else batch.data for batch in counted]
+    assert sorted(torch.cat(rows).tolist()) == list(range(10))
+    assert sorted(batch.index for batch in counted) == [0, 1, 2]

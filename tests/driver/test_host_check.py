@@ -1,0 +1,36 @@
+"""What must be alike on all hosts of a run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.config.recorded import read_settings
+from worldsize.driver.host_check import check_alike, data_digest
+from worldsize.errors import WorldsizeError
+from worldsize.records.run_directory import RunDirectory
+
+
+def test_data_are_told_by_names_and_sizes_and_what_is_missing(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a.txt", "b.txt", "c.txt")}
+    files["a.txt"].write_text("one")
+    assert data_digest(files) == "without b.txt and 1 more"
+    files["b.txt"].write_text("three")
+    files["c.txt"].write_text("")
+    assert data_digest(files) == hashlib.sha256(b"a.txt 3\nb.txt 5\nc.txt 0").hexdigest()[:12]
+
+
+def test_a_host_without_the_data_is_named(train: Any) -> None:
+    run = train("steps=1", "launch=write")
+    settings = read_settings(RunDirectory(run.folder))
+    first = {"node": 0, "host": "a", "alike": {"data": "0123"}}
+    other = {"node": 1, "host": "b", "alike": {"data": "without train.txt"}}
+    with pytest.raises(WorldsizeError, match=r"b \(node 1\) has data without train\.txt, a has 0123"):
+        check_alike(settings, first, [other])
+    check_alike(settings, first, [{**first, "node": 1}])
+    config = {**settings.config, "cluster": {**settings.config["cluster"], "nodes_differ": "warn"}}
+    check_alike(replace(settings, config=config), first, [other])

@@ -1,0 +1,57 @@
+"""Secrets in the places where users put them."""
+
+from __future__ import annotations
+
+import pytest
+
+from worldsize.records.redaction import is_secret, redacted, redacted_arguments, without_credentials
+
+
+@pytest.mark.parametrize("name", ["HFToken", "APIKey", "Authorization", "passwords", "secrets", "x.passphrase"])
+def test_secrets_are_known_in_camel_case_and_in_the_plural(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["tokens", "max_tokens", "tokenizer", "key_metric", "seed", "keyboard", "author"])
+def test_words_that_only_contain_a_secret_one_are_not_secret(name: str) -> None:
+    assert not is_secret(name)
+    assert redacted({name: "x"}) == {name: "x"}
+
+
+@pytest.mark.parametrize(
+    ("url", "clean"),
+    [
+        ("https://u:p@ss@example.org/x", "https://example.org/x"),
+        (
+            "https://example.org/x?access_token=t&page=1",
+            "https://example.org/x?access_token=<redacted>&page=1",
+        ),
+        ("s3://bucket/x?X-Amz-Signature=t", "s3://bucket/x?X-Amz-Signature=<redacted>"),
+        (
+            "[https://u:p@a.org/x,https://v:q@b.org/y?token=t]",
+            "[https://a.org/x,https://b.org/y?token=<redacted>]",
+        ),
+        ("https://example.org/x?max_tokens=3", "https://example.org/x?max_tokens=3"),
+        ("git@example.org:a/b.git", "git@example.org:a/b.git"),
+        ("is it a?token=b", "is it a?token=b"),
+    ],
+)
+def test_urls_keep_everything_but_their_credentials(url: str, clean: str) -> None:
+    assert without_credentials(url) == clean
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "logger={project:x,api_key:s3cret}",
+        "+a.headers={'Authorization': 'Bearer s3cret'}",
+        "a={b:{token:s3cret}}",
+    ],
+)
+def test_an_override_with_a_secret_inside_braces_is_hidden_whole(word: str) -> None:
+    assert redacted_arguments([word]) == [f"{word.partition('=')[0]}=<redacted>"]
+
+
+def test_other_overrides_are_kept_as_they_were_typed() -> None:
+    typed = ["optimizer={lr:0.1,max_tokens:3}", "strategy=ddp", "~logger", "lr=0.1,0.2", "--multirun"]
+    assert redacted_arguments(typed) == typed
