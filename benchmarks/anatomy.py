@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
 from worldsize.collectives.step_timer import Clock
-from worldsize.core import Event, Recipe, StepDone, World
+from worldsize.core import Event, Recipe, RunContext, StepDone, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.engine.fit import Calls, Pace, Position, fit
 from worldsize.observe.stragglers import Stragglers
@@ -42,7 +42,11 @@ def order_of(world: World, *, balanced: bool = False) -> Order:
 
 def parts(recipe: Recipe, number: int, world: World) -> list[float]:
     """Seconds a step of each part; the odd ones are measured, on the first rank with the search for stragglers."""
-    replica, clock, stragglers = DDP().replica(recipe, world), Clock(world.device), Stragglers([range(world.size)])
+    replica, clock, stragglers = (
+        DDP().replica(recipe, RunContext(world)),
+        Clock(world.device),
+        Stragglers([range(world.size)]),
+    )
     batches = micro_batches(recipe.data("train"), order_of(world), world.device)
 
     def emit(event: Event) -> None:
@@ -122,7 +126,7 @@ class Reading(Recipe):
 
 def splits(steps: int, world: World) -> list[Tensor]:
     """[steps, 4] of plain and of balanced batches, which take turns step by step."""
-    replica, clocks = DDP().replica(Reading(), world), [Clock(world.device), Clock(world.device)]
+    replica, clocks = DDP().replica(Reading(), RunContext(world)), [Clock(world.device), Clock(world.device)]
     sources = [micro_batches(Texts(), order_of(world, balanced=balanced), world.device) for balanced in (False, True)]
     for _ in range(steps):
         for clock, batches in zip(clocks, sources, strict=True):

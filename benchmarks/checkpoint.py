@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from elastic import Wide
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
-from worldsize.core import Replica, StateDict, World
+from worldsize.core import Replica, RunContext, StateDict, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
@@ -79,7 +79,7 @@ def measure(world: World, root: Path, rounds: int) -> dict[str, list[tuple[float
     """
     warnings.simplefilter("ignore")
     recipe = Wide()
-    replica = DDP().replica(recipe, world)
+    replica = DDP().replica(recipe, RunContext(world))
     batches = micro_batches(recipe.data("train"), Order(0, BATCH, world.size, (world.rank,)), world.device)
     ways = {name: way(world, root / str(number)) for number, (name, way) in enumerate(WAYS.items())}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from worldsize.core import Recipe, World
+from worldsize.core import Recipe, RunContext, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
@@ -53,7 +53,7 @@ class Wide(Recipe):
 def measure(world: World, reduce: Literal["flat", "ordered"], steps: int) -> Figures:
     """Seconds a step, and bytes that crossed the loopback interface in a step, all ranks together."""
     recipe = Wide()
-    replica = DDP(reduce=reduce).replica(recipe, world)
+    replica = DDP(reduce=reduce).replica(recipe, RunContext(world))
     mine = logical_ranks_of(world.rank, world.size, LOGICAL_RANKS)
     batches = micro_batches(recipe.data("train"), Order(0, BATCH, LOGICAL_RANKS, mine), world.device)
     for _ in range(3):

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from recipes.stdlib_lm.gpt import GPT, Logits, Sizes
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.core import MicroBatch, World
+from worldsize.core import MicroBatch, RunContext, World
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
 
@@ -48,7 +48,7 @@ def _recipe() -> StdlibLM:
 
 def _ours(strategy: Mesh, world: World) -> Step:
     torch.manual_seed(1)
-    replica = strategy.replica(_recipe(), world)
+    replica = strategy.replica(_recipe(), RunContext(world))
     count = strategy.default_micro_batches
 
     def step(inputs_bt: Tensor, targets_bt: Tensor) -> object:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 sys.path.append(str(Path(__file__).parents[1]))
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.core import MicroBatch, Strategy, World
+from worldsize.core import MicroBatch, RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -74,7 +74,7 @@ def held(model: nn.Module, optimizer: Optimizer) -> int:
 def added(strategy: Strategy, world: World) -> tuple[int, int]:
     """After a few steps, bytes of what training keeps, and by how much this process has grown."""
     before, source = resident(), batches()
-    replica = strategy.replica(RECIPE, world)
+    replica = strategy.replica(RECIPE, RunContext(world))
     assert isinstance(replica, SynchronousReplica)
     for _ in range(STEPS):
         replica.step([MicroBatch(next(source), 1)])
@@ -120,7 +120,7 @@ def by_hand(world: World) -> Callable[[], object]:
 
 
 def ours(world: World) -> Callable[[], object]:
-    replica, source = FSDP().replica(RECIPE, world), batches()
+    replica, source = FSDP().replica(RECIPE, RunContext(world)), batches()
     return lambda: replica.step([MicroBatch(next(source), 1)])
 
 

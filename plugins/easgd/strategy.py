@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
@@ -15,15 +15,13 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Duty,
     Numerics,
     Recipe,
-    Reduction,
     Replica,
     Role,
+    RunContext,
     Strategy,
     Workload,
-    World,
 )
 from worldsize.cost.cluster import across, served_bytes, served_seconds, whole_bytes
 from worldsize.records.run_directory import private
@@ -47,14 +45,11 @@ class EASGD(Strategy):
     (their equations 2 and 3, with the same bits every time); "apart": each as it comes (their algorithm 1).
     """
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     reductions = ("flat",)
     period: int = 4
     moving_rate: float = 0.9
     rounds: Rounds = "together"
     nodes: int = 1
-    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -63,7 +58,9 @@ class EASGD(Strategy):
             raise ConfigError(f"strategy.moving_rate={self.moving_rate} must be above 0 and at most 1; 0.9 is usual.")
         if self.rounds not in ("together", "apart"):
             raise ConfigError(f"strategy.rounds={self.rounds!r} is unknown. Known: together, apart.")
-        if self.numerics.precision == "fp16":
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        if numerics.precision == "fp16":
             raise ConfigError("easgd has no loss scale that workers share. Set precision=bf16 or fp32.")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
@@ -86,14 +83,15 @@ class EASGD(Strategy):
         if self.nodes > 1:
             mint_authority(private(folder) / "keys")
 
-    def serve(self, recipe: Recipe, world: World, duty: Duty) -> None:
+    def serve(self, recipe: Recipe, context: RunContext) -> None:
         """The centre: a Unix socket inside a host, mutual TLS between hosts."""
-        workers, model = duty.workers, recipe.model()
-        keys = self._keys(_CENTRE, duty.folder)
+        workers, model = context.workers, recipe.model()
+        meeting = context.meeting_place(needs="easgd's centre needs its workers")
+        keys = self._keys(_CENTRE, meeting.folder)
         with tempfile.TemporaryDirectory(prefix="worldsize_") as folder:
-            listener = listen(f"tcp:{duty.address}:0" if keys else f"unix:{folder}/centre", keys)
-            Directory(duty.folder, duty.timeout).claim(0, 1, address_of(listener), _CENTRE)
-            channels = joined(listener, keys, workers, duty.timeout)
+            listener = listen(f"tcp:{meeting.address}:0" if keys else f"unix:{folder}/centre", keys)
+            Directory(meeting.folder, meeting.timeout).claim(0, 1, address_of(listener), _CENTRE)
+            channels = joined(listener, keys, workers, meeting.timeout)
             listener.close()
         numel = sum(parameter.numel() for parameter in trained(model))
         centre = Centre(channels, numel=numel, elasticity=self.moving_rate / workers)
@@ -102,14 +100,13 @@ class EASGD(Strategy):
         else:
             centre.serve_apart()
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
-        if world.folder is None:
-            raise ConfigError("easgd needs its centre, which a run has.")
-        name, folder = f"worker-{world.rank}", Directory(world.folder, self.timeout)
-        channel, _ = Dialer(name, folder, self._keys(name, world.folder), self.timeout).connect(0, "worker")
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        world, meeting = context.world, context.meeting_place(needs="easgd needs its centre")
+        name, folder = f"worker-{world.rank}", Directory(meeting.folder, meeting.timeout)
+        channel, _ = Dialer(name, folder, self._keys(name, meeting.folder), meeting.timeout).connect(0, "worker")
         model = recipe.model().to(world.device)
         link = Link(channel, sum(parameter.numel() for parameter in trained(model)))
-        inner = alone(recipe, model, world, self.numerics)
+        inner = alone(recipe, model, context)
         return ElasticReplica(inner, world, link, period=self.period, elasticity=self.moving_rate / world.size)
 
     def _keys(self, name: str, folder: Path) -> Keys | None:

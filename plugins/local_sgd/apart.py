@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,11 +14,10 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Numerics,
     Recipe,
-    Reduction,
     Replica,
     Role,
+    RunContext,
     Strategy,
     Workload,
     World,
@@ -32,8 +31,6 @@ from worldsize.strategies.synchronous import alone
 class Apart(Strategy):
     """Abstract. Each worker takes ``inner_steps`` optimizer steps on its share of the batches, as if it were alone."""
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     inner_steps: int = 8
 
     def __post_init__(self) -> None:
@@ -59,10 +56,11 @@ class Apart(Strategy):
         seconds = all_reduce_seconds(work.parameter_bytes, cluster) / self.inner_steps
         return Cost(whole_bytes(work), sent, across(cluster, sent), seconds, exposed_seconds=seconds, same=False)
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        world = context.world
         model = recipe.model().to(world.device)
         _make_equal(model, world)
-        inner = alone(recipe, model, world, self.numerics)
+        inner = alone(recipe, model, context)
         return LocalReplica(inner, world, self.outer(recipe, inner.learning, world))
 
     @abstractmethod

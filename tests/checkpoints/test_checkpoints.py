@@ -490,7 +490,7 @@ def test_what_is_sealed_but_no_manifest_is_refused_and_an_older_one_used_on_requ
 
 def alone_newest(root: Path, *, allow_older: bool = False) -> Any:
     """In this process, so that its own errors come out."""
-    return newest(root, World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu")), allow_older=allow_older)
+    return newest(root, World.alone(torch.device("cpu")), allow_older=allow_older)
 
 
 @pytest.mark.parametrize("state", [{"a/b": 1, "a": {"b": 2}}, {0: 1, "0": 2}])

@@ -13,7 +13,7 @@ from torch import nn
 
 from plugins.local_sgd.strategy import LocalSGD
 from worldsize.collectives.step_timer import Clock, Phase, phase
-from worldsize.core import Strategy, World
+from worldsize.core import RunContext, Strategy, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -78,7 +78,7 @@ STRATEGIES: Sequence[Strategy] = (
 
 def measured(strategy: Strategy, world: World) -> list[float]:
     """Moments spent in each phase of three steps, the last of them."""
-    replica, order = strategy.replica(Chain(), world), Order(0, 8, 4, (world.rank, 2 + world.rank))
+    replica, order = strategy.replica(Chain(), RunContext(world)), Order(0, 8, 4, (world.rank, 2 + world.rank))
     clock = Clock(world.device)
     with clock.opened():
         for batches in islice(micro_batches(Chain().data("train"), order, world.device), 3):
@@ -100,7 +100,9 @@ def test_every_strategy_is_seen_computing_waiting_for_others_and_updating() -> N
 
 def test_what_ddps_reducer_waits_for_begins_when_the_last_gradient_is_there() -> None:
     def body(world: World) -> list[str]:
-        replica = DDP().replica(Chain(depth=300), world)  # too large to be gathered: the reducer in C++ sums it
+        replica = DDP().replica(
+            Chain(depth=300), RunContext(world)
+        )  # too large to be gathered: the reducer in C++ sums it
         assert isinstance(replica, SynchronousReplica)
         order, clock, seen = Order(0, 8, 2, (world.rank,)), Clock(world.device), list[str]()
         _note(replica.model, clock, seen)

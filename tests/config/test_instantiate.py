@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from worldsize.config.instantiate import Allowed, build, check_targets
-from worldsize.core import ConfigError, Numerics, Strategy
-from worldsize.strategies.ddp import DDP
+from worldsize.core import Cluster, ConfigError, Link, Strategy
 
 DDP_TARGET = "worldsize.strategies.ddp.DDP"
 
@@ -20,8 +19,11 @@ def make(node: dict[str, Any], allowed: Allowed | None = None) -> Strategy:
 
 
 def test_a_nested_target_is_built() -> None:
-    node = {"_target_": DDP_TARGET, "numerics": {"_target_": "worldsize.core.Numerics", "precision": "bf16"}}
-    assert make(node) == DDP(Numerics(precision="bf16"))
+    link = {"_target_": "worldsize.core.Link", "bandwidth": 1e9, "latency": 1e-5}
+    shape = {"name": "two", "nodes": 1, "processes": 2, "device": "cpu", "backend": "gloo"}
+    node = {"_target_": "worldsize.core.Cluster", **shape, "links": {"node": link}}
+    built = build(node, Cluster, allowed=Allowed(), key="cluster")
+    assert built == Cluster("two", 1, 2, "cpu", "gloo", links={"node": Link(1e9, 1e-5)})
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from worldsize.config.search_path import check_unique, config_folders
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.reproducibility.plugins import check_kept, digest_of, keep
 
-YAML = "# What it does\n_target_: {target}\nnumerics: ${{numerics}}\n"
+YAML = "# What it does\n_target_: {target}\n"
 
 
 def put(folder: Path, option: str, target: str, source: str = "") -> Path:

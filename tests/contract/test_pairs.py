@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from worldsize.core import Strategy, World
+from worldsize.core import RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
@@ -40,7 +40,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
 
 def _train(strategy: Strategy, size: int, folder: Path, *, save: bool) -> list[Trained]:
     size = 1 if isinstance(strategy, Single) else size
-    return run_in_worlds(lambda world: train(strategy, world, 4, folder, save=save), size, local_size=min(size, 2))
+    return run_in_worlds(
+        lambda world: train(strategy, RunContext(world), 4, folder, save=save), size, local_size=min(size, 2)
+    )
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -50,7 +52,7 @@ def test_a_strategy_goes_on_from_what_every_strategy_has_saved(
     strategy = STRATEGIES[name]
 
     def load_all(world: World) -> list[Trained]:
-        return [train(strategy, world, 4, folder) for folder, _ in saved.values()]
+        return [train(strategy, RunContext(world), 4, folder) for folder, _ in saved.values()]
 
     size = 1 if name == "single" else 2
     loaded = run_in_worlds(load_all, size)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worldsize.core import Cluster, ConfigError, Strategy
+from worldsize.core import Cluster, ConfigError, RunContext, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
@@ -87,7 +87,7 @@ class TestMeshOfTensorsAndStages(StrategyContract):
     ids=str,
 )
 def test_other_options_reach_the_loss_of_one_process_as_well(strategy: Strategy, tolerance: float) -> None:
-    for found in run_in_worlds(lambda world: train(strategy, world, STEPS), 4, local_size=2):
+    for found in run_in_worlds(lambda world: train(strategy, RunContext(world), STEPS), 4, local_size=2):
         assert_close("loss", found.losses[-1], reference().losses[-1], tolerance)
 
 

@@ -13,7 +13,7 @@ from worldsize.core import Evaluated, EvaluationBatch, Event, MicroBatch, Replic
 from worldsize.data.loader import Order
 from worldsize.engine.fit import Calls, Pace, Position, fit
 
-ALONE = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
+ALONE = World.alone(torch.device("cpu"))
 
 
 class Idle(Replica):

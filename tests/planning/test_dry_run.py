@@ -14,7 +14,7 @@ from torch import Tensor
 
 from worldsize.config.compose import compose_and_call
 from worldsize.config.settings import Settings
-from worldsize.core import Numerics, Replica, World
+from worldsize.core import Replica, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.driver.execute import settings_of
 from worldsize.planning.dry_run import silent_world, slowdown
@@ -46,9 +46,9 @@ def _steps(settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
     with silent_world(settings.cluster, CPU) as world:
         data = next(micro_batches(recipe.data("train"), settings.order(0, world.size), CPU))
         torch.manual_seed(0)
-        single = alone(recipe, recipe.model(), World("worker", 0, 1, 0, 1, 0, 0, CPU), Numerics())
+        single = alone(recipe, recipe.model(), RunContext(World.alone(CPU)))
         torch.manual_seed(0)
-        first = settings.strategy.replica(recipe, world)
+        first = settings.strategy.replica(recipe, RunContext(world))
         return _changed(single, data), _changed(first, data)
 
 

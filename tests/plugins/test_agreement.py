@@ -16,7 +16,7 @@ from plugins.diloco.strategy import DiLoCo
 from plugins.local_sgd.rows import own
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
-from worldsize.core import EvaluationBatch, Recipe, Strategy, World
+from worldsize.core import EvaluationBatch, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
@@ -188,7 +188,7 @@ def nearest(row: Tensor) -> Tensor:
 def trained(strategy: Strategy, world: World, recipe: Regression, steps: int = STEPS) -> dict[str, Any]:
     order = Order(seed=3, batch_size=BATCH, logical_ranks=world.size, mine=(world.rank,))
     batches = micro_batches(recipe.data("train"), order, world.device)
-    replica = strategy.replica(recipe, world)
+    replica = strategy.replica(recipe, RunContext(world))
     for _ in range(steps):
         replica.step(next(batches))
     state = replica.state()
@@ -307,7 +307,7 @@ def test_what_is_evaluated_is_the_mean_model_and_training_goes_on_as_if_nothing_
     def body(world: World) -> tuple[float, Weights, Weights, list[Tensor]]:
         order = Order(seed=3, batch_size=BATCH, logical_ranks=2, mine=(world.rank,))
         batches = micro_batches(recipe.data("train"), order, world.device)
-        replica = DiLoCo(inner_steps=EVERY).replica(recipe, world)
+        replica = DiLoCo(inner_steps=EVERY).replica(recipe, RunContext(world))
         for _ in range(3):
             replica.step(next(batches))
         before, mean_model = replica.state()["strategy"]["workers"]["model"], replica.state()["model"]

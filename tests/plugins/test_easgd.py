@@ -18,7 +18,7 @@ import torch
 from plugins.easgd.centre import Centre
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
-from worldsize.core import Cluster, ConfigError, Duty, Link, Numerics, Workload
+from worldsize.core import Cluster, ConfigError, Link, Numerics, Rendezvous, RunContext, Workload
 from worldsize.data.loader import Order, fetch
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import ALONE, BATCH, CHAIN, SEED, StrategyContract, train
@@ -26,22 +26,14 @@ from worldsize.transport.channel import Channel
 
 
 @contextmanager
-def centre(strategy: EASGD, workers: int) -> Iterator[Path]:
-    """The process that a run would start beside ``workers`` workers; the folder where they find it."""
-
-    def none(*_: Any) -> Any:
-        raise AssertionError("a centre asks for none of this")
-
+def centre(strategy: EASGD, workers: int) -> Iterator[Rendezvous]:
+    """The process that a run would start beside ``workers`` workers; where they find it."""
     with tempfile.TemporaryDirectory() as name:
-        asks = dict.fromkeys(
-            ("restore", "micro_batch", "evaluation", "wants_stop", "begins", "passes", "measured"), none
-        )
-        facts: dict[str, Any] = {"steps": 0, "logical_ranks": workers, "timeout": 60.0, **asks}
-        duty = Duty(folder=Path(name), workers=workers, **facts)
-        world = replace(ALONE, role="centre")
-        process = get_context("fork").Process(target=strategy.serve, args=(CHAIN, world, duty), daemon=True)
+        meeting = Rendezvous(Path(name), timeout=60.0)
+        context = RunContext(replace(ALONE, role="centre"), workers=workers, rendezvous=meeting)
+        process = get_context("fork").Process(target=strategy.serve, args=(CHAIN, context), daemon=True)
         process.start()
-        yield Path(name)
+        yield meeting
         process.kill()
         process.join()
 
@@ -49,7 +41,7 @@ def centre(strategy: EASGD, workers: int) -> Iterator[Path]:
 class TestEASGD(StrategyContract):
     """Its mathematics is not that of one process, hence the tolerance."""
 
-    strategy = EASGD(period=2, timeout=60.0)
+    strategy = EASGD(period=2)
     sizes = (2, 3)
     impossible = 1
     tolerance = 0.3
@@ -57,12 +49,12 @@ class TestEASGD(StrategyContract):
 
     def run(self, size: int, body: Any) -> list[Any]:
         assert isinstance(self.strategy, EASGD)
-        with centre(self.strategy, size) as folder:
-            return super().run(size, lambda world: body(replace(world, folder=folder)))
+        with centre(self.strategy, size) as meeting:
+            return super().run(size, lambda context: body(replace(context, rendezvous=meeting)))
 
     def test_centre_and_workers_move_as_the_paper_says(self) -> None:
         """Equations 2 and 3 of arXiv 1412.6651, with AdamW in the place of SGD, in plain PyTorch."""
-        found = self.run(2, lambda world: train(self.strategy, world, 4))[0]
+        found = self.run(2, lambda context: train(self.strategy, context, 4))[0]
         models = [CHAIN.model() for _ in range(2)]
         optimizers = [CHAIN.optimizer(model) for model in models]
         middle = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
@@ -104,8 +96,8 @@ def test_workers_that_come_apart_meet_the_centre_where_the_one_before_has_left_i
         (lambda: EASGD(period=0), "strategy.period=0 must be 1 or more"),
         (lambda: EASGD(moving_rate=1.5), "strategy.moving_rate=1.5 must be above 0 and at most 1"),
         (lambda: EASGD(rounds="never"), "'never' is unknown. Known: together, apart"),  # type: ignore[arg-type]
-        (lambda: EASGD(numerics=Numerics("fp16")), "Set precision=bf16 or fp32"),
-        (lambda: EASGD().replica(CHAIN, ALONE), "needs its centre"),
+        (lambda: EASGD().check_numerics(Numerics("fp16")), "Set precision=bf16 or fp32"),
+        (lambda: EASGD().replica(CHAIN, RunContext(ALONE)), "needs its centre"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_remedy(make: Any, said: str) -> None:

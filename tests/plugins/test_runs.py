@@ -15,7 +15,7 @@ from plugins.diloco.strategy import DiLoCo
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from recipes.digits.recipe import Digits
-from worldsize.core import ConfigError, Replica, World
+from worldsize.core import ConfigError, Replica, RunContext, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
@@ -86,11 +86,11 @@ def stepped(replica: Replica, world: World, steps: int) -> dict[str, Tensor]:
 
 def test_the_first_round_after_another_strategy_begins_at_its_model_with_its_optimizer() -> None:
     def body(world: World) -> list[dict[str, Tensor]]:
-        ddp = DDP().replica(RECIPE, world)
+        ddp = DDP().replica(RECIPE, RunContext(world))
         begun = stepped(ddp, world, 3)
         found = [begun]
         for strategy in (LocalSGD(inner_steps=100), DiLoCo(inner_steps=1)):
-            replica = strategy.replica(RECIPE, world)
+            replica = strategy.replica(RECIPE, RunContext(world))
             replica.load({**copy.deepcopy(ddp.state()), "strategy": replica.state()["strategy"]})
             assert all(torch.equal(tensor, begun[name]) for name, tensor in replica.state()["model"].items())
             found.append(stepped(replica, world, 1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipes.hf_causal_lm.recipe import HFCausalLM
-from worldsize.core import ConfigError, MicroBatch, Strategy, World
+from worldsize.core import ConfigError, MicroBatch, RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.worlds import run_in_worlds
@@ -49,7 +49,7 @@ def by_hand(found: HFCausalLM) -> list[float]:
 
 def losses_of(strategy: Strategy, found: HFCausalLM, world: World) -> list[float]:
     torch.manual_seed(0)
-    replica, data, each = strategy.replica(found, world), found.data("train"), 4 // world.size
+    replica, data, each = strategy.replica(found, RunContext(world)), found.data("train"), 4 // world.size
     losses = []
     for step in range(STEPS):
         rows = torch.arange(each) + 4 * step + each * world.rank

@@ -42,7 +42,7 @@ def test_tensors_count_units_of_their_own_dtype() -> None:
 
 
 def a_run(folder: Path, weights: dict[int, float], losses: dict[int, float], digest: str) -> Path:
-    world = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
+    world = World.alone(torch.device("cpu"))
     saver = Saver(folder / "checkpoints", world, None, keep=Retention(last=9), facts={})
     for step, value in weights.items():
         saver.save({"model": {"w": torch.tensor([2.0, value])}}, step=step, facts={"metrics": {}})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from worldsize.core import EvaluationBatch, Event, Numerics, Recipe, Strategy, World
+from worldsize.core import EvaluationBatch, Event, Numerics, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.engine.fit import Calls, Pace, fit
 from worldsize.strategies.ddp import DDP
@@ -65,11 +65,16 @@ def reference(clip_norm: float | None = None) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def trained(strategy: Strategy, world: World, logical_ranks: int | None = None) -> dict[str, Tensor]:
+PLAIN = Numerics()
+
+
+def trained(
+    strategy: Strategy, world: World, logical_ranks: int | None = None, numerics: Numerics = PLAIN
+) -> dict[str, Tensor]:
     recipe = Regression()
     total = logical_ranks or world.size
     order = Order(seed=3, batch_size=BATCH, logical_ranks=total, mine=logical_ranks_of(world.rank, world.size, total))
-    replica = strategy.replica(recipe, world)
+    replica = strategy.replica(recipe, RunContext(world, numerics))
     batches = micro_batches(recipe.data("train"), order, world.device)
     fit(replica, batches, world, order=order, pace=Pace(STEPS), calls=Calls(dict, ignore))
     model: dict[str, Tensor] = replica.state()["model"]
@@ -105,8 +110,8 @@ def test_accumulating_logical_ranks_gives_the_same_step(size: int) -> None:
 
 
 def test_clipping_acts_on_the_global_gradient() -> None:
-    strategy = DDP(Numerics(clip_norm=0.05))
-    for weights in run_in_worlds(lambda world: trained(strategy, world), 3):
+    numerics = Numerics(clip_norm=0.05)
+    for weights in run_in_worlds(lambda world: trained(DDP(), world, numerics=numerics), 3):
         assert_equal_weights(weights, reference(clip_norm=0.05))
 
 
@@ -117,7 +122,7 @@ def test_what_a_recipe_keeps_frozen_stays_so_when_it_has_been_evaluated() -> Non
             return nn.Sequential(nn.Dropout().eval(), super().model())
 
     def modes(world: World) -> list[bool]:
-        replica = Single().replica(recipe := Frozen(), world)
+        replica = Single().replica(recipe := Frozen(), RunContext(world))
         replica.evaluate([EvaluationBatch(0, recipe.data("test")[:3])])
         return [module.training for module in replica.model.modules()]  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from worldsize.core import MicroBatch, Numerics, Recipe, Strategy, World
+from worldsize.core import MicroBatch, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
@@ -109,7 +109,7 @@ class Normalised(Recipe):
 
 def trained(world: World) -> Mapping[str, Tensor]:
     recipe = Normalised()
-    replica = DDP(Numerics(), reduce="ordered").replica(recipe, world)
+    replica = DDP(reduce="ordered").replica(recipe, RunContext(world))
     order = Order(seed=1, batch_size=48, logical_ranks=12, mine=logical_ranks_of(world.rank, world.size, 12))
     batches = micro_batches(recipe.data("train"), order, world.device)
     for _ in range(10):
@@ -138,7 +138,7 @@ def test_batch_norm_statistics_are_the_mean_over_logical_ranks(strategy: Strateg
     expected = torch.stack(means).mean(0)
 
     def after_one_step(world: World) -> Mapping[str, Tensor]:
-        replica = strategy.replica(recipe, world)
+        replica = strategy.replica(recipe, RunContext(world))
         replica.step([batches[rank] for rank in logical_ranks_of(world.rank, world.size, 12)])
         model = replica.state()["model"]
         return {name: model[name].clone() for name, _ in recipe.model().named_buffers()}  # which no strategy shards

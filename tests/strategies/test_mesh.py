@@ -24,7 +24,18 @@ from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.whole import whole
-from worldsize.core import Cluster, ConfigError, EvaluationBatch, MicroBatch, Numerics, Recipe, Replica, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    EvaluationBatch,
+    MicroBatch,
+    Numerics,
+    Recipe,
+    Replica,
+    RunContext,
+    Strategy,
+    World,
+)
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -75,9 +86,12 @@ def trained_by_hand(*, clip: bool) -> tuple[Losses, dict[str, Tensor], float]:
     return [*losses, *norms], model.state_dict(), float(total / count)
 
 
-def built(strategy: Strategy, world: World, **options: Any) -> Replica:
+PLAIN = Numerics()
+
+
+def built(strategy: Strategy, world: World, *, numerics: Numerics = PLAIN, **options: Any) -> Replica:
     torch.manual_seed(5)
-    return strategy.replica(recipe(**options), world)
+    return strategy.replica(recipe(**options), RunContext(world, numerics))
 
 
 def parts(strategy: Strategy, world: World) -> tuple[int, int]:
@@ -113,8 +127,8 @@ def evaluation(strategy: Strategy, world: World) -> Iterator[EvaluationBatch]:
     yield from [*batches, *padding][rank::size]
 
 
-def trained(strategy: Strategy, world: World) -> tuple[Losses, dict[str, Tensor], float]:
-    replica = built(strategy, world)
+def trained(strategy: Strategy, world: World, numerics: Numerics) -> tuple[Losses, dict[str, Tensor], float]:
+    replica = built(strategy, world, numerics=numerics)
     losses = steps(replica, strategy, world)
     metrics = replica.evaluate(evaluation(strategy, world))
     model = {name: tensor.clone() for name, tensor in whole(replica.state()["model"], world).items()}
@@ -122,21 +136,23 @@ def trained(strategy: Strategy, world: World) -> tuple[Losses, dict[str, Tensor]
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "numerics"),
     [
-        Mesh(),
-        Mesh(tensor=2, numerics=CLIPPED),
-        Mesh(pipeline=2),
-        Mesh(pipeline=3, schedule="gpipe", split=[1, 4]),
-        Mesh(data=2, pipeline=2, schedule="interleaved", numerics=CLIPPED),
-        Mesh(data=2, tensor=2, pipeline=2, numerics=CLIPPED, activation_checkpointing=True),
+        (Mesh(), Numerics()),
+        (Mesh(tensor=2), CLIPPED),
+        (Mesh(pipeline=2), Numerics()),
+        (Mesh(pipeline=3, schedule="gpipe", split=[1, 4]), Numerics()),
+        (Mesh(data=2, pipeline=2, schedule="interleaved"), CLIPPED),
+        (Mesh(data=2, tensor=2, pipeline=2, activation_checkpointing=True), CLIPPED),
     ],
-    ids=lambda mesh: f"{mesh.data or 1}x{mesh.tensor}x{mesh.pipeline}-{mesh.schedule}",
+    ids=lambda mesh: (
+        f"{mesh.data or 1}x{mesh.tensor}x{mesh.pipeline}-{mesh.schedule}" if isinstance(mesh, Mesh) else ""
+    ),
 )
-def test_a_mesh_trains_as_one_process_does(strategy: Mesh) -> None:
+def test_a_mesh_trains_as_one_process_does(strategy: Mesh, numerics: Numerics) -> None:
     size = (strategy.data or 1) * strategy.tensor * strategy.pipeline
-    losses, weights, bits = reference(clip=strategy.numerics.clip_norm is not None)
-    results = run_in_worlds(lambda world: trained(strategy, world), size)
+    losses, weights, bits = reference(clip=numerics.clip_norm is not None)
+    results = run_in_worlds(lambda world: trained(strategy, world, numerics), size)
     for found, _, found_bits in results:
         assert found[:STEPS] == pytest.approx(losses[:STEPS], rel=1e-5)
         assert found[STEPS:] == pytest.approx(losses[STEPS:], rel=1e-4)
@@ -213,7 +229,7 @@ class TangledRecipe(Recipe):
 @pytest.mark.parametrize("strategy", [Mesh(pipeline=3), Mesh(data=2, pipeline=2)], ids=["three stages", "sharded"])
 def test_a_tangled_model_is_trained_saved_and_loaded(tmp_path: Path, strategy: Mesh) -> None:
     def body(own: Strategy, world: World) -> tuple[Losses, dict[str, Tensor]]:
-        replica = own.replica(TangledRecipe(), world)
+        replica = own.replica(TangledRecipe(), RunContext(world))
         if (found := newest(tmp_path, world)) is not None:
             replica.load(load(found, replica.state()))
         losses = steps(replica, own, world, 3 if found else 0, 6 if found else 3)
@@ -222,7 +238,7 @@ def test_a_tangled_model_is_trained_saved_and_loaded(tmp_path: Path, strategy: M
         return losses, {name: own.clone() for name, own in whole(replica.state()["model"], world).items()}
 
     def undisturbed(world: World) -> tuple[Losses, dict[str, Tensor]]:
-        replica = DDP().replica(TangledRecipe(), world)
+        replica = DDP().replica(TangledRecipe(), RunContext(world))
         return steps(replica, DDP(), world, 0, 6), replica.state()["model"]
 
     ((losses, weights),) = run_in_worlds(undisturbed, 1)
@@ -276,8 +292,8 @@ def test_a_recipe_that_does_not_call_its_model_once_is_refused() -> None:
 def test_bfloat16_is_that_of_one_process() -> None:
     def body(world: World) -> Losses:
         axis = 2 if world.size == 4 else 1
-        strategy = Mesh(tensor=axis, pipeline=axis, numerics=Numerics("bf16"))
-        return steps(built(strategy, world), strategy, world, 0, 6)
+        strategy = Mesh(tensor=axis, pipeline=axis)
+        return steps(built(strategy, world, numerics=Numerics("bf16")), strategy, world, 0, 6)
 
     (alone,) = run_in_worlds(body, 1)
     assert run_in_worlds(body, 4)[1] == pytest.approx(alone, rel=1e-3)
@@ -354,10 +370,10 @@ def test_a_checkpoint_goes_from_strategy_to_strategy(
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
-    strategy = Mesh(tensor=2, pipeline=2, numerics=Numerics(nonfinite="skip"))
+    strategy = Mesh(tensor=2, pipeline=2)
 
     def body(world: World) -> tuple[bool, bool]:
-        replica = built(strategy, world)
+        replica = built(strategy, world, numerics=Numerics(nonfinite="skip"))
         held = {name: own for name, own in replica.state()["model"].items() if not own.is_meta}
         name = "blocks.0.attention_norm.weight"
         if name in held:
@@ -378,7 +394,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"tensor": 8}, "does not divide the 4 processes of a node"),
         ({"reduce": "ordered"}, "reproducibility=deterministic"),
         ({"reduce": "hierarchical"}, "reduce=flat"),
-        ({"numerics": Numerics("fp16")}, "precision=bf16"),
         ({"pipeline": 0}, "must be 1 or more"),
         ({"schedule": "dual"}, "Known: gpipe, 1f1b, interleaved"),
         ({"stages_per_rank": 2}, "schedule=interleaved"),
@@ -389,6 +404,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
 def test_what_cannot_run_is_refused_before_a_process_starts(options: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Mesh(**options).roles(cluster(8, nodes=2))
+
+
+def test_fp16_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(ConfigError, match="precision=bf16"):
+        Mesh().check_numerics(Numerics("fp16"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_targets
-from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Recipe, Role, Strategy, World
+from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Numerics, Recipe, Role, Strategy, World
 from worldsize.data.loader import Order, logical_ranks_of
 from worldsize.engine.faults import Faults
 from worldsize.engine.fit import Pace
@@ -25,6 +25,7 @@ class Settings:
 
     config: Mapping[str, Any]
     cluster: Cluster
+    numerics: Numerics
     strategy: Strategy
     recipe: Recipe
     determinism: Determinism
@@ -130,6 +131,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     cluster = _cluster(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     _check_reduce(strategy)
+    numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
+    strategy.check_numerics(numerics)
     roles = strategy.roles(cluster)
     if config["run"]["examine"]:
         roles = {"worker": Role(cluster.processes)}  # all of them meet
@@ -139,6 +142,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     return Settings(
         config=config,
         cluster=cluster,
+        numerics=numerics,
         strategy=strategy,
         recipe=build(config["recipe"], Recipe, allowed=allowed, key="recipe"),  # type: ignore[type-abstract]
         determinism=determinism,
@@ -201,9 +205,8 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 
 def _check_reduce(strategy: Strategy) -> None:
-    """A strategy without the field sums in its own way."""
-    wanted, known = getattr(strategy, "reduce", None), strategy.reductions
-    if wanted is not None and wanted not in known:
+    wanted, known = strategy.reduce, strategy.reductions
+    if wanted not in known:
         raise ConfigError(
             f"strategy.reduce={wanted!r} is no way in which {type(strategy).__name__} sums{neighbours(wanted, known)}"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -83,7 +82,11 @@ class World:
     node_rank: int
     device: torch.device
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
-    folder: Path | None = None  # that all processes of this attempt see, and only they; None outside of a run
+
+    @staticmethod
+    def alone(device: torch.device) -> World:
+        """One worker on ``device``, with no process group."""
+        return World("worker", 0, 1, 0, 1, 0, 0, device)
 
     @property
     def group(self) -> ProcessGroup | None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Batch = Any
+StateDict = dict[str, Any]
 TensorStyle = Literal["column", "row"]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,12 +11,11 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from worldsize.core.cluster import Cluster, Role, World
-from worldsize.core.recipe import EvaluationBatch, MicroBatch, Recipe
+from worldsize.core.context import RunContext
+from worldsize.core.numerics import Numerics
+from worldsize.core.recipe import EvaluationBatch, MicroBatch, Recipe, StateDict
 from worldsize.errors import ConfigError
 
-StateDict = dict[str, Any]
-Precision = Literal["fp32", "bf16", "fp16"]
-Nonfinite = Literal["stop", "skip", "ignore"]
 Reduction = Literal["flat", "ordered", "hierarchical"]  # torch's own sums, the fixed tree of logical ranks, by node
 
 
@@ -64,41 +62,6 @@ class Cost:
     same: bool = True
 
 
-@dataclass(frozen=True)
-class Numerics:
-    """How an update is computed: precision of forward and backward, clipping, and what NaN does.
-
-    ``nonfinite``: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the
-    parameters alone in a step whose gradient norm is not finite; "ignore" does neither.
-    """
-
-    precision: Precision = "fp32"
-    clip_norm: float | None = None
-    nonfinite: Nonfinite = "stop"
-
-    def __post_init__(self) -> None:
-        if self.precision not in ("fp32", "bf16", "fp16"):
-            raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16.")
-        if self.nonfinite not in ("stop", "skip", "ignore"):
-            raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
-
-    @property
-    def needs_norm(self) -> bool:
-        """Whether an update waits for the norm of the whole gradient: it is clipped, or must be finite."""
-        return self.clip_norm is not None or self.nonfinite == "skip"
-
-    @property
-    def norm_limit(self) -> float:
-        """The largest norm of a gradient; infinite without clipping."""
-        return float("inf") if self.clip_norm is None else self.clip_norm
-
-    def skips(self, norm: Tensor) -> bool:
-        """Whether the step whose gradient has ``norm`` (a scalar) leaves the parameters alone; waits for a device."""
-        return self.nonfinite == "skip" and not bool(norm.isfinite())
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step did here: the loss of each local micro-batch (scalars, detached) and the rate used."""
@@ -143,37 +106,20 @@ class Replica(ABC):
 
 
 @dataclass(frozen=True)
-class Duty:
-    """What a process that serves may ask of its run.
+class Strategy(ABC):
+    """How replicas agree. An immutable description: touches no device and no process group.
 
-    ``folder``: all processes of this attempt see it, and only they and their user may read it.
-    ``restore``: fills a state like the one it can ask for from the newest checkpoint, and names the step; None if
-    there is none.
-    ``micro_batch(step, logical_rank)``, ``evaluation(part, parts)``: data, of any part of the run.
-    ``address``: of this host, as the others reach it.
-    ``begins(step)``, ``passes(point)``: where faults may have been planned.
-    ``measured(step)``: within is what this process computes of a step, whose data it has drawn; its times are logged.
+    A subclass is a frozen dataclass too; its fields are the keys below ``strategy`` in its YAML. What belongs to the
+    run, such as its numerics, is handed to the replica with the context instead.
     """
 
-    folder: Path
-    workers: int  # at the start
-    steps: int
-    logical_ranks: int
-    timeout: float
-    restore: Callable[[Callable[[], StateDict]], tuple[StateDict, int] | None]
-    micro_batch: Callable[[int, int], MicroBatch]
-    evaluation: Callable[[int, int], Iterable[EvaluationBatch]]
-    wants_stop: Callable[[], bool]
-    begins: Callable[[int], None]
-    passes: Callable[[str], None]
-    measured: Callable[[int], AbstractContextManager[None]]
-    address: str = "127.0.0.1"
+    reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")
+    """What ``reduce`` may be."""
+    reduce: Reduction = "flat"
+    """How gradients are summed over logical ranks."""
 
-
-class Strategy(ABC):
-    """How replicas agree. An immutable description: touches no device and no process group."""
-
-    reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")  # that its field `reduce` may name
+    def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies carry all of them
+        """Raise ConfigError for numerics that this strategy cannot carry, before a process starts."""
 
     @abstractmethod
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
@@ -184,8 +130,8 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def replica(self, recipe: Recipe, world: World) -> Replica:
-        """The live replica of the process that ``world`` describes."""
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        """Make the live replica of the process that ``context.world`` describes."""
 
     @property
     def default_micro_batches(self) -> int:
@@ -219,8 +165,8 @@ class Strategy(ABC):
         return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
-        """In the launching process, before each start: put what only members may have into ``Duty.folder``."""
+        """In the launching process, before each start: put what only members may have into ``Rendezvous.folder``."""
 
-    def serve(self, recipe: Recipe, world: World, duty: Duty) -> Replica | None:
+    def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         """Body of a process whose role serves; a replica if from now on it is this process that leads the run."""
-        raise ConfigError(f"{type(self).__name__} has no role {world.role!r} that serves.")
+        raise ConfigError(f"{type(self).__name__} has no role {context.world.role!r} that serves.")

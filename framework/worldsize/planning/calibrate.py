@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Workload, World
+from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Workload, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.planning.together import first_device, medians, together
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
@@ -65,7 +65,7 @@ class _Calibration:
 
     def workload(self) -> Workload:
         model = self.recipe.model().to(self.device)
-        replica = alone(self.recipe, model, World("worker", 0, 1, 0, 1, 0, 0, self.device), self.numerics)
+        replica = alone(self.recipe, model, RunContext(World.alone(self.device), self.numerics))
         batches = micro_batches(self.recipe.data("train"), self.order, self.device)
         seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
         parameters, optimizer = list(model.parameters()), replica.optimizer

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
 from worldsize.config.settings import Settings
-from worldsize.core import Cluster, Numerics, World
+from worldsize.core import Cluster, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.planning.together import first_device, medians, together
 from worldsize.strategies.synchronous import alone
@@ -39,9 +39,9 @@ def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 
 def _slowdown(settings: Settings, device: torch.device) -> float:
     recipe, strategy = settings.recipe, settings.strategy
     with silent_world(settings.cluster, device) as world:
-        numerics = getattr(strategy, "numerics", Numerics())
-        single = alone(recipe, recipe.model().to(device), World("worker", 0, 1, 0, 1, 0, 0, device), numerics)
-        replicas, part = (single, strategy.replica(recipe, world)), settings.data_part(world)
+        single = alone(recipe, recipe.model().to(device), RunContext(World.alone(device), settings.numerics))
+        replica = strategy.replica(recipe, RunContext(world, settings.numerics))
+        replicas, part = (single, replica), settings.data_part(world)
         batches = micro_batches(recipe.data("train"), settings.order(part.rank, part.size), device)
         turns = ([partial(replica.step, each) for replica in replicas] for each in batches)
         by_itself, under_it = medians(turns, device, _SECONDS)

@@ -13,7 +13,7 @@ from typing import final
 import torch
 
 from worldsize.config.settings import Settings
-from worldsize.core import Cluster, ConfigError, Link, Numerics, Workload
+from worldsize.core import Cluster, ConfigError, Link, Workload
 from worldsize.data.loader import Order
 from worldsize.planning.calibrate import calibrate
 from worldsize.planning.dry_run import slowdown
@@ -100,9 +100,8 @@ class Predictor:
         key = (batch_size, self._at_once(settings), _threads(cluster))
         if key not in self._measured:
             order = Order(settings.seed, settings.batch_size, settings.logical_ranks, (0,))
-            numerics = getattr(settings.strategy, "numerics", Numerics())
             self._measured[key] = calibrate(
-                settings.recipe, numerics, order, self._device(cluster), at_once=key[1], threads=key[2]
+                settings.recipe, settings.numerics, order, self._device(cluster), at_once=key[1], threads=key[2]
             )
         return self._measured[key]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final, get_args
 
@@ -15,11 +15,11 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Numerics,
     Recipe,
     Reduction,
     Replica,
     Role,
+    RunContext,
     Strategy,
     Workload,
     World,
@@ -56,8 +56,6 @@ class DDP(Strategy):
 
     reductions = get_args(Reduction)
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     compress: Compression = "none"
     powersgd_rank: int = 4
     bucket_mb: float = 25.0
@@ -128,15 +126,14 @@ class DDP(Strategy):
             return exchanged_all_seconds(payload_bytes * self._factor, cluster)
         return all_reduce_seconds(payload_bytes * self._factor, cluster)
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        world = context.world
         model = recipe.model().to(world.device)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options) if world.size > 1 else model
         sums = self._accumulation(module, world)
         learning = Learning.of(recipe, model)
-        return SynchronousReplica(
-            recipe, world, learning=learning, numerics=self.numerics, accumulation=sums, module=module
-        )
+        return SynchronousReplica(recipe, context, learning=learning, accumulation=sums, module=module)
 
     def _accumulation(self, module: nn.Module, world: World) -> Accumulation:
         if isinstance(module, DistributedDataParallel):

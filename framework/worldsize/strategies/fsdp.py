@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
@@ -16,12 +16,11 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Numerics,
     Precision,
     Recipe,
-    Reduction,
     Replica,
     Role,
+    RunContext,
     Strategy,
     Workload,
     World,
@@ -49,8 +48,6 @@ class FSDP(Strategy):
     autocast, as everywhere). ``reduce="ordered"``: the bits of every other strategy at every world size.
     """
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     shard: Literal["all", "node"] | int = "all"
     wrap: Wrap = "auto"
     wrap_parameters: int = 1_000_000
@@ -118,7 +115,8 @@ class FSDP(Strategy):
         kept = 0.0 if self.cpu_offload else (2 * work.parameter_bytes + work.optimizer_bytes) / size
         return kept + gathered * _smaller(self.param_dtype) + activations
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        world = context.world
         model = recipe.model()
         if self.activation_checkpointing:
             for block in recipe.blocks(model):
@@ -131,9 +129,7 @@ class FSDP(Strategy):
             self._shard(recipe, model, mesh)
             copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
         sums = sharded_accumulation(self.reduce, model, world, copies)
-        return SynchronousReplica(
-            recipe, world, learning=Learning.of(recipe, model), numerics=self.numerics, accumulation=sums
-        )
+        return SynchronousReplica(recipe, context, learning=Learning.of(recipe, model), accumulation=sums)
 
     def _mesh(self, world: World) -> DeviceMesh:
         """[copies, shards of a copy]; ranks that share a copy are neighbours."""

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
-from worldsize.core import (
-    Cluster,
-    ConfigError,
-    Cost,
-    Numerics,
-    Recipe,
-    Reduction,
-    Replica,
-    Role,
-    Strategy,
-    Workload,
-    World,
-)
+from worldsize.core import Cluster, ConfigError, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload
 from worldsize.cost.cluster import whole_bytes
 from worldsize.strategies.synchronous import alone
 
@@ -27,9 +15,6 @@ from worldsize.strategies.synchronous import alone
 @dataclass(frozen=True)
 class Single(Strategy):
     """Trains on one process. ``reduce="ordered"``: micro-batches are added up in the tree of logical ranks."""
-
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:
@@ -42,6 +27,6 @@ class Single(Strategy):
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         return Cost(whole_bytes(work), 0.0, 0.0, 0.0)
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
-        model = recipe.model().to(world.device)
-        return alone(recipe, model, world, self.numerics, self.reduce)
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        model = recipe.model().to(context.world.device)
+        return alone(recipe, model, context, self.reduce)

@@ -14,14 +14,13 @@ from worldsize.collectives.step_timer import backward, phase
 from worldsize.core import (
     EvaluationBatch,
     MicroBatch,
-    Numerics,
     Precision,
     Recipe,
     Reduction,
     Replica,
+    RunContext,
     StateDict,
     StepResult,
-    World,
 )
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.accumulation import Accumulation, accumulation
@@ -70,22 +69,21 @@ class SynchronousReplica(Replica):
     def __init__(
         self,
         recipe: Recipe,
-        world: World,
+        context: RunContext,
         *,
         learning: Learning,
-        numerics: Numerics,
         accumulation: Accumulation,
         module: nn.Module | None = None,
     ) -> None:
         self.recipe = recipe
-        self.world = world
+        self.world = context.world
         self.model = learning.model
         self.module = module or learning.model
-        self.numerics = numerics
+        self.numerics = context.numerics
         self.accumulation = accumulation
         self.learning = learning
         self.optimizer, self.schedule = learning.optimizer, learning.schedule
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=numerics.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self.optimizer.zero_grad()
@@ -144,9 +142,7 @@ class SynchronousReplica(Replica):
             self.accumulation.load(state["strategy"])
 
 
-def alone(
-    recipe: Recipe, model: nn.Module, world: World, numerics: Numerics, reduce: Reduction = "flat"
-) -> SynchronousReplica:
-    """``model``, on ``world.device``, trained by this process with no other."""
+def alone(recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reduction = "flat") -> SynchronousReplica:
+    """Train ``model``, which is on the device of ``context.world``, in this process with no other."""
     sums = accumulation(reduce, model, None)
-    return SynchronousReplica(recipe, world, learning=Learning.of(recipe, model), numerics=numerics, accumulation=sums)
+    return SynchronousReplica(recipe, context, learning=Learning.of(recipe, model), accumulation=sums)

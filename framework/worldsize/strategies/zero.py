@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from worldsize.core import Cluster, Cost, Numerics, Recipe, Reduction, Replica, Role, Strategy, Workload, World
+from worldsize.core import Cluster, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload, World
 from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.accumulation import accumulation
@@ -30,8 +30,6 @@ class ZeRO(Strategy):
     are those of :class:`~worldsize.strategies.ddp.DDP`.
     """
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     bucket_mb: float = 25.0
     find_unused_parameters: bool = False
 
@@ -56,17 +54,16 @@ class ZeRO(Strategy):
             added_seconds=-ring_share(ranks) * work.update_seconds,
         )
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        world = context.world
         model = recipe.model().to(world.device)
         if world.size == 1:
-            return alone(recipe, model, world, self.numerics, self.reduce)
+            return alone(recipe, model, context, self.reduce)
         learning = _sharded(recipe, model, world)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options)
         sums = accumulation(self.reduce, module, world.group)
-        return SynchronousReplica(
-            recipe, world, learning=learning, numerics=self.numerics, accumulation=sums, module=module
-        )
+        return SynchronousReplica(recipe, context, learning=learning, accumulation=sums, module=module)
 
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> Learning:

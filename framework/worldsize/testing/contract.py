@@ -12,7 +12,7 @@ gloo processes; what is compared with is a plain PyTorch loop on one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -28,7 +28,7 @@ from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.whole import whole
-from worldsize.core import Cluster, ConfigError, Recipe, Replica, Strategy, World
+from worldsize.core import Cluster, ConfigError, Recipe, Replica, RunContext, Strategy, World
 from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.heap import Heap
@@ -38,7 +38,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 STEPS, BATCH, SEED = 20, 24, 3
 CHAIN = Chain()
-ALONE = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
+ALONE = World.alone(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Trained:
 
 def train(
     strategy: Strategy,
-    world: World,
+    context: RunContext,
     steps: int,
     folder: Path | None = None,
     *,
@@ -64,10 +64,10 @@ def train(
     """Go on to ``steps`` from the newest checkpoint in ``folder``, if there is one; ``save``: leave one at the end;
     ``perturbed``: on a heap in disorder.
     """
-    heap = Heap()
+    heap, world = Heap(), context.world
     disturb = heap.perturb if perturbed else _nothing
     disturb()
-    replica = strategy.replica(recipe, world)
+    replica = strategy.replica(recipe, context)
     disturb()
     first = _resumed(replica, world, folder)
     before = _held(replica)
@@ -172,14 +172,17 @@ class StrategyContract:
         if "size" in metafunc.fixturenames:
             metafunc.parametrize("size", self.sizes)
 
-    def run(self, size: int, body: Any) -> list[Any]:
-        return run_in_worlds(body, size, local_size=self.local_size)
+    def run(self, size: int, body: Callable[[RunContext], Any]) -> list[Any]:
+        """Call ``body`` on each of ``size`` processes that train; what they return, by rank."""
+        return run_in_worlds(lambda world: body(RunContext(world)), size, local_size=self.local_size)
 
     def _ended(self, size: int) -> list[_Ended]:
         """Of each rank; trained once for all tests of this process."""
         key = (type(self), size)
         if key not in _ended:
-            _ended[key] = self.run(size, lambda world: (train(self.strategy, world, STEPS), children(), listening()))
+            _ended[key] = self.run(
+                size, lambda context: (train(self.strategy, context, STEPS), children(), listening())
+            )
         return _ended[key]
 
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
@@ -191,15 +194,15 @@ class StrategyContract:
 
     def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(self, tmp_path: Path) -> None:
         size = self.sizes[-1]
-        straight = self.run(size, lambda world: train(self.strategy, world, 7))[0]
-        self.run(size, lambda world: train(self.strategy, world, 4, tmp_path, save=True))
-        resumed = self.run(size, lambda world: train(self.strategy, world, 7, tmp_path, perturbed=True))[0]
+        straight = self.run(size, lambda context: train(self.strategy, context, 7))[0]
+        self.run(size, lambda context: train(self.strategy, context, 4, tmp_path, save=True))
+        resumed = self.run(size, lambda context: train(self.strategy, context, 7, tmp_path, perturbed=True))[0]
         assert resumed.losses == straight.losses[4:], f"{resumed.losses}, not {straight.losses[4:]}"
         assert_same(resumed.model, straight.model)
 
     def test_its_checkpoint_holds_the_plain_model(self, tmp_path: Path) -> None:
         size = self.sizes[0]
-        saved = self.run(size, lambda world: train(self.strategy, world, 4, tmp_path, save=True))[0]
+        saved = self.run(size, lambda context: train(self.strategy, context, 4, tmp_path, save=True))[0]
         checkpoint = newest(tmp_path, ALONE)
         assert checkpoint is not None
         assert_same(read_tensors(checkpoint, "model"), saved.model)
@@ -210,8 +213,8 @@ class StrategyContract:
         for number, partner in enumerate(self.partners):
             for first, then in ((self.strategy, partner), (partner, self.strategy)):
                 folder = tmp_path / f"{number}_{type(first).__name__}"
-                saved = self.run(size, lambda world: train(first, world, 4, folder, save=True))[0]  # noqa: B023
-                loaded = self.run(size, lambda world: train(then, world, 4, folder))[0]  # noqa: B023
+                saved = self.run(size, lambda context: train(first, context, 4, folder, save=True))[0]  # noqa: B023
+                loaded = self.run(size, lambda context: train(then, context, 4, folder))[0]  # noqa: B023
                 assert_same(loaded.model, saved.model)
 
     def test_a_wrong_world_size_is_refused_before_anything_starts(self) -> None:

@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -23,8 +22,8 @@ from worldsize.records.attempts import begin_attempt, end_attempt
 from worldsize.records.lock import RunLock
 from worldsize.records.run_directory import RunDirectory
 from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.worker.context import context_of
 from worldsize.worker.probe import introduce, probe
-from worldsize.worker.serving import duty_of
 from worldsize.worker.training import Training, listeners_of
 from worldsize.world.environments import Placement, placement
 from worldsize.world.preemption import Preemption
@@ -136,7 +135,6 @@ def _replica(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, preemption: Preemption
 ) -> Replica | None:
     """What this process trains; None: it has served until the end."""
-    if not settings.roles[world.role].serves:
-        return settings.strategy.replica(settings.recipe, replace(world, folder=run.servers(placement.attempt)))
-    duty = duty_of(settings, run, world, placement, preemption.is_wanted)
-    return settings.strategy.serve(settings.recipe, world, duty)
+    context = context_of(settings, run, world, placement, preemption)
+    serves = settings.roles[world.role].serves
+    return (settings.strategy.serve if serves else settings.strategy.replica)(settings.recipe, context)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from worldsize.core import MicroBatch, Numerics, Recipe, Replica, World
+from worldsize.core import MicroBatch, Recipe, Replica, RunContext, World
 from worldsize.strategies.accumulation import Accumulation, Backward
 from worldsize.strategies.elsewhere import PartialLearning, outline
 from worldsize.strategies.mesh.layout import AXES, Layout
@@ -32,31 +32,30 @@ class Rank:
     """``stages``: of the whole pipeline; see :class:`~worldsize.strategies.mesh.strategy.Mesh` for the others."""
 
     recipe: Recipe
-    world: World
+    context: RunContext
     layout: Layout
-    numerics: Numerics
     kind: Kind
     stages: int
     split: Sequence[int] | None
     sharding: Sharding
 
     def replica(self) -> Replica:
-        mesh = init_device_mesh(self.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
+        mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
         model = self.recipe.model()
         return self._piece(model, mesh) if self.stages == 1 else self._stages(model, mesh)
 
     @property
     def _coordinate(self) -> dict[str, int]:
-        return dict(zip(AXES, self.layout.coordinate(self.world.rank), strict=True))
+        return dict(zip(AXES, self.layout.coordinate(self.context.world.rank), strict=True))
 
     def _data(self, mesh: DeviceMesh) -> World:
         """The ranks that train the same part of the model."""
-        groups = {self.world.role: mesh.get_group("data")} if self.layout.data > 1 else {}
-        return replace(self.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
+        groups = {self.context.world.role: mesh.get_group("data")} if self.layout.data > 1 else {}
+        return replace(self.context.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
 
     def _norm(self, spare: Collection[Tensor]) -> MeshNorm:
         axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
-        return MeshNorm(self.world, axes, spare)
+        return MeshNorm(self.context.world, axes, spare)
 
     def _learning(self, model: nn.Module, whole: Mapping[str, object]) -> PartialLearning:
         """``whole``: the optimizer's state, as one rank would hold it."""
@@ -71,7 +70,7 @@ class Rank:
         divide(self.recipe, model, [model], mesh, self.sharding)
         sums = _Clipping(sharded_accumulation("flat", model, data), self._norm(()))
         learning = self._learning(model, whole)
-        return SynchronousReplica(self.recipe, data, learning=learning, numerics=self.numerics, accumulation=sums)
+        return SynchronousReplica(self.recipe, replace(self.context, world=data), learning=learning, accumulation=sums)
 
     def _stages(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
         """A rank that holds a part of some layers."""
@@ -90,13 +89,15 @@ class Rank:
             total=self.stages,
             group=mesh.get_group("pipeline"),
             copies=mesh.get_group("data"),
-            device=self.world.device,
+            device=self.context.world.device,
             kind=self.kind,
             tied=self._tied(owned),
             norm=self._norm(owned.spare()),
         )
         learning = self._learning(model, whole)
-        inner = SynchronousReplica(self.recipe, data, learning=learning, numerics=self.numerics, accumulation=pipeline)
+        inner = SynchronousReplica(
+            self.recipe, replace(self.context, world=data), learning=learning, accumulation=pipeline
+        )
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
     @property
@@ -104,8 +105,8 @@ class Rank:
         return self._coordinate["pipeline"]
 
     def _stage(self, layers: Sequence[nn.Module], index: int) -> Stage:
-        precision = self.numerics.precision
-        return Stage(self.recipe, layers, index=index, device=self.world.device, precision=precision)
+        precision = self.context.numerics.precision
+        return Stage(self.recipe, layers, index=index, device=self.context.world.device, precision=precision)
 
     def _tied(self, owned: Ownership) -> list[Tied]:
         """The parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
@@ -121,7 +122,7 @@ class Rank:
             for t in range(self.layout.tensor):
                 members = self.layout.across(list(ranks), d, t)
                 group = dist.new_group(members)  # every rank must create every group, members or not
-                if self.world.rank in members:
+                if self.context.world.rank in members:
                     mine = cast("ProcessGroup", group)
         return mine
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from worldsize.core import (
@@ -12,9 +12,9 @@ from worldsize.core import (
     Cost,
     Numerics,
     Recipe,
-    Reduction,
     Replica,
     Role,
+    RunContext,
     Strategy,
     Workload,
     World,
@@ -50,8 +50,6 @@ class Mesh(Strategy):
     pipeline). ``reshard_after_forward`` (None: unless there is a pipeline, which would gather for each micro-batch).
     """
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     data: int | None = None
     tensor: int = 1
     pipeline: int = 1
@@ -68,10 +66,14 @@ class Mesh(Strategy):
         for name in ("data", "tensor", "pipeline", "stages_per_rank", "micro_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"strategy.{name}={value} must be 1 or more.")
-        self._check_numerics()
+        self._check_reduce()
         self._check_stages()
 
-    def _check_numerics(self) -> None:
+    def check_numerics(self, numerics: Numerics) -> None:
+        if numerics.precision == "fp16":
+            raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
+
+    def _check_reduce(self) -> None:
         if self.reduce == "ordered":
             raise ConfigError(
                 "strategy.reduce=ordered: a layer that is divided over ranks sums in another order than a whole one. "
@@ -79,8 +81,6 @@ class Mesh(Strategy):
             )
         if self.reduce != "flat":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
-        if self.numerics.precision == "fp16":
-            raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
 
     def _check_stages(self) -> None:
         if self.schedule not in ("gpipe", "1f1b", "interleaved"):
@@ -183,19 +183,18 @@ class Mesh(Strategy):
     def data_rank(self, world: World) -> int:
         return self.layout(world.size).coordinate(world.rank)[1]
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
-        if world.size > 1:
-            return self._rank(recipe, world).replica()
-        model = recipe.model().to(world.device)
-        return alone(recipe, model, world, self.numerics)
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        if context.world.size > 1:
+            return self._rank(recipe, context).replica()
+        model = recipe.model().to(context.world.device)
+        return alone(recipe, model, context)
 
-    def _rank(self, recipe: Recipe, world: World) -> Rank:
+    def _rank(self, recipe: Recipe, context: RunContext) -> Rank:
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         return Rank(
             recipe=recipe,
-            world=world,
-            layout=self.layout(world.size),
-            numerics=self.numerics,
+            context=context,
+            layout=self.layout(context.world.size),
             kind=self.schedule,
             stages=self.stages,
             split=self.split,

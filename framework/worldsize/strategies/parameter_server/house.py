@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from worldsize.core import Cluster, ConfigError, Duty, Recipe, World
+from worldsize.core import Cluster, ConfigError, Recipe, RunContext
 from worldsize.records.run_directory import private
 from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer
@@ -66,16 +66,16 @@ class House:
         if self.wire == "tls":
             mint_authority(private(folder) / "keys")
 
-    def dialer(self, name: str, folder: Path, timeout: float) -> Dialer:
-        keys = mint(folder / "keys", name) if self.wire == "tls" else None
-        return Dialer(name, Directory(folder, timeout), keys, timeout)
+    def dialer(self, name: str, context: RunContext) -> Dialer:
+        meeting = context.meeting_place(needs="a parameter server needs its servers")
+        keys = mint(meeting.folder / "keys", name) if self.wire == "tls" else None
+        return Dialer(name, Directory(meeting.folder, meeting.timeout), keys, meeting.timeout)
 
     def server(
         self,
         recipe: Recipe,
         learning: Learning,
-        world: World,
-        duty: Duty,
+        context: RunContext,
         *,
         rule: Rule,
         rows: RowRule,
@@ -85,10 +85,11 @@ class House:
 
         ``learning`` is what the recipe made first in this process: only that has the run's initial weights.
         """
-        dialer, index = self.dialer(f"server-{world.rank}", duty.folder, duty.timeout), world.rank % self.servers
+        world = context.world
+        dialer, index = self.dialer(f"server-{world.rank}", context), world.rank % self.servers
         whole = learning_of(recipe)
         empty = {each.table.name: each.state() for each in tables_of(learning, rows, index)}
-        state, step = duty.restore(lambda: whole_state(whole, empty, rows)) or (None, 0)
+        state, step = context.checkpoints.restore(lambda: whole_state(whole, empty, rows)) or (None, 0)
         if state is not None:
             load_whole(learning, state)
             load_whole(whole, state)
@@ -97,8 +98,8 @@ class House:
             for each in tables:
                 each.load(state["tables"][each.table.name])
         shard = Shard(learning, shards[index], rule, step=step, tables=tables)
-        listener = self._listener(dialer.keys, duty.address)
-        server = Server(shard, listener, dialer.keys, duty.timeout, lease=self.lease, replicated=self.replicas > 0)
+        listener = self._listener(dialer.keys, context.meeting_place(needs="a server needs its workers").address)
+        server = Server(shard, listener, dialer.keys, dialer.timeout, lease=self.lease, replicated=self.replicas > 0)
         founds = world.rank < self.servers
         return server, Succession(dialer, index, address_of(listener), lease=self.lease, founds=founds), whole
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from worldsize.core import (
     Cluster,
     ConfigError,
-    Duty,
     EvaluationBatch,
     MicroBatch,
     Numerics,
     Recipe,
-    Reduction,
     Replica,
     Role,
+    RunContext,
     StateDict,
     StepResult,
     Strategy,
-    World,
 )
 from worldsize.strategies.accumulation import Accumulation, Backward, accumulation
 from worldsize.strategies.clipping import clip_factor
@@ -51,15 +49,12 @@ class HybridParameterServer(Strategy):
     reads them; "async", by each worker's as it comes. The other options are those of the parameter server.
     """
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     servers: int = 1
     consistency: Literal["sync", "async"] = "sync"
     lease: float = 5.0
     transport: Transport = "auto"
     host: str | None = None
     nodes: int = 1
-    timeout: float = 600.0
     seed: int = 0
     sharding: Sharding = "hash"
     admit_after: int = 0
@@ -68,7 +63,9 @@ class HybridParameterServer(Strategy):
     def __post_init__(self) -> None:
         if self.consistency not in ("sync", "async"):
             raise ConfigError(f"strategy.consistency={self.consistency!r} is unknown. Known: sync, async.")
-        if self.numerics.needs_norm and (self.consistency == "async" or self.reduce == "ordered"):
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        if numerics.needs_norm and (self.consistency == "async" or self.reduce == "ordered"):
             raise ConfigError(
                 "the norm of a gradient on two sides is known where all wait for it, and up to rounding. Set "
                 "clip_norm=null, nonfinite=stop, or strategy.consistency=sync without reproducibility=elastic."
@@ -90,22 +87,21 @@ class HybridParameterServer(Strategy):
     def prepare(self, folder: Any) -> None:
         self._house.prepare(folder)
 
-    def serve(self, recipe: Recipe, world: World, duty: Duty) -> None:
+    def serve(self, recipe: Recipe, context: RunContext) -> None:
         gathers = self.consistency == "sync"
-        finite = self.numerics.nonfinite == "stop"
-        rule = Rule(duty.logical_ranks, gathers=gathers, approves=self.numerics.needs_norm, finite=finite)
+        numerics = context.numerics
+        finite = numerics.nonfinite == "stop"
+        rule = Rule(context.logical_ranks, gathers=gathers, approves=numerics.needs_norm, finite=finite)
         server, succession, _ = self._house.server(
-            recipe, learning_of(recipe), world, duty, rule=rule, rows=self._rows, shards=[()] * self.servers
+            recipe, learning_of(recipe), context, rule=rule, rows=self._rows, shards=[()] * self.servers
         )
         server.led_by = "worker-"
         self._house.open(server, succession)
         server.ended.wait()
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
-        if world.folder is None:
-            raise ConfigError("hybrid_parameter_server needs servers, which a run has.")
-        dialer = self._house.dialer(f"worker-{world.rank}", world.folder, self.timeout)
-        return _HybridReplica(self, recipe, world, dialer, self._rows)
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
+        dialer = self._house.dialer(f"worker-{context.world.rank}", context)
+        return _HybridReplica(self, recipe, context, dialer, self._rows)
 
 
 @final
@@ -156,8 +152,9 @@ class _HybridReplica(Replica):
     """A synchronous replica of what is dense, and links to the servers of what is not."""
 
     def __init__(
-        self, strategy: HybridParameterServer, recipe: Recipe, world: World, dialer: Dialer, rule: RowRule
+        self, strategy: HybridParameterServer, recipe: Recipe, context: RunContext, dialer: Dialer, rule: RowRule
     ) -> None:
+        world = context.world
         self._world, self._dialer, self._rule = world, dialer, rule
         self._gathers = strategy.consistency == "sync"
         model = made_remote(recipe.model()).to(world.device)
@@ -168,9 +165,8 @@ class _HybridReplica(Replica):
         self._sums = _Noting(sums, self._tables.take, self._rows_norm, self._approve)
         self._inner = SynchronousReplica(
             recipe,
-            world,
+            context,
             learning=Learning.of(recipe, model),
-            numerics=strategy.numerics,
             accumulation=self._sums,
             module=module,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
@@ -14,15 +14,13 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Duty,
     Numerics,
     Recipe,
-    Reduction,
     Replica,
     Role,
+    RunContext,
     Strategy,
     Workload,
-    World,
 )
 from worldsize.cost.cluster import across, served_bytes, served_seconds
 from worldsize.cost.collectives import exposed_seconds
@@ -69,8 +67,6 @@ class ParameterServer(Strategy):
     ``staleness`` asks for, the worker's own among them.
     """
 
-    numerics: Numerics = field(default_factory=Numerics)
-    reduce: Reduction = "flat"
     servers: int = 1
     replicas: int = 0
     consistency: Consistency = "sync"
@@ -105,7 +101,9 @@ class ParameterServer(Strategy):
             )
         if not 0 < self.top_share <= 1:
             raise ConfigError(f"strategy.top_share={self.top_share} must be above 0 and at most 1.")
-        if self.numerics.precision == "fp16":
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        if numerics.precision == "fp16":
             raise ConfigError("the parameter server has no loss scaling. Set precision=bf16 or fp32.")
 
     @property
@@ -161,27 +159,25 @@ class ParameterServer(Strategy):
             same=self.bound == 0,
         )
 
-    def replica(self, recipe: Recipe, world: World) -> Replica:
+    def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")
 
-    def serve(self, recipe: Recipe, world: World, duty: Duty) -> Replica | None:
+    def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         learning = learning_of(recipe)
-        shards = self._shards(learning)
-        if world.role == "server":
+        shards = self._shards(learning, context.numerics)
+        if context.world.role == "server":
             server, succession, whole = self._house.server(
-                recipe, learning, world, duty, rule=self._rule(duty), rows=self._rows, shards=shards
+                recipe, learning, context, rule=self._rule(context), rows=self._rows, shards=shards
             )
             server.codec = self._codec
             self._warn(whole)
-            return self._lead(server, succession, whole, world, duty)
-        dialer = self._house.dialer(f"worker-{world.rank}", duty.folder, duty.timeout)
+            return self._lead(server, succession, whole, context)
+        dialer = self._house.dialer(f"worker-{context.world.rank}", context)
         worker = Worker(
             recipe,
-            world,
-            duty,
+            context,
             shards,
             dialer,
-            numerics=self.numerics,
             gathers=self.bound == 0,
             rows=self._rows,
             staleness=self.staleness,
@@ -202,23 +198,21 @@ class ParameterServer(Strategy):
                     flush=True,
                 )
 
-    def _shards(self, learning: Learning) -> list[Owned]:
+    def _shards(self, learning: Learning, numerics: Numerics) -> list[Owned]:
         _check_buffers(learning)
         trained = {name: p for name, p in learning.model.named_parameters() if p.requires_grad and p.numel()}
-        clips_exactly = self.reduce == "ordered" and self.numerics.clip_norm is not None  # norms of whole parameters
+        clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
         cut = type(learning.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
         return plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
 
-    def _lead(
-        self, server: Server, succession: Succession, whole: Learning, world: World, duty: Duty
-    ) -> Replica | None:
+    def _lead(self, server: Server, succession: Succession, whole: Learning, context: RunContext) -> Replica | None:
         """From when this server is master of its shard, if ever, to the end; a replica if the shard is the first."""
-        first = succession.shard == 0
-        desk = Desk(timeout=duty.timeout)
+        first, dialer = succession.shard == 0, succession.dialer
+        desk = Desk(timeout=dialer.timeout)
         if first:
             server.services = {"control": desk.control, "beat": desk.beat}
         else:
-            server.begins = duty.begins  # where training leads, its loop tells them
+            server.begins = context.faults.enter  # where training leads, its loop tells them
         try:
             self._house.open(server, succession)
         except EndedError:
@@ -226,11 +220,10 @@ class ParameterServer(Strategy):
         if not first:
             server.ended.wait()
             return None
-        desk.begin(Clock(self.bound, duty.logical_ranks, self.lease, first=server.shard.closed))
-        desk.meet(duty.workers, seconds=self.lease)
+        desk.begin(Clock(self.bound, context.logical_ranks, self.lease, first=server.shard.closed))
+        desk.meet(context.workers, seconds=self.lease)
         if self.bound:
-            desk.open(duty.steps)
-        dialer = succession.dialer
+            desk.open(context.steps)
         peers = [Peer(dialer, shard) for shard in range(1, self.servers)]
         return Coordinator(
             server,
@@ -238,19 +231,19 @@ class ParameterServer(Strategy):
             dialer.directory,
             peers,
             whole,
-            world,
+            context.world,
             rows=self._rows,
-            numerics=self.numerics,
+            numerics=context.numerics,
         )
 
-    def _rule(self, duty: Duty) -> Rule:
+    def _rule(self, context: RunContext) -> Rule:
         gathers = self.bound == 0
         return Rule(
-            duty.logical_ranks,
+            context.logical_ranks,
             gathers=gathers,
             by_staleness=self.by_staleness,
             approves=gathers,  # else who repeats the unit of a worker that died between two pushes would pull a mixture
-            finite=self.numerics.nonfinite == "stop",
+            finite=context.numerics.nonfinite == "stop",
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.ordered import Arrivals
-from worldsize.core import Duty, Numerics, Recipe, World
+from worldsize.core import Recipe, RunContext
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.accumulation import taken
 from worldsize.strategies.clipping import clip_factor
@@ -38,20 +38,19 @@ class Worker:
     def __init__(
         self,
         recipe: Recipe,
-        world: World,
-        duty: Duty,
+        context: RunContext,
         shards: Sequence[Shard],
         dialer: Dialer,
         *,
-        numerics: Numerics,
         gathers: bool,
         rows: RowRule,
         staleness: int = 0,
         cache_rows: int = 0,
         codec: Codec | None = None,
     ) -> None:
-        self._recipe, self._world, self._duty, self._dialer = recipe, world, duty, dialer
-        self._numerics, self._gathers, self._shards = numerics, gathers, shards
+        world = context.world
+        self._recipe, self._world, self._context, self._dialer = recipe, world, context, dialer
+        self._numerics, self._gathers, self._shards = context.numerics, gathers, shards
         self._model = made_remote(recipe.model()).to(world.device)
         self._staleness = staleness
         self._tables = TableLinks(self._model, rows, cache_rows=cache_rows)
@@ -96,7 +95,7 @@ class Worker:
         }
         done: dict[str, Any] = {}
         while True:
-            control.tell(Operation.TICK, {**done, "leaves": self._duty.wants_stop()})
+            control.tell(Operation.TICK, {**done, "leaves": self._context.stop.is_wanted()})
             task = control.message(control.answer(Operation.TASK))
             if task["do"] == "stop":
                 print(f"ends: {task['why']}", *self._tables.told(), sep="; ", flush=True)
@@ -107,8 +106,8 @@ class Worker:
 
     def _train(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:
         step, ranks = task["step"], task["ranks"]
-        batches = [self._duty.micro_batch(step, rank) for rank in ranks]
-        with self._duty.measured(step):
+        batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
+        with self._context.timing.measured(step):
             losses = self._learned(batches, links, step, ranks)
         return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
 
@@ -130,7 +129,7 @@ class Worker:
         self, batches: Sequence[Any], links: Sequence[ShardLink], step: int, ranks: Sequence[int]
     ) -> list[Tensor]:
         """Backward passes, whose gradients are pushed when they have been added up."""
-        total, arrivals, losses, touched = self._duty.logical_ranks, Arrivals(self._duty.logical_ranks), [], []
+        total, arrivals, losses, touched = self._context.logical_ranks, Arrivals(self._context.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
             arrivals.add(total, rank, taken(self._parameters.values()))
@@ -145,7 +144,7 @@ class Worker:
 
     def _overlapped(self, overlap: Overlap, batch: Any, links: Sequence[ShardLink], step: int, rank: int) -> Tensor:
         """One backward pass, during which gradients are pushed."""
-        part = {"step": step, "width": self._duty.logical_ranks, "node": rank}
+        part = {"step": step, "width": self._context.logical_ranks, "node": rank}
         overlap.begin(lambda place, gradients: self._send(links, place, gradients, part))
         loss = self._backward(batch)
         overlap.finish()
@@ -170,7 +169,7 @@ class Worker:
         self, links: Sequence[ShardLink], gradients: Mapping[str, Tensor], step: int, width: int, node: int
     ) -> None:
         for turn, server in enumerate(self._order):
-            self._duty.passes("push:next-server" if turn else "push:begin")
+            self._context.faults.at("push:next-server" if turn else "push:begin")
             for table in range(len(self._shards[server])):
                 self._send(links, (server, table), gradients, {"step": step, "width": width, "node": node})
 
@@ -199,7 +198,7 @@ class Worker:
     def _evaluate(self, task: Mapping[str, Any], links: Sequence[ShardLink]) -> dict[str, Any]:
         self._pull(links, 0)
         self._tables.oldest = None
-        batches = self._duty.evaluation(task["part"], task["parts"])
+        batches = self._context.data.evaluation(task["part"], task["parts"])
         with autocast(self._world.device, self._numerics.precision):
             sums, names = metric_sums(self._recipe, self._model, batches)
         found = {i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in sums.items()}

@@ -1,0 +1,48 @@
+"""How an update is computed: a value of the run, which every replica is handed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from worldsize.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Nonfinite = Literal["stop", "skip", "ignore"]
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How an update is computed: precision of forward and backward, clipping, and what NaN does.
+
+    ``nonfinite``: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the
+    parameters alone in a step whose gradient norm is not finite; "ignore" does neither.
+    """
+
+    precision: Precision = "fp32"
+    clip_norm: float | None = None
+    nonfinite: Nonfinite = "stop"
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("fp32", "bf16", "fp16"):
+            raise ConfigError(f"precision={self.precision!r} is unknown. Known: fp32, bf16, fp16.")
+        if self.nonfinite not in ("stop", "skip", "ignore"):
+            raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update waits for the norm of the whole gradient: it is clipped, or must be finite."""
+        return self.clip_norm is not None or self.nonfinite == "skip"
+
+    @property
+    def norm_limit(self) -> float:
+        """The largest norm of a gradient; infinite without clipping."""
+        return float("inf") if self.clip_norm is None else self.clip_norm
+
+    def skips(self, norm: Tensor) -> bool:
+        """Whether the step whose gradient has ``norm`` (a scalar) leaves the parameters alone; waits for a device."""
+        return self.nonfinite == "skip" and not bool(norm.isfinite())

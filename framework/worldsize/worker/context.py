@@ -1,0 +1,131 @@
+"""What a run offers to its processes: data of any part, the newest checkpoint, a folder to meet in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.checkpoints.load import load, newest
+from worldsize.config.settings import Settings
+from worldsize.core import (
+    CheckpointSource,
+    ConfigError,
+    DataSource,
+    EvaluationBatch,
+    MicroBatch,
+    Rendezvous,
+    RunContext,
+    StateDict,
+    StepTiming,
+    StopFlag,
+    World,
+)
+from worldsize.data.loader import drawn, evaluation_batches, is_iterable
+from worldsize.observe.timing import Timing, UnitTimes
+from worldsize.records.run_directory import RunDirectory, private
+from worldsize.world.environments import Placement
+from worldsize.world.heartbeat import Heartbeat
+
+
+def context_of(settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag) -> RunContext:
+    """Return the context of the process that ``world`` describes."""
+    times = _UnitTiming(settings, run, world)
+    serves = any(role.serves for role in settings.roles.values())
+    return RunContext(
+        world,
+        settings.numerics,
+        seed=settings.seed,
+        steps=settings.pace.steps,
+        workers=settings.roles["worker"].processes,
+        logical_ranks=settings.logical_ranks,
+        rendezvous=_rendezvous(settings, run, placement) if serves else None,
+        data=_RunData(settings, world, placement.heartbeat, times),
+        checkpoints=_RunCheckpoints(settings, run, replace(world, rank=0, size=1, groups={})),
+        faults=settings.faults,
+        stop=stop,
+        timing=times,
+    )
+
+
+def _rendezvous(settings: Settings, run: RunDirectory, placement: Placement) -> Rendezvous:
+    return Rendezvous(private(run.servers(placement.attempt)), placement.address, settings.cluster.timeout)
+
+
+@final
+class _RunCheckpoints(CheckpointSource):
+    """Reads a checkpoint in this process alone, without its peers."""
+
+    def __init__(self, settings: Settings, run: RunDirectory, alone: World) -> None:
+        self._settings, self._run, self._alone = settings, run, alone
+
+    def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
+        saves = self._settings.config["checkpoint"]
+        checkpoint = newest(self._run.checkpoints, self._alone, allow_older=saves["allow_older"])
+        if checkpoint is None:
+            return None
+        self._settings.faults.at("load:begin")
+        return load(checkpoint, state(), ignore=self._settings.ignored(checkpoint.step)), checkpoint.step
+
+
+@final
+class _UnitTiming(StepTiming):
+    """Writes nothing, and opens no file, in a process that neither draws data nor computes steps."""
+
+    def __init__(self, settings: Settings, run: RunDirectory, world: World) -> None:
+        self._settings, self._run, self._world = settings, run, world
+
+    @cached_property
+    def _times(self) -> UnitTimes:
+        rank = self._world.rank
+        return UnitTimes(
+            Timing(self._run.timing(rank), rank=rank), self._world.device, every=self._settings.pace.log_every
+        )
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Time the wait for data within the block."""
+        return self._times.drawing() if self._settings.anatomy else nullcontext()
+
+    def measured(self, step: int) -> AbstractContextManager[None]:
+        return self._times.measured(step) if self._settings.anatomy else nullcontext()
+
+
+@final
+class _RunData(DataSource):
+    """Draws in this process; passes the faults planned for a step, and tells the step, before its first data.
+
+    A process that never draws, such as a server, is at no step.
+    """
+
+    def __init__(self, settings: Settings, world: World, heartbeat: Path | None, times: _UnitTiming) -> None:
+        self._settings, self._world, self._heartbeat, self._times = settings, world, heartbeat, times
+        self._order = settings.order(0, 1)
+
+    @cached_property
+    def _train(self) -> Any:
+        return self._settings.recipe.data("train")
+
+    @cached_property
+    def _test(self) -> Any:
+        return self._settings.recipe.data("test")
+
+    @cached_property
+    def _beats(self) -> Heartbeat | None:
+        return Heartbeat(self._heartbeat, 0) if self._heartbeat else None
+
+    def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
+        self._settings.faults.enter(step)
+        if self._beats:
+            self._beats.step(step - 1)
+        if is_iterable(self._train):
+            raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
+        with self._times.drawing():
+            return drawn(self._train, self._order, self._world.device, step, logical_rank)
+
+    def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
+        self._settings.faults.at("evaluate:begin")
+        share = replace(self._world, rank=part, size=parts, groups={})
+        return evaluation_batches(self._test, share, batch_size=self._settings.evaluate_batch_size)
