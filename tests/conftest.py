@@ -92,14 +92,30 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
+# what takes minutes together, and is run by the gate: real clusters, commands of the documentation, whole recipes,
+# every strategy killed on a heap in disorder
+HEAVY = (
+    "app/test_reproduce.py",
+    "clusters",
+    "contract/test_bits.py",
+    "contract/test_pairs.py",
+    "docs/test_commands.py",
+    "recipes",
+    "strategies/test_mesh.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Clusters first: their tests are the longest, and the last to end should not be one of them.
+    """Mark tests by where they lie, and put clusters first: their tests are the longest, and must not come last.
 
     The contract's own tests of bits are marked here, since the contract is used where the mark is not known.
     """
+    heavy = [Path(__file__).with_name(first).joinpath(*others) for first, *others in (e.split("/") for e in HEAVY)]
     for item in items:
         if item.name.startswith("test_a_resumed_run_ends_with_the_bits"):
             item.add_marker(pytest.mark.bits)
+        if any(item.path.is_relative_to(path) for path in heavy):
+            item.add_marker(pytest.mark.heavy)
     items.sort(key=lambda item: "clusters" not in item.path.parts)
 
 
