@@ -129,7 +129,7 @@ def test_an_interrupt_saves_and_the_run_can_be_resumed(
     code, output = launched.end()
     assert code == 75, output
     run = folder_of(tmp_path)
-    changes = ("cluster=laptop", "cluster.processes=2", "launcher=local", "faults=[]", "strategy=ddp")
+    changes = ("cluster=laptop", "cluster.processes=2", "faults=[]", "strategy=ddp")
     done = command("resume", str(run), *changes, cwd=run, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
     alone = train(*DIGITS, "steps=100", "cluster.processes=4").json("result.json")

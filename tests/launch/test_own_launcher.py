@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+DIGITS = ("recipe=digits", "steps=10", "reproducibility=elastic", "cluster.threads=1")
 
 
 def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(
@@ -11,12 +17,68 @@ def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(
 ) -> None:
     made = command("new", "launcher", "programs", cwd=tmp_path, environment=environment_without_wandb)
     assert made.returncode == 0, made.stderr
-    options = ("recipe=digits", "steps=10", "reproducibility=elastic", "cluster.threads=1")
-    run = train(*options, "+cluster=programs", "launcher.niceness=5", python=warm_python)
+    run = train(*DIGITS, "+cluster=programs", "launcher.niceness=5", python=warm_python)
     assert run.code == 0, run.error
-    alone = train(*options, "cluster.processes=2").json("result.json")
+    alone = train(*DIGITS, "cluster.processes=2").json("result.json")
     assert run.json("result.json")["state_digest"] == alone["state_digest"]
     assert run.json("run_manifest.json")["attempts"][0]["exit_reason"] == "completed"
-    assert "2 × nice -n 0" in train(*options, "+cluster=programs", "launch=show").output
-    refused = train(*options, "+cluster=programs", "cluster.nodes=2", "cluster.processes=2")
+    assert "2 × nice -n 0" in train(*DIGITS, "+cluster=programs", "launch=show").output
+    refused = train(*DIGITS, "+cluster=programs", "cluster.nodes=2", "cluster.processes=2")
     assert (refused.code, "cluster=programs has one node; cluster.nodes=2" in refused.error) == (2, True)
+
+
+@pytest.fixture
+def documented(tmp_path: Path) -> Path:
+    """A project folder with the launcher of docs/plugins.md, as its code blocks stand there; its YAML."""
+    shown = re.findall(r"`(plugins/mine/[\w/.]+)`:\n\n```\w+\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    assert {Path(name).suffix for name, _ in shown} == {".py", ".yaml"}
+    for name, text in shown:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path / "plugins" / "mine" / "conf" / "cluster" / "mine.yaml"
+
+
+def test_the_launcher_that_the_documentation_shows_trains(documented: Path, train: Any, warm_python: Path) -> None:
+    run = train(*DIGITS, "+cluster=mine", "cluster.cores=[0]", "launcher.niceness=5", python=warm_python)
+    assert run.code == 0, run.error
+    assert run.json("result.json")["state_digest"] == train(*DIGITS).json("result.json")["state_digest"]
+    assert "niceness: 5" in (run.folder / "config.yaml").read_text()
+    assert "2 × taskset --cpu-list 0 nice -n 10" in train("+cluster=mine", "cluster.cores=[0]", "launch=show").output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("launcher.nicenes=5",), "no key 'launcher.nicenes'; did you mean 'niceness'?"),
+        (("+launcher.nicenes=5",), "no key 'launcher.nicenes'; did you mean 'niceness'?"),
+        (("cluster.core=[0]",), "no key 'cluster.core'; did you mean 'cores'?"),
+        (("launcher.niceness=low",), "launcher.niceness: value 'low' of type 'str' could not be converted to Integer."),
+        (
+            ("cluster.cores=[first]",),
+            "cluster.cores[0]: value 'first' of type 'str' could not be converted to Integer.",
+        ),
+        (("launcher=local",), "launcher=local: a cluster brings its launcher along. Choose it with cluster=NAME."),
+    ],
+)
+def test_an_option_that_is_misspelt_or_of_the_wrong_type_is_refused_before_a_process_starts(
+    documented: Path, train: Any, words: tuple[str, ...], said: str
+) -> None:
+    refused = train(*DIGITS, "+cluster=mine", *words)
+    assert (refused.code, refused.folder) == (2, None)
+    assert said in refused.error
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nicenes: 5", "no key 'launcher.nicenes'; did you mean 'niceness'?"),
+        ("niceness: low", "launcher.niceness: Value 'low' of type 'str' could not be converted to Integer."),
+    ],
+)
+def test_what_is_wrong_in_the_yaml_is_refused_with_its_place(
+    documented: Path, train: Any, line: str, said: str
+) -> None:
+    documented.write_text(f"{documented.read_text()}  {line}\n")
+    refused = train(*DIGITS, "+cluster=mine")
+    assert (refused.code, refused.folder) == (2, None)
+    assert f"{documented}: {said}" in refused.error

@@ -12,7 +12,8 @@ from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.environments import Node, Placement, node, plugin_folders, port_of
 from worldsize.world.environments import placement as placed
-from worldsize.world.world import open_world, role_of, threads_per_process
+from worldsize.world.roles import role_of
+from worldsize.world.world import open_world, threads_per_process
 
 
 def test_a_placement_survives_its_own_variables() -> None:

@@ -42,9 +42,11 @@ def main() -> None:
 
 
 def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """What was typed for the run, without what is replaced; with another strategy goes what was said of the old one."""
+    """What was typed for the run, without what is replaced; with another strategy goes what was said of the old one,
+    and with another cluster what was said of its launcher.
+    """
     replaced = [_key(word) for word in overrides]
-    groups = tuple(f"{key}." for key in replaced if key in GROUPS)
+    groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
     return [word for word in recorded if _key(word) not in replaced and not (groups and _key(word).startswith(groups))]
 
 

@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config import schema
 from worldsize.config.explain import explain
-from worldsize.config.search_path import check_unique, config_folders, main_conf
+from worldsize.config.launcher_schema import LauncherSource
+from worldsize.config.search_path import check_unique, main_conf, searched
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
@@ -29,8 +30,8 @@ class _Folders(SearchPathPlugin):
     """Adds every ``conf/`` of the working directory, the plugins and the recipes."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in config_folders():
-            search_path.append(provider="worldsize", path=f"file://{folder}")
+        for folder in reversed(searched()):
+            search_path.prepend(provider="worldsize", path=f"{LauncherSource.scheme()}://{folder}")
 
 
 def normalised(arguments: Sequence[str]) -> list[str]:
@@ -48,7 +49,10 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
             same option.
     """
     check_unique()
+    if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
+        raise ConfigError(f"{chosen[0]}: a cluster brings its launcher along. Choose it with cluster=NAME.")
     schema.register()
+    Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are to reach us, unprinted
     sys.argv[1:] = normalised(arguments)

@@ -52,81 +52,6 @@ class ClusterSchema:
 
 
 @dataclass
-class SlurmSchema(ClusterSchema):
-    """See :class:`worldsize.launch.slurm.Slurm`. ``device`` follows from ``gpus_per_node`` unless it is given."""
-
-    gpus_per_node: int | None = None
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    cpus_per_task: int | None = None
-    memory: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    exclusive: bool = False
-    setup: list[str] = field(default_factory=list)
-    container: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class TorchrunSchema(ClusterSchema):
-    """See :class:`worldsize.launch.torchrun.Torchrun`."""
-
-    gpus_per_node: int | None = None
-    first: str = MISSING
-
-
-@dataclass
-class KubernetesSchema(ClusterSchema):
-    """See :class:`worldsize.launch.kubernetes.Kubernetes`."""
-
-    gpus_per_node: int | None = None
-    image: str | None = None
-    workdir: str | None = None
-    volumes: list[dict[str, str]] = field(default_factory=list)
-    run_root: str = "/runs"
-    namespace: str = "default"
-    kind: str = "auto"
-    service_account: str | None = None
-    node_selector: dict[str, str] = field(default_factory=dict)
-    cpus: str | None = None
-    memory: str | None = None
-
-
-@dataclass
-class SkyPilotSchema(ClusterSchema):
-    """See :class:`worldsize.launch.skypilot.SkyPilot`."""
-
-    accelerators: str | None = None
-    infra: str | None = None
-    spot: bool = False
-    checkpoint_bucket: str | None = None
-    bucket_mode: str = "MOUNT"
-    mount: str = "/checkpoints"
-    job_recovery: Any = None
-    spot_recovery: Any = None
-    cpus: str | None = None
-    memory: str | None = None
-    image: str | None = None
-    resources: dict[str, Any] = field(default_factory=dict)
-    setup: list[str] = field(default_factory=list)
-    python: str | None = None
-
-
-@dataclass
-class SshSchema(ClusterSchema):
-    """See :class:`worldsize.launch.ssh.Ssh`."""
-
-    hosts: list[str] = MISSING
-    gpus_per_node: int | None = None
-    folder: str | None = None
-    python: str | None = None
-    ssh: list[str] = field(default_factory=list)
-
-
-@dataclass
 class RunSchema:
     """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
 
@@ -224,7 +149,4 @@ class Schema:
 
 def register() -> None:
     """Make the schema known to Hydra."""
-    store = ConfigStore.instance()
-    store.store("schema", node=Schema)
-    for node in (KubernetesSchema, SkyPilotSchema, SlurmSchema, SshSchema, TorchrunSchema):
-        store.store(f"{node.__name__.removesuffix('Schema').lower()}_schema", node=node, group="cluster")
+    ConfigStore.instance().store("schema", node=Schema)

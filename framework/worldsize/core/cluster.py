@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch.distributed import ProcessGroup
+if TYPE_CHECKING:  # torch takes seconds, and commands that compute nothing name these contracts too
+    import torch
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)

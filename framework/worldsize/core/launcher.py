@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from worldsize.core.cluster import Cluster, Role
 from worldsize.errors import ConfigError
+
+OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
+
+
+def cluster_option(default: Any = MISSING) -> Any:
+    """Declare a field of a launcher that describes its cluster: users set it as ``cluster.NAME``.
+
+    Other fields of a launcher are set as ``launcher.NAME``. Without a default the option must be given.
+    """
+    metadata = {OF_CLUSTER: True}
+    if default is MISSING:
+        return field(kw_only=True, metadata=metadata)
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,7 @@ class Launcher(ABC):
     elsewhere: ClassVar[bool] = False  # the run's folder is where the processes are, out of the launching one's sight
 
     @property
-    def hosts(self) -> Sequence[str]:
+    def other_hosts(self) -> Sequence[str]:
         """Names of the hosts that take part beside this one, where they are known."""
         return ()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from worldsize.errors import ConfigError
+
+if TYPE_CHECKING:  # torch takes seconds
+    from torch import Tensor
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Nonfinite = Literal["stop", "skip", "ignore"]

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+if TYPE_CHECKING:  # torch takes seconds
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 Batch = Any
 StateDict = dict[str, Any]
@@ -86,6 +87,8 @@ class RowValues:
 
     def fill(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
         """Draw the whole table like that, and leave a mark for strategies that make its rows one by one."""
+        from torch import nn
+
         if self.kind == "uniform":
             nn.init.uniform_(embedding.weight, -self.scale, self.scale)
         else:

@@ -6,15 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from worldsize.core.cluster import Cluster, Role, World
 from worldsize.core.context import RunContext
 from worldsize.core.numerics import Numerics
 from worldsize.core.recipe import EvaluationBatch, MicroBatch, Recipe, StateDict
 from worldsize.errors import ConfigError
+
+if TYPE_CHECKING:  # torch takes seconds
+    from torch import Tensor
 
 Reduction = Literal["flat", "ordered", "hierarchical"]  # torch's own sums, the fixed tree of logical ranks, by node
 

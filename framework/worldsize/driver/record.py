@@ -40,7 +40,8 @@ from worldsize.reproducibility.environment import (
     write_environment,
 )
 from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
-from worldsize.world.world import role_of, threads_per_process
+from worldsize.world.roles import role_of
+from worldsize.world.world import threads_per_process
 
 
 def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:

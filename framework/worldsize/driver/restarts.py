@@ -44,7 +44,7 @@ def _say_restart(failure: Failure, count: str) -> None:
 
 
 def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console) -> Outcome:
-    number = begin_attempt(run, settings.launcher.hosts, plan.world_size)
+    number = begin_attempt(run, settings.launcher.other_hosts, plan.world_size)
     settings.strategy.prepare(run.servers(number))
     job = settings.launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.pace.steps, console):

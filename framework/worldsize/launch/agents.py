@@ -38,7 +38,7 @@ class Lead(NodeLauncher):
         return Lead(**own, node=node, others=others)
 
     @property
-    def hosts(self) -> Sequence[str]:
+    def other_hosts(self) -> Sequence[str]:
         return [other.host for other in self.others]
 
     def launch(self, plan: Plan) -> Job:

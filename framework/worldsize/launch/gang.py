@@ -17,15 +17,16 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, final
-
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from typing import TYPE_CHECKING, Any, Self, final
 
 from worldsize.core import ConfigError, Failure, Job, Outcome, Role
 from worldsize.launch.control import Control
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.preemption import PREEMPTED, SIGNALS
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class Gang(Job):
         member = self.start(role, rank, self._starts(role, rank))
         self.members.append(member)
         if self.terminal_logs:
+            from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, as torch does
+
             prefix = f"[{role} {rank}] "
             self._tails.append(TailLog(prefix, {0: str(member.log)}, sys.stdout, {0: prefix}).start())
 

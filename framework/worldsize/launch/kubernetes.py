@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import read_key, write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.submitted import Submitted, job_name
@@ -26,28 +27,22 @@ _PATIENCE = 60.0  # seconds for kubectl
 @final
 @dataclass(frozen=True)
 class Kubernetes(NodeLauncher):
-    """One pod a node, with an agent in it.
+    """Applies one pod a node, with an agent in it."""
 
-    ``image`` has the code and its environment; ``workdir``: the project in it. ``run_root``: where pods keep run
-    folders, on a volume that all of them share. ``volumes``: [{claim: name of a PersistentVolumeClaim, path: ...}].
-    ``kind``: "jobset", "job", or "auto": what the cluster has. ``pod_restarts``: times that pods that failed are
-    started again. ``kubectl``: the command with its options.
-    """
-
-    image: str | None = None
-    run_root: str = "/runs"
-    workdir: str | None = None
-    namespace: str = "default"
-    kind: str = "auto"
-    volumes: Sequence[Mapping[str, str]] = ()
-    service_account: str | None = None
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    gpus_per_node: int | None = None
-    cpus: str | None = None
-    memory: str | None = None
-    pod_restarts: int = 3
-    python: str = "python"
-    kubectl: Sequence[str] = ("kubectl",)
+    image: str | None = cluster_option(None)  # code and environment, best by digest: IMAGE@sha256:...
+    run_root: str = cluster_option("/runs")  # where pods keep run folders, on one of the volumes
+    workdir: str | None = cluster_option(None)  # the project's folder in the image
+    namespace: str = cluster_option("default")
+    kind: str = cluster_option("auto")  # "jobset", "job", or "auto": what the cluster has
+    volumes: Sequence[Mapping[str, str]] = cluster_option(())  # [{claim: NAME, path: /runs}], which all pods share
+    service_account: str | None = cluster_option(None)
+    node_selector: Mapping[str, str] = cluster_option({})
+    gpus_per_node: int | None = cluster_option(None)
+    cpus: str | None = cluster_option(None)
+    memory: str | None = cluster_option(None)  # of a pod, e.g. 64Gi
+    pod_restarts: int = 3  # times that pods that failed are started again
+    python: str = "python"  # interpreter in the image
+    kubectl: Sequence[str] = ("kubectl",)  # with its options, e.g. [kubectl, --context, mine]
     submits = True
     elsewhere = True
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-import torch
-
 from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Plan
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
-from worldsize.world.world import role_of
+from worldsize.world.roles import role_of
 
 
 @final
@@ -28,6 +26,8 @@ class Local(NodeLauncher):
         if cluster.nodes != 1:
             raise ConfigError(f"the local launcher starts processes on one node; cluster.nodes={cluster.nodes}.")
         if cluster.device == "cuda":
+            import torch  # takes seconds
+
             check_gpus(cluster.processes_per_node, torch.cuda.device_count())
 
     def launch(self, plan: Plan) -> Job:

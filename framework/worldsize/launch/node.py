@@ -22,22 +22,19 @@ from worldsize.world.fork import ready_to_fork
 from worldsize.world.interfaces import variables
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
-from worldsize.world.world import role_of, role_ranks
+from worldsize.world.roles import role_of, role_ranks
 
 
 @dataclass(frozen=True)
 class NodeLauncher(Launcher):
-    """Launchers whose hosts each run one process that forks the others. Graces as in :class:`Gang`, in seconds.
+    """Launchers whose hosts each run one process that forks the others."""
 
-    ``node_timeout``: seconds without a sign of life after which a host is lost.
-    """
-
-    max_restarts: int = 0
-    grace: float = 1.0
-    interrupt_grace: float = 1.0
-    save_grace: float = 30.0
-    node_timeout: float = 10.0
-    terminal_logs: bool = True
+    max_restarts: int = 0  # times that a gang that failed is started again from its last checkpoint
+    grace: float = 1.0  # seconds that a failed gang has to write its errors before it is killed
+    interrupt_grace: float = 1.0  # seconds that a run has to save after Ctrl-C
+    save_grace: float = 30.0  # and after SIGTERM or SIGUSR1
+    node_timeout: float = 10.0  # seconds without a sign of life after which a host is lost
+    terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
     def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous) -> Gang:
         """Start the processes of ``node``."""

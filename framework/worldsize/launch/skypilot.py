@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.submitted import Submitted, job_name
@@ -29,33 +30,28 @@ _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
 @final
 @dataclass(frozen=True)
 class SkyPilot(NodeLauncher):
-    """One agent a node of a managed job; its run folder is in ``checkpoint_bucket``, mounted at ``mount``.
+    """Launches a managed job with one agent a node; its run folder is in ``checkpoint_bucket``.
 
     A path instead of a bucket is a folder that all nodes share.
-
-    ``accelerators``, ``infra``, ``spot`` and others as in SkyPilot's resources. ``job_recovery``: its strategy, or
-    what SkyPilot takes there; ``spot_recovery`` is its old name. ``setup``: shell lines that rebuild the environment
-    (default: uv and the project's lock). ``python``: interpreter on the nodes. ``managed``: a managed job, which is
-    recovered; else a cluster of its own. ``sky``: the command, which may live in an environment of its own.
     """
 
-    accelerators: str | None = None
-    infra: str | None = None
-    spot: bool = False
-    cpus: str | None = None
-    memory: str | None = None
-    image: str | None = None
-    checkpoint_bucket: str | None = None
-    bucket_mode: str = "MOUNT"
-    mount: str = "/checkpoints"
-    job_recovery: Any = None
-    spot_recovery: Any = None
-    restarts_on_errors: int = 3
-    resources: Mapping[str, Any] = field(default_factory=dict)
-    setup: Sequence[str] = ()
-    python: str | None = None
-    managed: bool = True
-    sky: Sequence[str] = ("sky",)
+    accelerators: str | None = cluster_option(None)  # of a node, e.g. A100:4
+    infra: str | None = cluster_option(None)  # e.g. aws/us-east-1, gcp; None: wherever it is cheapest
+    spot: bool = cluster_option(False)
+    cpus: str | None = cluster_option(None)
+    memory: str | None = cluster_option(None)
+    image: str | None = cluster_option(None)
+    checkpoint_bucket: str | None = cluster_option(None)  # s3://..., gs://...: outlives the instances; or a folder
+    bucket_mode: str = cluster_option("MOUNT")  # or MOUNT_CACHED
+    mount: str = cluster_option("/checkpoints")  # where the bucket is seen on the nodes
+    job_recovery: Any = cluster_option(None)  # EAGER_NEXT_REGION, FAILOVER, or all that SkyPilot takes there
+    spot_recovery: Any = cluster_option(None)  # its old name
+    resources: Mapping[str, Any] = cluster_option({})  # any other key of SkyPilot's resources
+    setup: Sequence[str] = cluster_option(())  # shell lines that rebuild the environment; default: uv and its lock
+    python: str | None = cluster_option(None)  # interpreter on the nodes; default: that of the environment
+    restarts_on_errors: int = 3  # times that a job that failed is started again
+    managed: bool = True  # a managed job, which is recovered; False: a cluster that is left when the run ends
+    sky: Sequence[str] = ("sky",)  # the command, which may live in an environment of its own
     submits = True
     elsewhere = True
 

@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.core.launcher import cluster_option
 from worldsize.errors import WorldsizeError
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
@@ -27,34 +28,26 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 @final
 @dataclass(frozen=True)
 class Slurm(NodeLauncher):
-    """One job; srun starts one agent a node.
+    """Submits one job, in which srun starts one agent a node."""
 
-    ``time``: limit, in Slurm's words ("02:00:00"); ``signal_before``: seconds before its end in which the run is
-    saved and queued again by itself, at most ``max_requeues`` times; ``exclude_slow``: when a rank is found to be
-    slow, the run is saved and goes on in another job, without its node; ``setup``: shell lines before the start
-    (module load, activating an environment); ``container``: image, for clusters whose srun has
-    ``--container-image``; ``options``: any other of sbatch, by their long names (null: an option without a value).
-    ``python``: interpreter on the nodes; ``wait``: come back when the job has ended.
-    """
-
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    memory: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    exclusive: bool = False
-    setup: Sequence[str] = ()
-    container: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    signal_before: int = 120
-    max_requeues: int = 100
-    exclude_slow: bool = False
-    python: str | None = None
-    wait: bool = False
+    time: str | None = cluster_option(None)  # limit, e.g. 02:00:00; the run saves before it and is queued again
+    partition: str | None = cluster_option(None)
+    account: str | None = cluster_option(None)
+    qos: str | None = cluster_option(None)
+    gpus_per_node: int | None = cluster_option(None)
+    cpus_per_task: int | None = cluster_option(None)
+    memory: str | None = cluster_option(None)  # of a node, e.g. 64G
+    constraint: str | None = cluster_option(None)
+    exclude: str | None = cluster_option(None)
+    exclusive: bool = cluster_option(False)
+    setup: Sequence[str] = cluster_option(())  # shell lines before the start, e.g. "module load cuda"
+    container: str | None = cluster_option(None)  # image, where srun has --container-image
+    options: Mapping[str, Any] = cluster_option({})  # others of sbatch, by long name; null: one without a value
+    signal_before: int = 120  # seconds before the time limit in which the run saves
+    max_requeues: int = 100  # times that the run is queued again by itself
+    exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
+    python: str | None = None  # interpreter on the nodes; None: this one
+    wait: bool = False  # come back when the job has ended
     submits = True
     sweeps = True
 

@@ -19,6 +19,7 @@ from typing import IO, Any, final
 
 from worldsize.config.search_path import bundle
 from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.world.preemption import SIGNALS
@@ -31,18 +32,18 @@ _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_module
 @final
 @dataclass(frozen=True)
 class Ssh(NodeLauncher):
-    """``hosts`` as ssh knows them, the first of which the others must reach.
+    """Copies the code to each host and starts an agent there. All hosts must share the run folder's file system.
 
-    The working directory, and worldsize's own clone, are copied to ``folder`` on each host ("%h" in it is
-    replaced); None: they are there already, under the same path. ``python``: interpreter on the hosts; None: the one
-    that uv makes there from the project's lock. The run folder must be on a file system that all hosts share.
-    ``ssh``: the command with its options.
+    Copied are the working directory, and worldsize's own clone.
     """
 
-    hosts_named: Sequence[str] = ()
-    folder: str | None = None
-    python: str | None = None
-    ssh: Sequence[str] = ("ssh",)
+    hosts: Sequence[str] = cluster_option()  # as ssh knows them; the others must reach the first
+    gpus_per_node: int | None = cluster_option(None)  # a process for each, unless their number is given
+    folder: str | None = cluster_option(
+        None
+    )  # where the code goes, "%h": the host; None: it is there, at the same path
+    python: str | None = cluster_option(None)  # interpreter on the hosts; None: made there by uv, from the lock
+    ssh: Sequence[str] = cluster_option(("ssh",))  # with its options, e.g. [ssh, -F, my_config]
     submits = True
     waits = True
 
@@ -51,8 +52,8 @@ class Ssh(NodeLauncher):
         for tool in (self.ssh[0], *(["rsync"] if self.folder else [])):
             if shutil.which(tool) is None:
                 raise ConfigError(f"{tool} is not found on this machine. Install it, or choose another cluster.")
-        if cluster.nodes != len(self.hosts_named):
-            raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts_named)}.")
+        if cluster.nodes != len(self.hosts):
+            raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts)}.")
         refusals = [said for said in self._everywhere(self._refusal) if said]
         if refusals:
             raise ConfigError(f"{'; '.join(refusals)}. Try `ssh HOST true` by hand; nothing was started.")
@@ -64,16 +65,16 @@ class Ssh(NodeLauncher):
     def launch(self, plan: Plan) -> Job:
         write_key(plan.run_dir)
         self._everywhere(self._copy)
-        return _Agents([self._start(plan, node) for node in range(len(self.hosts_named))], self.save_grace)
+        return _Agents([self._start(plan, node) for node in range(len(self.hosts))], self.save_grace)
 
     def describe(self, plan: Plan) -> str:
-        copies = [shlex.join(words) for host in self.hosts_named for words in self._copies(host)]
-        starts = [shlex.join(self._command(plan, node)) for node in range(len(self.hosts_named))]
+        copies = [shlex.join(words) for host in self.hosts for words in self._copies(host)]
+        starts = [shlex.join(self._command(plan, node)) for node in range(len(self.hosts))]
         return "\n".join([*copies, *starts])
 
     def _everywhere(self, action: Any) -> list[Any]:
         with ThreadPoolExecutor(16) as pool:
-            return list(pool.map(action, self.hosts_named))
+            return list(pool.map(action, self.hosts))
 
     def _ssh(self, host: str) -> list[str]:
         alive = max(1, int(self.node_timeout / 3))
@@ -102,11 +103,11 @@ class Ssh(NodeLauncher):
                 raise ConfigError(f"the code cannot be copied to {host}: {done.stderr.strip()}")
 
     def _command(self, plan: Plan, node: int) -> list[str]:
-        host = self.hosts_named[node]
+        host = self.hosts[node]
         place = {
             "WORLDSIZE_NODE_RANK": str(node),
-            "WORLDSIZE_NODES": str(len(self.hosts_named)),
-            "WORLDSIZE_FIRST": self.hosts_named[0].rpartition("@")[2],
+            "WORLDSIZE_NODES": str(len(self.hosts)),
+            "WORLDSIZE_FIRST": self.hosts[0].rpartition("@")[2],
             **plan.environment,
         }
         project = self._place(host) / ("project" if self.folder else Path.cwd().name)
@@ -126,7 +127,7 @@ class Ssh(NodeLauncher):
             text=True,
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
-        agent = _Agent(self.hosts_named[node], process)
+        agent = _Agent(self.hosts[node], process)
         agent.tell(dict(plan.secrets))
         threading.Thread(target=agent.show, args=(node == 0,), daemon=True, name=agent.host).start()
         return agent

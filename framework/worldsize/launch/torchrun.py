@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
+from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
 from worldsize.launch.submitted import Submitted
 from worldsize.world.environments import port_of
@@ -15,14 +16,12 @@ from worldsize.world.environments import port_of
 @final
 @dataclass(frozen=True)
 class Torchrun(Launcher):
-    """Prints the command for each node: torchrun, or an agent where roles differ.
+    """Prints the command for each node: torchrun, or an agent where roles differ."""
 
-    ``first``: address of the first; ``port``: at which they meet.
-    """
-
-    first: str = "FIRST_HOST"
-    port: int | None = None
-    max_restarts: int = 0
+    gpus_per_node: int | None = cluster_option(None)  # a process for each, unless their number is given
+    first: str = cluster_option("FIRST_HOST")  # address of the first node
+    port: int | None = cluster_option(None)  # at which the nodes meet; None: one that follows from the run's id
+    max_restarts: int = 0  # of torchrun
     submits = True
 
     def check(self, cluster: Cluster) -> None:

@@ -27,7 +27,8 @@ from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training, listeners_of
 from worldsize.world.environments import Placement, placement
 from worldsize.world.preemption import Preemption
-from worldsize.world.world import check_size, open_world, role_of
+from worldsize.world.roles import role_of
+from worldsize.world.world import check_size, open_world
 
 
 def main() -> None:

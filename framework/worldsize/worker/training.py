@@ -49,7 +49,8 @@ from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.worker.probe import network_edges
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
-from worldsize.world.world import gang_of, places, role_of
+from worldsize.world.roles import role_of
+from worldsize.world.world import gang_of, places
 
 
 def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> list[Listener]:

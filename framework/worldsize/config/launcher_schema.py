@@ -1,0 +1,141 @@
+"""Derives the keys of a launcher from its dataclass, so that its options stand nowhere else.
+
+The YAML of a cluster names the class (``launcher._target_``) and what differs from the defaults. When Hydra loads it,
+each field becomes a typed key: ``launcher.NAME``, or ``cluster.NAME`` where the field is a
+:func:`~worldsize.core.launcher.cluster_option`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import MISSING as REQUIRED
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, ValidationError
+
+from worldsize.config.installed import installed
+from worldsize.config.instantiate import Allowed, resolve
+from worldsize.config.schema import ClusterSchema
+from worldsize.config.search_path import make_importable, roots
+from worldsize.core.launcher import OF_CLUSTER
+from worldsize.errors import ConfigError, neighbours
+
+_PLAIN = (bool, int, float, str)
+
+
+class LauncherSource(FileConfigSource):
+    """Reads YAML files like Hydra's own source; one that names a launcher gets the keys of its dataclass."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "worldsize"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result: ConfigResult = super().load_config(config_path)
+        if result.header["package"] == "_global_" and isinstance(result.config, DictConfig):
+            target = OmegaConf.select(result.config, "launcher._target_")
+            if target is not None:
+                _add_keys(result.config, str(target), Path(self.path, f"{config_path}.yaml"))
+        return result
+
+
+def _add_keys(config: DictConfig, target: str, file: Path) -> None:
+    """Type the nodes ``cluster`` and ``launcher`` of ``config``, which was read from ``file``.
+
+    A target that only ``allow_targets`` permits is left as it is: it is not imported before the run is checked.
+    """
+    allowed = Allowed((*Allowed().prefixes, *(each.module for each in installed())))
+    if not allowed.admits(target):
+        return
+    make_importable(roots())
+    launcher = resolve(target, allowed, f"{file}: launcher")
+    if is_dataclass(launcher) and isinstance(launcher, type):
+        config.cluster = _merged("cluster", cluster_schema(launcher), config.get("cluster"), file)
+        config.launcher = _merged("launcher", launcher_schema(launcher), config.get("launcher"), file)
+
+
+def _merged(key: str, schema: type, given: DictConfig | None, file: Path) -> Any:
+    """The defaults of ``schema``, overlaid by what the file gives.
+
+    Raises:
+        ConfigError: the file gives a key that does not exist, or a value of the wrong type.
+    """
+    try:
+        return OmegaConf.merge(OmegaConf.structured(schema), given or {})
+    except ConfigKeyError as error:
+        name, known = str(error.key), [each.name for each in fields(schema)]
+        raise ConfigError(f"{file}: no key '{key}.{name}'{neighbours(name, known)}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {key}.{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from error
+
+
+@cache
+def cluster_schema(launcher: type) -> type:
+    """The keys below ``cluster``: those of every cluster, and the launcher's cluster options."""
+    every = {each.name for each in fields(ClusterSchema)}
+    own = [each for each in _options(launcher) if each.metadata.get(OF_CLUSTER) and each.name not in every]
+    return make_dataclass(f"{launcher.__name__}Cluster", _typed(launcher, own), bases=(ClusterSchema,))
+
+
+@cache
+def launcher_schema(launcher: type) -> type:
+    """The keys below ``launcher``: every field of the dataclass, cluster options as references to ``cluster``."""
+    target = ("_target_", str, field(default=f"{launcher.__module__}.{launcher.__qualname__}"))
+    own = [each for each in _options(launcher) if not each.metadata.get(OF_CLUSTER)]
+    references = [
+        (each.name, Any, field(default=f"${{cluster.{each.name}}}"))
+        for each in _options(launcher)
+        if each.metadata.get(OF_CLUSTER)
+    ]
+    return make_dataclass(launcher.__name__, [target, *references, *_typed(launcher, own)])
+
+
+def _options(launcher: type) -> list[Field[Any]]:
+    return [each for each in fields(launcher) if each.init]
+
+
+def _typed(launcher: type, options: Sequence[Field[Any]]) -> list[tuple[str, Any, Any]]:
+    hints = get_type_hints(launcher)
+    return [(each.name, plain_type(hints[each.name]), _default(each)) for each in options]
+
+
+def _default(option: Field[Any]) -> Any:
+    """The default as plain containers, made anew for each configuration."""
+    if option.default is MISSING and option.default_factory is MISSING:
+        return field(default=REQUIRED)
+    value = option.default if option.default_factory is MISSING else option.default_factory()
+    if isinstance(value, Mapping):
+        return field(default_factory=lambda: dict(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return field(default_factory=lambda: list(value))
+    return field(default=value)
+
+
+def plain_type(hint: Any) -> Any:
+    """The type that OmegaConf checks for an annotation: what it cannot express is checked when the object is built."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return _plain_union(arguments)
+    if origin is Literal and len({type(each) for each in arguments}) == 1:
+        return type(arguments[0])
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return dict[str, plain_type(arguments[1])]  # type: ignore[misc]  # made at run time
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return list[plain_type(arguments[0])]  # type: ignore[misc]  # made at run time
+    return hint if hint in _PLAIN else Any
+
+
+def _plain_union(options: Sequence[Any]) -> Any:
+    others = [plain_type(each) for each in options if each is not NoneType]
+    if len(others) == 1:
+        return Optional[others[0]] if NoneType in options else others[0]  # noqa: UP045 - of a type made at run time
+    if all(each in _PLAIN for each in others):
+        return Union[tuple(options)]  # noqa: UP007 - as above
+    return Any

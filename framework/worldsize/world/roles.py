@@ -1,0 +1,30 @@
+"""Which role a process plays, from its rank among all processes of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from worldsize.core import ConfigError, Role
+
+
+def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
+    """Global ranks by role: consecutive, in the order in which the strategy names its roles."""
+    ranks, start = {}, 0
+    for name, role in roles.items():
+        ranks[name] = range(start, start + role.processes)
+        start += role.processes
+    return ranks
+
+
+def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
+    """The role of a process, and its rank among those of that role.
+
+    A rank beyond the plan came later, to the last role. Raises ConfigError if that cannot grow.
+    """
+    ranks = role_ranks(roles)
+    for name, members in ranks.items():
+        if global_rank in members:
+            return name, global_rank - members.start
+    if not roles[name].serves:
+        raise ConfigError(f"rank {global_rank} has no role in a run of {members.stop} processes.")
+    return name, global_rank - members.start
