@@ -77,7 +77,7 @@ def test_two_hosts_train_to_the_bits_of_one(launch: Any, train: Any, tmp_path: P
     manifest = json.loads((run / "run_manifest.json").read_text())
     assert manifest["attempts"][0]["hosts"] == ["h1", "h2"]
     assert "step 30/30" in output
-    assert (tmp_path / "project" / "h2" / "worldsize" / "framework" / "worldsize" / "core.py").exists()
+    assert (tmp_path / "project" / "h2" / "worldsize" / "framework" / "worldsize" / "core" / "launcher.py").exists()
 
 
 def test_a_host_whose_link_is_cut_is_named_within_the_bound(
