@@ -34,13 +34,13 @@ from torch.distributed import rpc
 
 from links import trained_on
 from worldsize.core import RowValues
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
 from worldsize.strategies.parameter_server.coordinator import Peer
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.rows import RowRule, Rows, Table
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.train_state import TrainState
 from worldsize.testing.hosts import running
 from worldsize.transport.certificates import Keys, mint, mint_authority
 from worldsize.transport.channel import address_of, listen
@@ -67,7 +67,7 @@ def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
     tables = [Rows(TABLE, RowRule(seed=0), 0, optimizer, optimizer.param_groups[0])] if sparse else []
-    shard = Shard(Learning(model, optimizer, None), owned, Rule(1, approves=not sparse), tables=tables)
+    shard = Shard(TrainState(model, optimizer, None), owned, Rule(1, approves=not sparse), tables=tables)
     server = Server(shard, listener, keys, timeout=60.0)
     server.start()
     Directory(folder / "directory", 60.0).claim(0, 1, address_of(listener), "server-0")

@@ -31,8 +31,8 @@ BLOCKS = {  # what strategies are built from
     "worldsize.collectives.per_rank": ("own", "stacked"),
     "worldsize.collectives.step_timer": ("phase",),
     "worldsize.reproducibility.seeds": ("seed_generators",),
-    "worldsize.strategies.accumulation": ("Accumulation", "Backward"),
-    "worldsize.strategies.learning": ("Learning",),
+    "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),
+    "worldsize.strategies.train_state": ("TrainState",),
     "worldsize.strategies.synchronous": ("SynchronousReplica", "alone", "autocast", "metric_sums"),
     "worldsize.world.environments": ("Placement",),
 }

@@ -11,7 +11,7 @@ from plugins.local_sgd.apart import Apart, statistics, trained
 from plugins.local_sgd.exchange import Exact
 from plugins.local_sgd.replica import Outer
 from worldsize.core import Cluster, Cost, Recipe, Workload, World
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.train_state import TrainState
 
 
 @final
@@ -37,9 +37,9 @@ class DiLoCo(Apart):
         apart = super().cost(work, cluster)
         return replace(apart, memory_bytes=apart.memory_bytes + 2 * work.parameter_bytes)
 
-    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> Outer:
         exchange = Exact(world)
-        fragments = [Fragment(trained(learning.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)]
-        if buffers := statistics(learning.model):
+        fragments = [Fragment(trained(train_state.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)]
+        if buffers := statistics(train_state.model):
             fragments.append(Fragment(buffers, exchange, lr=1.0, momentum=0.0))
         return Rounds(fragments, [0] * len(fragments), inner_steps=self.inner_steps)

@@ -91,7 +91,7 @@ class Centre:
         self._row_n = torch.zeros(numel)  # until the first worker puts it somewhere
         self._moving = threading.Lock()
 
-    def serve_together(self) -> None:
+    def serve_synchronously(self) -> None:
         """Rounds in the order of ranks: every worker meets the centre as it was when the round began."""
         with suppress(LostError):
             while True:
@@ -101,7 +101,7 @@ class Centre:
                     _send(worker, Operation.WEIGHTS, self._row_n)
                 self._row_n += self._elasticity * pull_n
 
-    def serve_apart(self) -> None:
+    def serve_asynchronously(self) -> None:
         """Every worker as it comes."""
         threads = [threading.Thread(target=self._attend, args=(worker,), daemon=True) for worker in self._workers]
         for thread in threads:

@@ -32,7 +32,7 @@ from worldsize.transport.channel import address_of, listen
 from worldsize.transport.registry import Directory
 
 _CENTRE = "centre-0"
-Rounds = Literal["together", "apart"]
+Rounds = Literal["synchronous", "asynchronous"]
 
 
 @final
@@ -41,14 +41,14 @@ class EASGD(Strategy):
     """Zhang, Choromanska & LeCun 2015 (arXiv 1412.6651).
 
     Every ``period`` steps a worker moves towards the centre by moving_rate / workers of its distance, and the centre
-    as much towards the worker. ``rounds``: "together": all workers meet the centre as it was when the round began
-    (their equations 2 and 3, with the same bits every time); "apart": each as it comes (their algorithm 1).
+    as much towards the worker. ``rounds``: "synchronous": all workers meet the centre as it was when the round began
+    (their equations 2 and 3, with the same bits every time); "asynchronous": each as it comes (their algorithm 1).
     """
 
     reductions = ("flat",)
     period: int = 4
     moving_rate: float = 0.9
-    rounds: Rounds = "together"
+    rounds: Rounds = "synchronous"
     nodes: int = 1
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ class EASGD(Strategy):
             raise ConfigError(f"strategy.period={self.period} must be 1 or more; it is in steps.")
         if not 0 < self.moving_rate <= 1:
             raise ConfigError(f"strategy.moving_rate={self.moving_rate} must be above 0 and at most 1; 0.9 is usual.")
-        if self.rounds not in ("together", "apart"):
-            raise ConfigError(f"strategy.rounds={self.rounds!r} is unknown. Known: together, apart.")
+        if self.rounds not in ("synchronous", "asynchronous"):
+            raise ConfigError(f"strategy.rounds={self.rounds!r} is unknown. Known: synchronous, asynchronous.")
 
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.precision == "fp16":
@@ -95,10 +95,10 @@ class EASGD(Strategy):
             listener.close()
         numel = sum(parameter.numel() for parameter in trained(model))
         centre = Centre(channels, numel=numel, elasticity=self.moving_rate / workers)
-        if self.rounds == "together":
-            centre.serve_together()
+        if self.rounds == "synchronous":
+            centre.serve_synchronously()
         else:
-            centre.serve_apart()
+            centre.serve_asynchronously()
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world, meeting = context.world, context.meeting_place(needs="easgd needs its centre")

@@ -23,8 +23,8 @@ from worldsize.core import (
     World,
 )
 from worldsize.cost.cluster import across, all_reduce_seconds, ring_share, whole_bytes
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.synchronous import alone
+from worldsize.strategies.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Apart(Strategy):
         model = recipe.model().to(world.device)
         _make_equal(model, world)
         inner = alone(recipe, model, context)
-        return LocalReplica(inner, world, self.outer(recipe, inner.learning, world))
+        return LocalReplica(inner, world, self.outer(recipe, inner.train_state, world))
 
     @abstractmethod
-    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer: ...
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> Outer: ...
 
 
 def _make_equal(model: nn.Module, world: World) -> None:

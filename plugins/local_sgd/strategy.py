@@ -11,7 +11,7 @@ from plugins.local_sgd.apart import Apart, statistics, trained
 from plugins.local_sgd.exchange import Exact, flat, parted
 from plugins.local_sgd.replica import Outer
 from worldsize.core import ConfigError, Recipe, World
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.train_state import TrainState
 
 OptimizerState = Literal["local", "mean", "zero"]
 
@@ -34,26 +34,26 @@ class LocalSGD(Apart):
                 f"strategy.optimizer_state={self.optimizer_state!r} is unknown. Known: {', '.join(known)}."
             )
 
-    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
-        return Averaging(learning, Exact(world), self.inner_steps, self.optimizer_state)
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> Outer:
+        return Averaging(train_state, Exact(world), self.inner_steps, self.optimizer_state)
 
 
 @final
 class Averaging(Outer):
     """Every ``every`` steps."""
 
-    def __init__(self, learning: Learning, exchange: Exact, every: int, optimizer_state: OptimizerState) -> None:
-        self._learning, self._exchange = learning, exchange
+    def __init__(self, train_state: TrainState, exchange: Exact, every: int, optimizer_state: OptimizerState) -> None:
+        self._train_state, self._exchange = train_state, exchange
         self._every, self._optimizer_state = every, optimizer_state
 
     def after(self, step: int) -> None:
         if step % self._every == 0:
-            model = self._learning.model
+            model = self._train_state.model
             self._average([*trained(model), *statistics(model), *self._of_optimizer()])
 
     def _of_optimizer(self) -> list[Tensor]:
         """What is averaged of the optimizer's state."""
-        values = [value for kept in self._learning.optimizer.state.values() for value in kept.values()]
+        values = [value for kept in self._train_state.optimizer.state.values() for value in kept.values()]
         tensors = [value for value in values if isinstance(value, Tensor)]
         if self._optimizer_state == "zero":
             for tensor in tensors:

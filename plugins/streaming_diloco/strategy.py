@@ -16,7 +16,7 @@ from plugins.local_sgd.replica import Outer
 from plugins.streaming_diloco.e3m0 import BLOCK
 from plugins.streaming_diloco.exchange import Gathered, Scattered
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Workload, World
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.train_state import TrainState
 
 _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered, "e3m0_scatter": Scattered}
 
@@ -73,12 +73,12 @@ class StreamingDiLoCo(Apart):
             same=False,
         )
 
-    def outer(self, recipe: Recipe, learning: Learning, world: World) -> Outer:
-        parts = partition(learning.model, recipe.blocks(learning.model), self.fragment_blocks)
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> Outer:
+        parts = partition(train_state.model, recipe.blocks(train_state.model), self.fragment_blocks)
         offsets = [place * self.inner_steps // len(parts) for place in range(len(parts))]
         exchange = _EXCHANGES[self.wire](world)
         fragments = [Fragment(part, exchange, lr=self.outer_lr, momentum=self.outer_momentum) for part in parts]
-        if buffers := statistics(learning.model):
+        if buffers := statistics(train_state.model):
             fragments.append(Fragment(buffers, Exact(world), lr=1.0, momentum=0.0))
             offsets.append(offsets[-1])
         return Rounds(fragments, offsets, inner_steps=self.inner_steps, delay=self.delay, mix=self.mix)

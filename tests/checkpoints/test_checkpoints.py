@@ -26,7 +26,7 @@ from worldsize.checkpoints.save import Saver
 from worldsize.checkpoints.tree import join, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError, ConfigError
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.train_state import TrainState
 from worldsize.testing.worlds import run_in_worlds
 
 
@@ -81,10 +81,10 @@ def root(tmp_path: Path) -> Path:
 def test_what_is_loaded_has_the_order_and_the_memory_layout_of_what_training_makes(tmp_path: Path) -> None:
     """A sum over a state in one piece depends on where a number lies in it: a ring adds each part in another order."""
 
-    def trained() -> Learning:
+    def trained() -> TrainState:
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10), nn.Linear(10, 2))
         model[3].requires_grad_(False)
-        learning = Learning(model, torch.optim.AdamW(model.parameters()), None)
+        learning = TrainState(model, torch.optim.AdamW(model.parameters()), None)
         model(torch.ones(1, 1, 8, 8)).sum().backward()
         learning.optimizer.step()
         return learning
@@ -112,7 +112,7 @@ def test_what_is_loaded_has_the_order_and_the_memory_layout_of_what_training_mak
 def test_a_frozen_parameter_has_no_optimizer_state_before_or_after_a_load() -> None:
     """Adagrad makes some in its constructor, and torch leaves it out of what it loads."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
-    learning = Learning(model, torch.optim.Adagrad(model.parameters()), None)
+    learning = TrainState(model, torch.optim.Adagrad(model.parameters()), None)
     model(torch.ones(1, 3)).sum().backward()
     learning.optimizer.step()
     before = learning.state()
@@ -329,10 +329,10 @@ def test_another_model_is_refused_before_anything_is_written_and_a_part_can_be_i
     assert bits({"model": state["model"]}) == bits({"model": template["model"]})
 
 
-def learning(lr: float, weight_decay: float = 0.0) -> Learning:
+def learning(lr: float, weight_decay: float = 0.0) -> TrainState:
     """A line whose rate is halved by each step."""
     optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr, momentum=0.9, weight_decay=weight_decay)
-    return Learning(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+    return TrainState(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
 
 
 @pytest.mark.parametrize(

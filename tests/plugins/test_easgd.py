@@ -77,7 +77,7 @@ def test_workers_that_come_apart_meet_the_centre_where_the_one_before_has_left_i
     ends = [socket.socketpair() for _ in range(2)]
     middle = Centre([Channel(there) for _, there in ends], numel=2, elasticity=0.25)
     first, second = (CentreLink(Channel(here), 2) for here, _ in ends)
-    serving = threading.Thread(target=middle.serve_apart)
+    serving = threading.Thread(target=middle.serve_asynchronously)
     serving.start()
     first.put(torch.tensor([1.0, 2.0]))
     assert second.meet(torch.tensor([5.0, 2.0])).tolist() == [1.0, 2.0]
@@ -95,7 +95,7 @@ def test_workers_that_come_apart_meet_the_centre_where_the_one_before_has_left_i
     [
         (lambda: EASGD(period=0), "strategy.period=0 must be 1 or more"),
         (lambda: EASGD(moving_rate=1.5), "strategy.moving_rate=1.5 must be above 0 and at most 1"),
-        (lambda: EASGD(rounds="never"), "'never' is unknown. Known: together, apart"),  # type: ignore[arg-type]
+        (lambda: EASGD(rounds="never"), "'never' is unknown. Known: synchronous, asynchronous"),  # type: ignore[arg-type]
         (lambda: EASGD().check_numerics(Numerics("fp16")), "Set precision=bf16 or fp32"),
         (lambda: EASGD().replica(CHAIN, RunContext(ALONE)), "needs its centre"),
     ],

@@ -54,16 +54,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Role:
-    """How many processes play a role, and whether one that dies restarts alone or with its gang.
-
-    ``serves``: its processes run :meth:`Strategy.serve`, and have no process group; the others train a replica.
-    ``least``: how many must live for the run to go on without those that died (None: all).
-    """
+    """How many processes play a role, and what happens when one of them dies."""
 
     processes: int
-    restart: Literal["together", "alone"] = "together"
+    restart: Literal["gang", "individual"] = "gang"
+    """Whether a process that died starts again with its gang or by itself."""
     serves: bool = False
-    least: int | None = None
+    """Its processes run :meth:`Strategy.serve` and have no process group; the others train a replica."""
+    min_processes: int | None = None
+    """How many must live for the run to go on without those that died; None: all."""
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ class Gang(Job):
     ``interrupt_grace`` to save after Ctrl-C, ``save_grace`` to save after SIGTERM and SIGUSR1.
 
     ``start(role, rank, starts)`` starts a process, which was started so often before. One that dies alone, by its
-    role, is started again ``max_restarts`` times; then the run goes on without it as long as ``least`` of its role
-    live.
+    role, is started again ``max_restarts`` times; then the run goes on without it as long as ``min_processes`` of
+    its role live.
     """
 
     run: RunDirectory
@@ -165,8 +165,10 @@ class Gang(Job):
         """Ask the ``count`` youngest processes of the last role to leave; their names."""
         role = self._growing()
         alive = [member for member in self._alive() if member.role == role]
-        if len(alive) - count < (self.roles[role].least or 0):
-            raise ConfigError(f"of {len(alive)} {role}s at least {self.roles[role].least} must stay. Remove fewer.")
+        if len(alive) - count < (self.roles[role].min_processes or 0):
+            raise ConfigError(
+                f"of {len(alive)} {role}s at least {self.roles[role].min_processes} must stay. Remove fewer."
+            )
         for member in alive[len(alive) - count :]:
             member.process.terminate()
         return [f"{member.role} {member.rank}" for member in alive[len(alive) - count :]]
@@ -180,7 +182,7 @@ class Gang(Job):
 
     def _growing(self) -> str:
         name, role = list(self.roles.items())[-1]
-        if role.restart != "alone":
+        if role.restart != "individual":
             raise ConfigError(
                 f"the {name}s of this run are a gang, whose size is fixed. Start it again with another "
                 "cluster.processes, or use strategy=parameter_server."
@@ -224,7 +226,7 @@ class Gang(Job):
     def _bury(self, member: Member) -> None:
         member.process.join()
         self._dead.append(member)
-        if member.failed and self.roles[member.role].restart == "alone" and not self._is_ending():
+        if member.failed and self.roles[member.role].restart == "individual" and not self._is_ending():
             self._replace(member)
 
     def _starts(self, role: str, rank: int) -> int:
@@ -240,7 +242,7 @@ class Gang(Job):
 
     def _is_bound(self, member: Member) -> bool:
         """Whether the run's end is its end; only processes of the last role may come and go."""
-        return member.role != list(self.roles)[-1] or self.roles[member.role].restart == "together"
+        return member.role != list(self.roles)[-1] or self.roles[member.role].restart == "gang"
 
     def _replace(self, member: Member) -> None:
         """Start a process again that died alone, or go on without it; if neither may be, its failure is the gang's."""
@@ -249,7 +251,7 @@ class Gang(Job):
         others = sum(each.role == member.role and each.process.is_alive() for each in self.members)
         if starts < self.max_restarts:
             what = f"starting it again ({starts + 1} of {self.max_restarts})"
-        elif others >= (role.processes if role.least is None else role.least):
+        elif others >= (role.processes if role.min_processes is None else role.min_processes):
             what = "going on without it"
         else:
             return

@@ -35,10 +35,10 @@ from worldsize.cost.cluster import (
     whole_bytes,
 )
 from worldsize.cost.collectives import bucketed_exposed_seconds
-from worldsize.strategies.accumulation import Accumulation, accumulation
-from worldsize.strategies.learning import Learning
-from worldsize.strategies.reductions import SIZES, Compression, reduced
+from worldsize.strategies.compressed_reducer import SIZES, Compression, reduced
+from worldsize.strategies.gradient_reducer import GradientReducer, gradient_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.train_state import TrainState
 
 
 @final
@@ -131,14 +131,14 @@ class DDP(Strategy):
         model = recipe.model().to(world.device)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options) if world.size > 1 else model
-        sums = self._accumulation(module, world)
-        learning = Learning.of(recipe, model)
-        return SynchronousReplica(recipe, context, learning=learning, accumulation=sums, module=module)
+        sums = self._reducer(module, world)
+        train_state = TrainState.of(recipe, model)
+        return SynchronousReplica(recipe, context, train_state=train_state, reducer=sums, module=module)
 
-    def _accumulation(self, module: nn.Module, world: World) -> Accumulation:
+    def _reducer(self, module: nn.Module, world: World) -> GradientReducer:
         if isinstance(module, DistributedDataParallel):
             return reduced(self.reduce, self.compress, module, world, rank=self.powersgd_rank)
-        return accumulation(self.reduce, module, None)
+        return gradient_reducer(self.reduce, module, None)
 
 
 def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:

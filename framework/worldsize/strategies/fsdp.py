@@ -27,9 +27,9 @@ from worldsize.core import (
 )
 from worldsize.cost.cluster import across, link, ring_share, slowest
 from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
-from worldsize.strategies.learning import Learning
-from worldsize.strategies.sharded import sharded_accumulation
+from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import Wrap, units
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,8 +128,8 @@ class FSDP(Strategy):
             mesh = self._mesh(world)
             self._shard(recipe, model, mesh)
             copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
-        sums = sharded_accumulation(self.reduce, model, world, copies)
-        return SynchronousReplica(recipe, context, learning=Learning.of(recipe, model), accumulation=sums)
+        sums = sharded_reducer(self.reduce, model, world, copies)
+        return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
 
     def _mesh(self, world: World) -> DeviceMesh:
         """[copies, shards of a copy]; ranks that share a copy are neighbours."""
@@ -139,7 +139,7 @@ class FSDP(Strategy):
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh) -> None:
-        # ordered sums cross all copies at once, see strategies/sharded.py
+        # ordered sums cross all copies at once, see strategies/sharded_reducer.py
         plain = mesh.size(0) == 1 or self.reduce == "ordered"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()

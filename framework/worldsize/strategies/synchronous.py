@@ -23,8 +23,8 @@ from worldsize.core import (
     StepResult,
 )
 from worldsize.reproducibility.seeds import seed_generators
-from worldsize.strategies.accumulation import Accumulation, accumulation
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.gradient_reducer import GradientReducer, gradient_reducer
+from worldsize.strategies.train_state import TrainState
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,23 +71,23 @@ class SynchronousReplica(Replica):
         recipe: Recipe,
         context: RunContext,
         *,
-        learning: Learning,
-        accumulation: Accumulation,
+        train_state: TrainState,
+        reducer: GradientReducer,
         module: nn.Module | None = None,
     ) -> None:
         self.recipe = recipe
         self.world = context.world
-        self.model = learning.model
-        self.module = module or learning.model
+        self.model = train_state.model
+        self.module = module or train_state.model
         self.numerics = context.numerics
-        self.accumulation = accumulation
-        self.learning = learning
-        self.optimizer, self.schedule = learning.optimizer, learning.schedule
+        self.reducer = reducer
+        self.train_state = train_state
+        self.optimizer, self.schedule = train_state.optimizer, train_state.schedule
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self.optimizer.zero_grad()
-        losses = self.accumulation.run(micro_batches, self._backward)
+        losses = self.reducer.run(micro_batches, self._backward)
         lr: float = self.optimizer.param_groups[0]["lr"]
         with phase("update"):
             norm = self._clip()
@@ -115,7 +115,7 @@ class SynchronousReplica(Replica):
         if not self.numerics.needs_norm:
             return None
         self.scaler.unscale_(self.optimizer)
-        return self.accumulation.clip(list(self.model.parameters()), self.numerics.norm_limit)
+        return self.reducer.clip(list(self.model.parameters()), self.numerics.norm_limit)
 
     def _update(self, norm: Tensor | None) -> bool:
         """Step the optimizer; True if the step was left out. Gradients are equal on all ranks, so all agree."""
@@ -131,18 +131,18 @@ class SynchronousReplica(Replica):
         return reduce_metrics(sums, names, self.world)
 
     def state(self) -> StateDict:
-        own = self.accumulation.state()
-        return {**self.learning.state(), "scaler": self.scaler.state_dict(), **({"strategy": own} if own else {})}
+        own = self.reducer.state()
+        return {**self.train_state.state(), "scaler": self.scaler.state_dict(), **({"strategy": own} if own else {})}
 
     def load(self, state: StateDict) -> None:
-        self.learning.load(state)
+        self.train_state.load(state)
         self.scaler.load_state_dict(state["scaler"])
-        self.accumulation.resumed()
+        self.reducer.resumed()
         if "strategy" in state:
-            self.accumulation.load(state["strategy"])
+            self.reducer.load(state["strategy"])
 
 
 def alone(recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reduction = "flat") -> SynchronousReplica:
     """Train ``model``, which is on the device of ``context.world``, in this process with no other."""
-    sums = accumulation(reduce, model, None)
-    return SynchronousReplica(recipe, context, learning=Learning.of(recipe, model), accumulation=sums)
+    sums = gradient_reducer(reduce, model, None)
+    return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)

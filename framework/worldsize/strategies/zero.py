@@ -14,11 +14,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from worldsize.core import Cluster, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload, World
 from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.cost.collectives import bucketed_exposed_seconds
-from worldsize.strategies.accumulation import accumulation
 from worldsize.strategies.ddp import replicated
-from worldsize.strategies.elsewhere import PartialLearning, outline
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.gradient_reducer import gradient_reducer
+from worldsize.strategies.sharded_state import ShardedTrainState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica, alone
+from worldsize.strategies.train_state import TrainState
 
 
 @final
@@ -59,18 +59,18 @@ class ZeRO(Strategy):
         model = recipe.model().to(world.device)
         if world.size == 1:
             return alone(recipe, model, context, self.reduce)
-        learning = _sharded(recipe, model, world)
+        train_state = _sharded(recipe, model, world)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options)
-        sums = accumulation(self.reduce, module, world.group)
-        return SynchronousReplica(recipe, context, learning=learning, accumulation=sums, module=module)
+        sums = gradient_reducer(self.reduce, module, world.group)
+        return SynchronousReplica(recipe, context, train_state=train_state, reducer=sums, module=module)
 
 
-def _sharded(recipe: Recipe, model: nn.Module, world: World) -> Learning:
+def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     plain = recipe.optimizer(model)
     groups = [dict(group) for group in plain.param_groups]
     known = inspect.signature(type(plain)).parameters  # AdamW keeps a default that it does not take
     defaults = {name: value for name, value in plain.defaults.items() if name in known}
     sharded = ZeroRedundancyOptimizer(groups, type(plain), process_group=world.group, **defaults)
-    whole = outline(recipe, model)["optimizer"]
-    return PartialLearning(model, sharded, recipe.schedule(sharded), own=sharded.optim, whole=whole)
+    whole = meta_state(recipe, model)["optimizer"]
+    return ShardedTrainState(model, sharded, recipe.schedule(sharded), own=sharded.optim, whole=whole)

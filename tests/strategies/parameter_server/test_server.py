@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.errors import ConfigError
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.train_state import TrainState
 from worldsize.transport.certificates import Keys, mint, mint_authority
 from worldsize.transport.channel import Channel, LostError, address_of, connect, listen
 from worldsize.transport.frames import LAYOUT, MAGIC, SIZE, Header, Operation, RefusedError, view
@@ -32,10 +32,10 @@ def closed() -> Iterator[None]:
         OPEN.pop().close()
 
 
-def learning() -> Learning:
+def learning() -> TrainState:
     torch.manual_seed(1)
     model = nn.Linear(3, 5)
-    return Learning(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
 
 
 def served(listener: socket.socket, keys: Keys | None = None, **rule: Any) -> Server:

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
 from worldsize.strategies.parameter_server.layout import plan_shards
 from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.standby import Succession
+from worldsize.strategies.train_state import TrainState
 from worldsize.transport.channel import address_of, listen
 from worldsize.transport.frames import view
 from worldsize.transport.registry import Directory
@@ -51,7 +51,7 @@ class Counters:
         sys.stdout = (self.folder / "log").open("a")
         model = nn.Linear(CELLS, 1, bias=False)
         nn.init.zeros_(model.weight)
-        learning = Learning(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
+        learning = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
         (owned,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
         listener = listen(f"unix:{self.folder}/{name}_{os.getpid()}", None)
         shard = Shard(learning, owned, Rule(1, gathers=False))

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from worldsize.collectives.per_rank import local
 from worldsize.core import Batch, MicroBatch, Recipe
-from worldsize.strategies.accumulation import Accumulation, Backward
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.passing import receive, send
 from worldsize.strategies.mesh.stage import Stage
@@ -40,7 +40,7 @@ class Tied:
 
 @final
 @dataclass
-class Pipeline(Accumulation):
+class Pipeline(GradientReducer):
     """``stages``: this rank's, of ``total`` that go around the ranks of ``group``; ``copies``: the ranks that hold
     the same stages and train other data.
     """

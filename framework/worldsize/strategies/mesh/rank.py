@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from worldsize.core import MicroBatch, Recipe, Replica, RunContext, World
-from worldsize.strategies.accumulation import Accumulation, Backward
-from worldsize.strategies.elsewhere import PartialLearning, outline
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.mesh.layout import AXES, Layout
 from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.ownership import Ownership
@@ -22,7 +21,8 @@ from worldsize.strategies.mesh.partition import stages_of
 from worldsize.strategies.mesh.pipeline import Kind, Pipeline, Tied
 from worldsize.strategies.mesh.replica import PipelineReplica
 from worldsize.strategies.mesh.stage import Stage
-from worldsize.strategies.sharded import sharded_accumulation
+from worldsize.strategies.sharded_reducer import sharded_reducer
+from worldsize.strategies.sharded_state import ShardedTrainState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
@@ -57,24 +57,24 @@ class Rank:
         axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
-    def _learning(self, model: nn.Module, whole: Mapping[str, object]) -> PartialLearning:
+    def _train_state(self, model: nn.Module, whole: Mapping[str, object]) -> ShardedTrainState:
         """``whole``: the optimizer's state, as one rank would hold it."""
         optimizer = self.recipe.optimizer(model)
         keep_held(optimizer)
         step_apart(optimizer)
-        return PartialLearning(model, optimizer, self.recipe.schedule(optimizer), own=optimizer, whole=whole)
+        return ShardedTrainState(model, optimizer, self.recipe.schedule(optimizer), own=optimizer, whole=whole)
 
     def _piece(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
         """A rank that holds a part of every layer."""
-        whole, data = outline(self.recipe, model)["optimizer"], self._data(mesh)
+        whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
         divide(self.recipe, model, [model], mesh, self.sharding)
-        sums = _Clipping(sharded_accumulation("flat", model, data), self._norm(()))
-        learning = self._learning(model, whole)
-        return SynchronousReplica(self.recipe, replace(self.context, world=data), learning=learning, accumulation=sums)
+        sums = _Clipping(sharded_reducer("flat", model, data), self._norm(()))
+        train_state = self._train_state(model, whole)
+        return SynchronousReplica(self.recipe, replace(self.context, world=data), train_state=train_state, reducer=sums)
 
     def _stages(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
         """A rank that holds a part of some layers."""
-        whole, data = outline(self.recipe, model)["optimizer"], self._data(mesh)
+        whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
         chain = stages_of(self.recipe, model, self.stages, self.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
         if self.layout.data > 1:
@@ -94,9 +94,9 @@ class Rank:
             tied=self._tied(owned),
             norm=self._norm(owned.spare()),
         )
-        learning = self._learning(model, whole)
+        train_state = self._train_state(model, whole)
         inner = SynchronousReplica(
-            self.recipe, replace(self.context, world=data), learning=learning, accumulation=pipeline
+            self.recipe, replace(self.context, world=data), train_state=train_state, reducer=pipeline
         )
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
@@ -129,10 +129,10 @@ class Rank:
 
 @final
 @dataclass(frozen=True)
-class _Clipping(Accumulation):
+class _Clipping(GradientReducer):
     """``inner``, with the norm of the whole mesh."""
 
-    inner: Accumulation
+    inner: GradientReducer
     norm: MeshNorm
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:

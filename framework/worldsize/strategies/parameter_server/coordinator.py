@@ -13,7 +13,6 @@ from worldsize.collectives.exact import reduce_metrics
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Numerics, Replica, StateDict, StepResult, World
 from worldsize.strategies.clipping import clip_factor
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.desk import Desk
 from worldsize.strategies.parameter_server.rows import RowRule
@@ -21,6 +20,7 @@ from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import assembled
 from worldsize.strategies.parameter_server.tree import receive_tree
 from worldsize.strategies.parameter_server.whole import joined_rows, whole_state
+from worldsize.strategies.train_state import TrainState
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.frames import Header, Operation, message
 from worldsize.transport.registry import Directory
@@ -74,7 +74,7 @@ class Coordinator(Replica):
         desk: Desk,
         directory: Directory,
         peers: Sequence[Peer],
-        learning: Learning,
+        learning: TrainState,
         world: World,
         *,
         rows: RowRule,

@@ -11,7 +11,6 @@ from typing import Literal, final
 
 from worldsize.core import Cluster, ConfigError, Recipe, RunContext
 from worldsize.records.run_directory import private
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.parameter_server.layout import Shard as Owned
 from worldsize.strategies.parameter_server.rows import RowRule
@@ -19,6 +18,7 @@ from worldsize.strategies.parameter_server.server import Server
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.parameter_server.whole import learning_of, load_whole, tables_of, whole_state
+from worldsize.strategies.train_state import TrainState
 from worldsize.transport.certificates import Keys, mint, mint_authority
 from worldsize.transport.channel import address_of, listen
 from worldsize.transport.registry import Directory
@@ -74,13 +74,13 @@ class House:
     def server(
         self,
         recipe: Recipe,
-        learning: Learning,
+        learning: TrainState,
         context: RunContext,
         *,
         rule: Rule,
         rows: RowRule,
         shards: Sequence[Owned],
-    ) -> tuple[Server, Succession, Learning]:
+    ) -> tuple[Server, Succession, TrainState]:
         """This process's server with the newest checkpoint's state, how it may become master, and the whole model.
 
         ``learning`` is what the recipe made first in this process: only that has the run's initial weights.

@@ -25,10 +25,9 @@ from worldsize.core import (
     StepResult,
     Strategy,
 )
-from worldsize.strategies.accumulation import Accumulation, Backward, accumulation
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
-from worldsize.strategies.learning import Learning
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, gradient_reducer
 from worldsize.strategies.parameter_server.client import Dialer, ShardLink
 from worldsize.strategies.parameter_server.coordinator import Peer
 from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
@@ -37,6 +36,7 @@ from worldsize.strategies.parameter_server.rows import RowGradients, RowRule, Sh
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.whole import joined_rows, learning_of, whole_tables
 from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.train_state import TrainState
 from worldsize.transport.frames import Operation
 
 
@@ -105,21 +105,21 @@ class HybridParameterServer(Strategy):
 
 
 @final
-class _Noting(Accumulation):
-    """Another accumulation; after each backward pass, the gradients of rows are taken aside, as if it were alone.
+class RowGradientCapture(GradientReducer):
+    """Wraps another reducer and sets the gradients of rows aside after each backward pass, as if it were alone.
 
     ``rows_norm()``: of those of the step, on servers that then wait for ``approve(norm, factor)``.
     """
 
     def __init__(
         self,
-        inner: Accumulation,
+        inner: GradientReducer,
         take: Callable[[], list[RowGradients]],
         rows_norm: Callable[[], Tensor],
         approve: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._inner, self._take, self._rows_norm, self._approve = inner, take, rows_norm, approve
-        self.noted: dict[int, list[RowGradients]] = {}
+        self.captured: dict[int, list[RowGradients]] = {}
 
     def resumed(self) -> None:
         self._inner.resumed()
@@ -139,12 +139,12 @@ class _Noting(Accumulation):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         places = {id(batch): place for place, batch in enumerate(batches)}
 
-        def noted(batch: MicroBatch, scale: float) -> Tensor:
+        def captured(batch: MicroBatch, scale: float) -> Tensor:
             loss = backward(batch, scale)
-            self.noted[places[id(batch)]] = [(ids_n, values_nd.div_(scale)) for ids_n, values_nd in self._take()]
+            self.captured[places[id(batch)]] = [(ids_n, values_nd.div_(scale)) for ids_n, values_nd in self._take()]
             return loss
 
-        return self._inner.run(batches, noted)
+        return self._inner.run(batches, captured)
 
 
 @final
@@ -161,13 +161,13 @@ class _HybridReplica(Replica):
         self._tables = TableLinks(model, rule)
         self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
         module = self._wrapped(model)
-        sums = accumulation(strategy.reduce, module, world.group)
-        self._sums = _Noting(sums, self._tables.take, self._rows_norm, self._approve)
+        sums = gradient_reducer(strategy.reduce, module, world.group)
+        self._capture = RowGradientCapture(sums, self._tables.take, self._rows_norm, self._approve)
         self._inner = SynchronousReplica(
             recipe,
             context,
-            learning=Learning.of(recipe, model),
-            accumulation=self._sums,
+            train_state=TrainState.of(recipe, model),
+            reducer=self._capture,
             module=module,
         )
         self._step = self._tables.links[0].step
@@ -186,11 +186,11 @@ class _HybridReplica(Replica):
         return result
 
     def _push(self) -> None:
-        width = len(self._sums.noted) * self._world.size
-        for place, gradients in sorted(self._sums.noted.items()):
+        width = len(self._capture.captured) * self._world.size
+        for place, gradients in sorted(self._capture.captured.items()):
             rank = place * self._world.size + self._world.rank  # strided, as data are dealt
             self._tables.push(gradients, step=self._step, width=width, node=rank)  # answered by the next pull
-        self._sums.noted.clear()
+        self._capture.captured.clear()
 
     def _rows_norm(self) -> Tensor:
         """Of the rows of this step's mean gradient, on all servers; the first worker asks them."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.collectives.ordered import Arrivals
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.layout import Bucket
 from worldsize.strategies.parameter_server.rows import RowGradients, Rows
+from worldsize.strategies.train_state import TrainState
 from worldsize.transport.frames import RefusedError
 
 _COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "_closed")
@@ -73,7 +73,7 @@ class Shard:
 
     def __init__(
         self,
-        learning: Learning,
+        learning: TrainState,
         buckets: Sequence[Bucket],
         rule: Rule,
         *,
@@ -341,7 +341,7 @@ def _part(value: Any, piece: Any) -> Any:
     return piece.of(value).clone() if isinstance(value, Tensor) else value
 
 
-def assembled(states: Sequence[Mapping[str, Any]], learning: Learning) -> None:
+def assembled(states: Sequence[Mapping[str, Any]], learning: TrainState) -> None:
     """Put the states of all shards together in a whole model, optimizer and schedule."""
     pieces: dict[str, list[Any]] = {}
     for state in states:

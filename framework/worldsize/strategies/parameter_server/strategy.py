@@ -24,7 +24,6 @@ from worldsize.core import (
 )
 from worldsize.cost.cluster import across, served_bytes, served_seconds
 from worldsize.cost.collectives import exposed_seconds
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.clock import Clock
 from worldsize.strategies.parameter_server.codec import Codec, Compression, codec_of
 from worldsize.strategies.parameter_server.coordinator import Coordinator, Peer
@@ -38,6 +37,7 @@ from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.parameter_server.whole import learning_of
 from worldsize.strategies.parameter_server.worker import Worker
+from worldsize.strategies.train_state import TrainState
 from worldsize.transport.registry import EndedError
 
 Consistency = Literal["sync", "bounded", "async"]
@@ -129,10 +129,10 @@ class ParameterServer(Strategy):
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         workers = cluster.processes - self._house.processes
         self._house.check(cluster, workers)
-        restart: Literal["alone", "together"] = "alone" if self.replicas or self.bound else "together"
+        restart: Literal["gang", "individual"] = "individual" if self.replicas or self.bound else "gang"
         return {
-            "server": Role(self._house.processes, restart=restart, serves=True, least=self.servers),
-            "worker": Role(workers, restart="alone", serves=True, least=1),
+            "server": Role(self._house.processes, restart=restart, serves=True, min_processes=self.servers),
+            "worker": Role(workers, restart="individual", serves=True, min_processes=1),
         }
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
@@ -187,7 +187,7 @@ class ParameterServer(Strategy):
         worker.run(self.lease)
         return None
 
-    def _warn(self, learning: Learning) -> None:
+    def _warn(self, learning: TrainState) -> None:
         """With a delay of 4 updates, momentum 0.9 is ten times slower on a quadratic; with 8 it diverges."""
         for group in learning.optimizer.param_groups:
             momentum = float(group.get("momentum") or 0.0)
@@ -198,14 +198,14 @@ class ParameterServer(Strategy):
                     flush=True,
                 )
 
-    def _shards(self, learning: Learning, numerics: Numerics) -> list[Owned]:
+    def _shards(self, learning: TrainState, numerics: Numerics) -> list[Owned]:
         _check_buffers(learning)
         trained = {name: p for name, p in learning.model.named_parameters() if p.requires_grad and p.numel()}
         clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
         cut = type(learning.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
         return plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
 
-    def _lead(self, server: Server, succession: Succession, whole: Learning, context: RunContext) -> Replica | None:
+    def _lead(self, server: Server, succession: Succession, whole: TrainState, context: RunContext) -> Replica | None:
         """From when this server is master of its shard, if ever, to the end; a replica if the shard is the first."""
         first, dialer = succession.shard == 0, succession.dialer
         desk = Desk(timeout=dialer.timeout)
@@ -253,7 +253,7 @@ _DIVERGES = 36  # momentum / (1 - momentum) × staleness, from which training sl
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
 
 
-def _check_buffers(learning: Learning) -> None:
+def _check_buffers(learning: TrainState) -> None:
     for name, module in learning.model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(

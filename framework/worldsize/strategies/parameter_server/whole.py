@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.learning import Learning
 from worldsize.strategies.parameter_server.embedding import made_remote, remotes
 from worldsize.strategies.parameter_server.rows import RowRule, Rows, initial_rows
+from worldsize.strategies.train_state import TrainState
 
 _DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the initial values of untouched rows
 RowStates = Mapping[str, Mapping[str, Tensor]]
 
 
-def learning_of(recipe: Recipe) -> Learning:
+def learning_of(recipe: Recipe) -> TrainState:
     """Of a recipe's model without the rows of its tables."""
-    return Learning.of(recipe, made_remote(recipe.model()))
+    return TrainState.of(recipe, made_remote(recipe.model()))
 
 
-def tables_of(learning: Learning, rule: RowRule, shard: int) -> list[Rows]:
+def tables_of(learning: TrainState, rule: RowRule, shard: int) -> list[Rows]:
     """What a server has of each table; how its rows are updated is said by the optimizer's group that holds it."""
     groups = learning.optimizer.param_groups
     return [
@@ -48,8 +48,8 @@ def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def whole_state(learning: Learning, rows: RowStates, rule: RowRule) -> StateDict:
-    """Model, optimizer and schedule as :meth:`Learning.state` has them, with the tables."""
+def whole_state(learning: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
+    """Model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
     return whole_tables({**learning.state(), "scaler": {}}, learning.model, rows, rule)
 
 
@@ -71,7 +71,7 @@ def _dense(table: Any, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
     return values_rd
 
 
-def load_whole(learning: Learning, state: StateDict) -> None:
+def load_whole(learning: TrainState, state: StateDict) -> None:
     """The part of :func:`whole_state` that is no table."""
     empty = {remote.table.name: remote.weight for remote in remotes(learning.model)}
     learning.load({**state, "model": {**state["model"], **empty}})

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from worldsize.collectives.ordered import Arrivals
 from worldsize.core import Recipe, RunContext
 from worldsize.reproducibility.seeds import seed_generators
-from worldsize.strategies.accumulation import taken
 from worldsize.strategies.clipping import clip_factor
+from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
 from worldsize.strategies.parameter_server.codec import Codec, Feedback
 from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote

@@ -16,7 +16,7 @@ from worldsize.core import Recipe, StateDict
 
 
 @dataclass(frozen=True)
-class Learning:
+class TrainState:
     """What a recipe trains, on one device."""
 
     model: nn.Module
@@ -24,9 +24,9 @@ class Learning:
     schedule: LRScheduler | None
 
     @staticmethod
-    def of(recipe: Recipe, model: nn.Module) -> Learning:
+    def of(recipe: Recipe, model: nn.Module) -> TrainState:
         optimizer = recipe.optimizer(model)
-        return Learning(model, optimizer, recipe.schedule(optimizer))
+        return TrainState(model, optimizer, recipe.schedule(optimizer))
 
     def state(self) -> StateDict:
         """Optimizer state by the names of the model's parameters, so that any world size and strategy can load it."""

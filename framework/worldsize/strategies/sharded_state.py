@@ -14,33 +14,33 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.learning import Learning, named_state
+from worldsize.strategies.train_state import TrainState, named_state
 
 
-def outline(recipe: Recipe, model: nn.Module) -> StateDict:
+def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
     """The state of training ``model`` whole, all of its tensors on the meta device."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    state = Learning.of(recipe, copy.deepcopy(model, memo)).state()
+    state = TrainState.of(recipe, copy.deepcopy(model, memo)).state()
     found: StateDict = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
     return found
 
 
-def overlaid(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+def merge_states(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     """``whole`` with what ``part`` has in its place, at any depth."""
     return {
-        key: overlaid(child, part[key]) if isinstance(child, Mapping) and key in part else part.get(key, child)
+        key: merge_states(child, part[key]) if isinstance(child, Mapping) and key in part else part.get(key, child)
         for key, child in whole.items()
     }
 
 
 @final
 @dataclass(frozen=True)
-class PartialLearning(Learning):
+class ShardedTrainState(TrainState):
     """``own``: the optimizer of the parameters that this rank updates; ``whole``: the optimizer's state as one rank
-    would hold it, see :func:`outline`.
+    would hold it, see :func:`meta_state`.
     """
 
     own: Optimizer
@@ -52,7 +52,7 @@ class PartialLearning(Learning):
             {**whole, **_options(group)}
             for whole, group in zip(self.whole["param_groups"], self.optimizer.param_groups, strict=True)
         ]
-        return {**overlaid(self.whole, {"state": mine["state"]}), "param_groups": groups}
+        return {**merge_states(self.whole, {"state": mine["state"]}), "param_groups": groups}
 
     def load_optimizer(self, state: StateDict) -> None:
         mine = named_state(self.model, self.own)

@@ -19,8 +19,8 @@ from worldsize.collectives.per_rank import own, stacked
 from worldsize.collectives.reductions import all_reduced, compressed, hierarchical
 from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import Reduction, StateDict, World
-from worldsize.strategies.accumulation import Accumulation, Flat, accumulation
-from worldsize.strategies.powersgd import PowerSGD
+from worldsize.strategies.gradient_reducer import Flat, GradientReducer, gradient_reducer
+from worldsize.strategies.powersgd_reducer import PowerSGD
 
 Compression = Literal["none", "bf16", "fp16", "int8", "powersgd"]
 SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}  # to float32; of PowerSGD it depends on the matrices
@@ -28,13 +28,13 @@ SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}  # to float32; of Po
 
 def reduced(
     reduce: Reduction, compress: Compression, module: DistributedDataParallel, world: World, *, rank: int
-) -> Accumulation:
+) -> GradientReducer:
     """The mean gradient over ``world`` by ``reduce`` and ``compress``; ``rank``: of PowerSGD's approximation."""
     node = world.groups.get("node") if reduce == "hierarchical" else None
     if compress == "powersgd":
         return PowerSGD(module, world, rank=rank, node=node)
     if compress == "none" and node is None:
-        return accumulation(reduce, module, world.group)
+        return gradient_reducer(reduce, module, world.group)
     return Reduced(module, world, CODECS.get(compress), node)
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.per_rank import own, stacked
 from worldsize.core import StateDict, World
-from worldsize.strategies.accumulation import Flat
+from worldsize.strategies.gradient_reducer import Flat
 
 _WARM_UP = 2  # passes before torch's hook compresses; here they are thrown away
 

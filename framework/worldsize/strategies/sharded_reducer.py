@@ -15,20 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.ordered import Counter, Tree, finish
 from worldsize.core import MicroBatch, Reduction, World
-from worldsize.strategies.accumulation import Accumulation, Backward, Statistics, accumulation
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, Statistics, gradient_reducer
 
 
-def sharded_accumulation(
+def sharded_reducer(
     reduce: Reduction, model: nn.Module, world: World, copies: ProcessGroup | None = None
-) -> Accumulation:
+) -> GradientReducer:
     """For ``model``, sharded if it is an FSDPModule; ``copies``: the ranks that hold the same shards."""
     if not isinstance(model, FSDPModule):
-        return accumulation(reduce, model, None)
+        return gradient_reducer(reduce, model, None)
     return OrderedShards(model, world, copies) if reduce == "ordered" else FlatShards(model, world)
 
 
 @final
-class FlatShards(Accumulation):
+class FlatShards(GradientReducer):
     """Torch's reduce-scatter, once a step: the gradients of earlier micro-batches are kept whole until then."""
 
     def __init__(self, model: FSDPModule, world: World) -> None:
@@ -55,7 +55,7 @@ class FlatShards(Accumulation):
 
 
 @final
-class OrderedShards(Accumulation):
+class OrderedShards(GradientReducer):
     """The fixed tree of :mod:`worldsize.collectives.ordered`, as FSDP's reduce-scatter: the bits of every other
     strategy at every world size. Micro-batches but the last are summed here, whole.
     """

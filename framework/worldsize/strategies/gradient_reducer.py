@@ -24,7 +24,7 @@ from worldsize.core import MicroBatch, Reduction, StateDict
 Backward = Callable[[MicroBatch, float], Tensor]
 
 
-class Accumulation(ABC):
+class GradientReducer(ABC):
     """Runs the backward passes of a step and leaves the mean gradient of all logical ranks in ``.grad``."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Accumulation(ABC):
         """The next step goes on where another process stopped, and has to sum as that one would have."""
 
 
-def accumulation(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> Accumulation:
+def gradient_reducer(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> GradientReducer:
     """For ``module``: a model, or the DistributedDataParallel around it with its ``group``."""
     if reduce == "ordered":
         return Ordered(module, group)
@@ -75,7 +75,7 @@ def _gathered(bucket_n: Tensor, group: ProcessGroup) -> Future[Tensor]:
     return future
 
 
-class Flat(Accumulation):
+class Flat(GradientReducer):
     """Torch's own sums: in the order of arrival here, in the collective's order across processes.
 
     The gradients of a small model on CPUs are gathered instead, see :mod:`worldsize.collectives.gathered`.
@@ -118,7 +118,7 @@ class Flat(Accumulation):
 
 
 @final
-class Ordered(Accumulation):
+class Ordered(GradientReducer):
     """The fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits.
 
     Across processes it is a communication hook: buckets are exchanged while the last backward pass runs.
