@@ -1,4 +1,4 @@
-"""What the anatomy of steps costs, and what it shows of length-balanced batches: one run, parts of which take turns.
+"""Measure what the step timer costs, and what it shows of length-balanced batches.
 
 uv run python benchmarks/anatomy.py cost           # steps that are measured and that are not
 uv run python benchmarks/anatomy.py balanced       # plain and balanced batches of samples of different length
@@ -32,7 +32,7 @@ from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
 PART, BATCH, WIDTH = 50, 32, 64  # steps of a part, samples a process
-RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 220)}  # and parts
+RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 220)}  # recipe and number of parts
 
 
 def order_of(world: World, *, balanced: bool = False) -> Order:
@@ -41,7 +41,10 @@ def order_of(world: World, *, balanced: bool = False) -> Order:
 
 
 def parts(recipe: Recipe, number: int, world: World) -> list[float]:
-    """Seconds a step of each part; the odd ones are measured, on the first rank with the search for stragglers."""
+    """Return seconds a step of each part of one run.
+
+    Odd parts are measured, and the first rank then searches for stragglers; even ones are not.
+    """
     replica, clock, stragglers = (
         DDP().replica(recipe, RunContext(world)),
         Clock(world.device),
@@ -53,7 +56,7 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
         if isinstance(event, StepDone) and world.size > 1 and event.splits and event.splits[0]:
             stragglers.judge(event.step, event.splits)
 
-    found = []
+    seconds = []
     for part in range(number):
         measured = part % 2 == 1
         with clock.opened() if measured else nullcontext():
@@ -68,8 +71,8 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
                 first=Position(part * PART),
                 clock=clock if measured else None,
             )
-            found.append((time.perf_counter() - begun) / PART)
-    return found
+            seconds.append((time.perf_counter() - begun) / PART)
+    return seconds
 
 
 def cost() -> None:
@@ -79,7 +82,7 @@ def cost() -> None:
             print(f"{name}, {size}", file=sys.stderr)
             seconds = run_in_worlds(partial(parts, recipe, number), size, timeout=600)[0][20:]
             off, on = seconds[::2], seconds[1::2]
-            ratios = [b / (a + c) * 2 for a, b, c in zip(off, on, off[1:], strict=False)]  # to its neighbours
+            ratios = [b / (a + c) * 2 for a, b, c in zip(off, on, off[1:], strict=False)]  # to the parts around it
             times = (f"{statistics.median(each) * 1e3:.3f}" for each in (off, on))
             table.add_row(f"{name}, {size} process(es)", *times, f"{statistics.median(ratios):.3f} ×")
     Console(width=100).print(table)
@@ -105,7 +108,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Reading(Recipe):
-    """A small network on every token; padding is computed too."""
+    """Train a small network on every token, padding included."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1))
@@ -125,7 +128,7 @@ class Reading(Recipe):
 
 
 def splits(steps: int, world: World) -> list[Tensor]:
-    """[steps, 4] of plain and of balanced batches, which take turns step by step."""
+    """Return splits [steps, 4] of plain and of balanced batches, which alternate step by step."""
     replica, clocks = DDP().replica(Reading(), RunContext(world)), [Clock(world.device), Clock(world.device)]
     sources = [micro_batches(Texts(), order_of(world, balanced=balanced), world.device) for balanced in (False, True)]
     for _ in range(steps):

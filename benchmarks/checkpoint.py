@@ -1,4 +1,4 @@
-"""What one save in every 50 steps costs: 10 M parameters with AdamW (120 MB of state), beside not saving.
+"""Measure what one save in every 50 steps costs: 10 M parameters with AdamW (120 MB of state).
 
 uv run python benchmarks/checkpoint.py         # 2 gloo processes, four rounds
 """
@@ -29,7 +29,7 @@ from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 
 PROCESSES, BATCH, STEPS, AT = 2, 256, 50, 5
-Save = Callable[[StateDict, int], None]  # state, step
+Save = Callable[[StateDict, int], None]  # (state, step)
 End = Callable[[], Any]
 
 
@@ -73,22 +73,22 @@ WAYS = {"no saves": _nothing, "worldsize": _worldsize, "torch.save on rank 0": _
 
 
 def measure(world: World, root: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """By way and round: seconds for all steps with the save that one of them begins, and seconds it was held up.
+    """Return, for each way and round, seconds of all steps and seconds that the save delayed training.
 
-    All in one process, in turns: two processes that do the same differ by more than a save costs.
+    All ways alternate in one process: two processes that do the same differ by more than a save costs.
     """
     warnings.simplefilter("ignore")
     recipe = Wide()
     replica = DDP().replica(recipe, RunContext(world))
     batches = micro_batches(recipe.data("train"), Order(0, BATCH, world.size, (world.rank,)), world.device)
     ways = {name: way(world, root / str(number)) for number, (name, way) in enumerate(WAYS.items())}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    rows_of: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, (save, end) in ways.items():
-            found[name].append(_steps(replica, batches, lambda state, turn=turn, save=save: save(state, turn), end))
+            rows_of[name].append(_steps(replica, batches, lambda state, turn=turn, save=save: save(state, turn), end))
             if world.rank == 0:
                 print(f"round {turn}/{rounds}: {name}", file=sys.stderr)
-    return {name: rows[1:] for name, rows in found.items()}  # the first save makes buffers and threads
+    return {name: rows[1:] for name, rows in rows_of.items()}  # the first save creates buffers and threads
 
 
 def _steps(replica: Replica, batches: Iterator[Any], save: Callable[..., None], end: End) -> tuple[float, float]:
@@ -109,12 +109,12 @@ def main(rounds: int = 4) -> None:
     with tempfile.TemporaryDirectory() as name:
         for number in range(len(WAYS)):
             (Path(name) / str(number)).mkdir()
-        found = run_in_worlds(lambda world: measure(world, Path(name), rounds), PROCESSES, timeout=580)[0]
+        rows_of = run_in_worlds(lambda world: measure(world, Path(name), rounds), PROCESSES, timeout=580)[0]
     title = f"{PROCESSES} processes, a save in {STEPS} steps, medians of {rounds} rounds"
     table = Table("", "ms a step", "to no saves, same round", "held up by a save, ms", title=title)
-    for way, rows in found.items():
+    for way, rows in rows_of.items():
         seconds, held = (statistics.median(column) for column in zip(*rows, strict=True))
-        ratio = statistics.median(own[0] / base[0] for own, base in zip(rows, found["no saves"], strict=True))
+        ratio = statistics.median(own[0] / base[0] for own, base in zip(rows, rows_of["no saves"], strict=True))
         table.add_row(way, f"{seconds / STEPS * 1e3:.1f}", f"{ratio:.3f} ×", f"{held * 1e3:.0f}")
     Console(width=100).print(table)
 

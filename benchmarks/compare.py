@@ -1,4 +1,4 @@
-"""Side by side with peers: time a step, command to first step, peak memory a process.
+"""Compare worldsize with its peers: time a step, command to first step, peak memory a process.
 
 uv run --extra benchmarks python benchmarks/compare.py step        # 1 and 2 processes, 6,000 steps each
 uv run --extra benchmarks python benchmarks/compare.py start       # 2, 4 and 8 processes
@@ -44,12 +44,12 @@ def environment() -> dict[str, str]:
 
 def run(command: list[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
-    if done.returncode and not any(folder.glob("*.json")):  # torch may abort in its teardown, after the last step
+    if done.returncode and not any(folder.glob("*.json")):  # torch may abort in its teardown after the last step
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
 def peer(script: str, processes: int, steps: int) -> Figures:
-    """Figures of a peer's script under torchrun."""
+    """Run a peer's script under torchrun and return its figures."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "figures.json"
         begun = time.time()
@@ -60,7 +60,7 @@ def peer(script: str, processes: int, steps: int) -> Figures:
 
 
 def ours(processes: int, steps: int, logger: str = "wandb") -> Figures:
-    """Figures of the same model under worldsize; ``logger="wandb"`` adds an offline wandb run to metrics.jsonl."""
+    """Run the same model under worldsize; ``logger="wandb"`` adds an offline wandb run to metrics.jsonl."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begun = time.time()
@@ -84,13 +84,13 @@ def ours(processes: int, steps: int, logger: str = "wandb") -> Figures:
 
 
 def alternately(contenders: dict[str, Callable[[], Figures]], rounds: int) -> dict[str, Figures]:
-    """Medians over rounds in which each contender runs once, so that the machine's drift meets all alike."""
-    found: dict[str, list[Figures]] = {name: [] for name in contenders}
+    """Return medians over rounds in which each contender runs once, so that the machine's drift affects all alike."""
+    figures_of: dict[str, list[Figures]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, contender in contenders.items():
             print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr)
-            found[name].append(contender())
-    return {name: _medians(rows) for name, rows in found.items()}
+            figures_of[name].append(contender())
+    return {name: _medians(rows) for name, rows in figures_of.items()}
 
 
 def _medians(rows: Iterable[Figures]) -> Figures:
@@ -99,7 +99,7 @@ def _medians(rows: Iterable[Figures]) -> Figures:
 
 
 def show(title: str, figures: dict[str, Figures], columns: dict[str, str]) -> None:
-    """A table of figures, each with its ratio to the hand-written loop."""
+    """Print a table of figures, each with its ratio to the hand-written loop."""
     table = Table("", *columns.values(), title=title)
     base = figures["hand-written DDP"]
     for name, row in figures.items():

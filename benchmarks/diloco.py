@@ -1,4 +1,4 @@
-"""DiLoCo's tables in miniature: what training apart costs in loss, and what it saves on the wire.
+"""Reproduce DiLoCo's tables in miniature: what rare synchronisation costs in loss and saves in traffic.
 
 uv run python benchmarks/diloco.py loss 1200        # 4 workers on this machine, 1,200 steps
 uv run python benchmarks/diloco.py network 100      # hosts with links of 100 Mbit/s (root; namespaces)
@@ -47,36 +47,42 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Found:
-    bits: float  # per byte of the test split
-    sent: float  # bytes that leave each worker, a step
+class Outcome:
+    """The result of one way to train."""
+
+    bits: float  # bits per byte of the test split
+    sent: float  # bytes that leave each worker in a step
 
 
 def loss(steps: int = 1200, *options: str) -> None:
-    """DDP trains the first third, since the paper too begins with a trained model; each way goes on from there."""
+    """Compare the losses of all ways after the same number of tokens.
+
+    DDP trains the first third, since the paper too starts from a trained model; each way resumes from there.
+    """
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         begun = _begun(Path(name), steps, options)
-        jobs = {way: pool.submit(_gone_on, begun, Path(name, f"{place}"), *WAYS[way]) for place, way in enumerate(WAYS)}
-        found = {way: job.result() for way, job in jobs.items()}
+        jobs = {way: pool.submit(_resumed, begun, Path(name, f"{place}"), *WAYS[way]) for place, way in enumerate(WAYS)}
+        outcomes = {way: job.result() for way, job in jobs.items()}
     drawn = Table("", "bits per byte", "to DDP", "kB a step", "fewer than DDP", title=f"{steps:,} steps")
-    base = found["DDP"]
-    for way, each in found.items():
-        ratio, fewer = 100 * (each.bits / base.bits - 1), base.sent / each.sent
-        drawn.add_row(way, f"{each.bits:.4f}", f"{ratio:+.1f} %", f"{each.sent / 1e3:,.1f}", f"{fewer:,.0f} ×")
+    base = outcomes["DDP"]
+    for way, outcome in outcomes.items():
+        ratio, fewer = 100 * (outcome.bits / base.bits - 1), base.sent / outcome.sent
+        drawn.add_row(way, f"{outcome.bits:.4f}", f"{ratio:+.1f} %", f"{outcome.sent / 1e3:,.1f}", f"{fewer:,.0f} ×")
     Console(width=110).print(drawn)
 
 
 def _begun(folder: Path, steps: int, options: Sequence[str]) -> Path:
-    """A run that was asked to end after a third of its steps."""
+    """Start a run that is asked to end after a third of its steps, and return its folder."""
     stop = f"faults=[{{action: terminate, rank: 0, step: {steps // 3}}}]"
     more = (*SMALL, f"steps={steps}", "recipe.test_bytes=100000", "log_every=50", f"run.root={folder}/begun", stop)
     words = [word for word in (*COMMON, *more, *options) if word != "checkpoint=none"]
     subprocess.run([sys.executable, "train.py", *words], cwd=REPOSITORY, check=False, stdout=subprocess.DEVNULL)
-    (found,) = folder.glob("begun/*/*/run_manifest.json")
-    return found.parent
+    (manifest,) = folder.glob("begun/*/*/run_manifest.json")
+    return manifest.parent
 
 
-def _gone_on(begun: Path, folder: Path, *words: str) -> Found:
+def _resumed(begun: Path, folder: Path, *words: str) -> Outcome:
+    """Resume a copy of the run ``begun`` in another way, and return its result."""
     shutil.copytree(begun, folder)
     program = (sys.executable, "-c", "from worldsize.app import main; main()")
     command = [*program, "resume", str(folder), *words, "--ignore", "data"]
@@ -86,11 +92,11 @@ def _gone_on(begun: Path, folder: Path, *words: str) -> Found:
     facts = _steps(folder / "metrics.jsonl")[-1].get("facts")
     sent = facts["sent_bytes"] / (result["steps"] - first) if facts else _all_reduced()
     print(words, result["metrics"], sent, file=sys.stderr)
-    return Found(float(result["metrics"]["bits_per_byte"]), sent)
+    return Outcome(float(result["metrics"]["bits_per_byte"]), sent)
 
 
 def _all_reduced() -> float:
-    """Bytes that leave each worker in a ring all-reduce of float32 gradients."""
+    """Return the bytes that leave each worker in a ring all-reduce of float32 gradients."""
     return 2 * (WORKERS - 1) / WORKERS * 4 * _parameters(*SMALL)
 
 
@@ -110,7 +116,7 @@ LARGE = ("recipe.width=256", "recipe.depth=3", "recipe.context=8", "batch_size=4
 
 
 def network(megabits: int = 100) -> None:
-    """Tokens a second of 4 workers, each on a host of its own; the bytes are what the first host's link carried."""
+    """Measure tokens a second of 4 workers on hosts of their own, and the bytes on the first host's link."""
     size = 4 * _parameters(*LARGE)
     drawn = Table(
         "", "tokens/s", "to DDP", "MB a step", title=f"{size / 1e6:.0f} MB of parameters, {megabits} Mbit/s a host"
@@ -130,7 +136,7 @@ def network(megabits: int = 100) -> None:
 
 
 def _over_links(megabits: int, *words: str) -> tuple[float, float]:
-    """Tokens a second of the steps after the first, and bytes a step that left the first host."""
+    """Return tokens a second of the steps after the first, and bytes a step that left the first host."""
     with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="dlc", count=WORKERS) as hosts:
         hosts.shape(f"{megabits}mbit")
         names = ",".join(f"h{host + 1}" for host in range(hosts.count))

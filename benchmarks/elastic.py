@@ -1,4 +1,4 @@
-"""Cost of ``reproducibility=elastic`` beside plain DDP: time a step and bytes on the wire, 10 M parameters.
+"""Compare ``reproducibility=elastic`` with plain DDP: time a step and bytes on the wire, 10 M parameters.
 
 uv run python benchmarks/elastic.py            # 4 gloo processes, 8 logical ranks
 """
@@ -31,7 +31,7 @@ Figures = tuple[float, int]
 
 @dataclass(frozen=True)
 class Wide(Recipe):
-    """Four square layers: 4 × 1580² = 10.0 M parameters."""
+    """Train four square layers: 4 × 1580² = 10.0 M parameters."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
@@ -51,7 +51,7 @@ class Wide(Recipe):
 
 
 def measure(world: World, reduce: Literal["flat", "ordered"], steps: int) -> Figures:
-    """Seconds a step, and bytes that crossed the loopback interface in a step, all ranks together."""
+    """Return seconds a step, and bytes that all ranks together send over the loopback interface in a step."""
     recipe = Wide()
     replica = DDP(reduce=reduce).replica(recipe, RunContext(world))
     mine = logical_ranks_of(world.rank, world.size, LOGICAL_RANKS)
@@ -71,17 +71,17 @@ def _loopback_bytes() -> int:
 
 
 def main(rounds: int = 5, steps: int = 10) -> None:
-    found: dict[str, list[Figures]] = {"flat": [], "ordered": []}
+    figures_of: dict[str, list[Figures]] = {"flat": [], "ordered": []}
     for number in range(rounds):
         for reduce in ("flat", "ordered"):
             print(f"round {number + 1}/{rounds}: {reduce}", file=sys.stderr)
             body = lambda world, reduce=reduce: measure(world, reduce, steps)  # noqa: E731
-            found[reduce].append(run_in_worlds(body, PROCESSES, timeout=300)[0])
+            figures_of[reduce].append(run_in_worlds(body, PROCESSES, timeout=300)[0])
     table = Table(
         "", "ms a step", "MB on the wire a step", title=f"{PROCESSES} processes, {LOGICAL_RANKS} logical ranks"
     )
-    base = [statistics.median(column) for column in zip(*found["flat"], strict=True)]
-    for name, rows in found.items():
+    base = [statistics.median(column) for column in zip(*figures_of["flat"], strict=True)]
+    for name, rows in figures_of.items():
         seconds, sent = (statistics.median(column) for column in zip(*rows, strict=True))
         ratios = f"{seconds / base[0]:.2f} ×", f"{sent / base[1]:.2f} ×"
         table.add_row(name, f"{seconds * 1e3:.0f} ({ratios[0]})", f"{sent / 1e6:.1f} ({ratios[1]})")

@@ -1,4 +1,4 @@
-"""Training on hosts that are network namespaces with shaped links; needs root."""
+"""Train on hosts that are network namespaces with shaped links; this needs root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 @contextmanager
 def warm_python(folder: Path) -> Iterator[Path]:
-    """A Python that has imported worldsize already, as the tests have it: four hosts on two cores start in no time."""
+    """Yield a Python that has imported worldsize already, so that four hosts on two cores start without delay."""
     sys.path.append(str(REPOSITORY))
     from tests import warm
 
@@ -37,7 +37,7 @@ def warm_python(folder: Path) -> Iterator[Path]:
 
 
 def trained_on(hosts: Hosts, *options: str, python: str | Path = sys.executable) -> list[dict[str, Any]]:
-    """The logged steps of a run by ``cluster=ssh`` on all of ``hosts``, whose interpreter is ``python``."""
+    """Train with ``cluster=ssh`` on all ``hosts`` and return the logged steps; ``python`` is the hosts' interpreter."""
     with tempfile.TemporaryDirectory() as runs:
         words = [
             *_cluster(hosts, python),
@@ -47,16 +47,16 @@ def trained_on(hosts: Hosts, *options: str, python: str | Path = sys.executable)
         command = hosts.on(1, [str(python), "train.py", *words])
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         (file,) = Path(runs).rglob("metrics.jsonl")
-        return [each for each in map(json.loads, file.read_text().splitlines()) if each["event"] == "step"]
+        return [line for line in map(json.loads, file.read_text().splitlines()) if line["event"] == "step"]
 
 
 def examined(hosts: Hosts, *options: str, python: str | Path) -> dict[str, Link]:
-    """What the links carry, by ``worldsize doctor``."""
+    """Return what the links carry, as ``worldsize doctor`` measures it."""
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "doctor.json"
         words = [*_cluster(hosts, python), "cluster.threads=1", f"run.root={name}/runs", *options]
         command = hosts.on(1, [str(python), "-m", "worldsize", "doctor", "--json", str(report), *words])
-        subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)  # red, where less is declared
+        subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)  # a link below its declaration is no error
         return links_of(report)
 
 

@@ -1,4 +1,4 @@
-"""``strategy=mesh`` beside a loop written by hand with torch's own parallelisms: time a step, 3.2 M parameters.
+"""Compare ``strategy=mesh`` with a loop written by hand with torch's own parallelisms: time a step, 3.2 M parameters.
 
 uv run python benchmarks/mesh.py               # 2 and 4 gloo processes, 40 steps each
 """
@@ -113,20 +113,20 @@ def _piped(
 
 
 def measure(strategy: Mesh, world: World, rounds: int) -> list[tuple[Figures, Figures]]:
-    """Of each round a step by hand and one of ours, in turns, in the same processes: what they took."""
+    """Time a step by hand and a step of ours in each round, alternating in the same processes."""
     text = torch.randint(256, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
     mine = text.chunk(strategy.layout(world.size).data)[strategy.data_rank(world)]
     ways = (_by_hand(strategy, world), _ours(strategy, world))
-    found = []
+    figures = []
     for number in range(rounds + 2):
         order = (0, 1) if number % 2 else (1, 0)
         taken = {way: _timed(ways[way], mine) for way in order}
-        found.append((taken[0], taken[1]))
-    return found[2:]  # the first steps make what the others reuse
+        figures.append((taken[0], taken[1]))
+    return figures[2:]  # the first steps create what later ones reuse
 
 
 def _timed(step: Step, rows: Tensor) -> Figures:
-    """Seconds of one step, and seconds of processor time of all ranks together."""
+    """Return seconds of one step, and seconds of processor time of all ranks together."""
     dist.barrier()
     begun, used = time.perf_counter(), time.process_time()
     step(rows[:, :-1], rows[:, 1:])
@@ -144,8 +144,8 @@ def main(rounds: int = 40) -> None:
     for strategy in MESHES:
         sizes = (strategy.data or 1, strategy.tensor, strategy.pipeline)
         body = partial(measure, strategy, rounds=rounds)
-        found = run_in_worlds(cast("Any", body), math.prod(sizes), timeout=580)[0]
-        columns = [zip(*way, strict=True) for way in zip(*found, strict=True)]
+        figures = run_in_worlds(cast("Any", body), math.prod(sizes), timeout=580)[0]
+        columns = [zip(*way, strict=True) for way in zip(*figures, strict=True)]
         (hand, hand_used), (ours, ours_used) = ([statistics.median(each) * 1e3 for each in way] for way in columns)
         row = f"{hand:.0f}", f"{ours:.0f} ({ours / hand:.2f} ×)"
         table.add_row(

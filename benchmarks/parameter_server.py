@@ -1,4 +1,4 @@
-"""The parameter server beside what moves the same bytes: bare sockets, gloo, torch RPC.
+"""Compare the parameter server with other ways to move the same bytes: bare sockets, gloo, torch RPC.
 
 uv run python benchmarks/parameter_server.py dense 5        # push + pull of 64 MiB
 uv run python benchmarks/parameter_server.py sparse 5       # pull + push of rows of a table of a million
@@ -79,7 +79,7 @@ TABLE = Table("words.weight", ROWS, DIM, None, RowValues())
 
 @contextmanager
 def ours(wire: str, *, touched: int = 0) -> Iterator[Round]:
-    """Of all weights, or of ``touched`` rows of a table."""
+    """Start a server, and yield a round that pushes and pulls all weights or ``touched`` rows of a table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "directory").mkdir()
@@ -128,7 +128,7 @@ def _sparse_rounds(link: ShardLink, touched: int) -> Round:
 
 
 def _batches(touched: int) -> list[Tensor]:
-    """Rows of 32 batches: a few are in every batch, most are rare."""
+    """Draw the rows of 32 batches: a few rows are in every batch, most are rare."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.rand(3 * touched, generator=generator).pow(6) * ROWS for _ in range(32)]
     return [torch.unique(each.long())[:touched] for each in drawn]
@@ -139,7 +139,7 @@ def _batches(touched: int) -> list[Tensor]:
 
 @contextmanager
 def bare(wire: str) -> Iterator[Round]:
-    """A loop that receives as many bytes as were pushed, and sends as many back."""
+    """Yield a round with a bare socket, whose other end receives as many bytes as are pushed and sends as many back."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keys: Keys | None = None
@@ -179,7 +179,7 @@ def _bare_server(listener: socket.socket, keys: Keys | None) -> None:
 
 
 def _roomy(connection: socket.socket) -> None:
-    """The buffers that ours has, too."""
+    """Give the socket the same buffer sizes as worldsize does."""
     if connection.family == socket.AF_UNIX:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
@@ -199,7 +199,7 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 
 @contextmanager
 def gloo(make: Callable[[int], Round]) -> Iterator[Round]:
-    """``make(rank)``: a round of each of two ranks."""
+    """Run ``make(1)()`` on a second rank, and yield ``make(0)`` as the round of this one."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         process = get_context("fork").Process(target=_gloo_peer, args=(store, make))
@@ -236,7 +236,7 @@ def send_and_receive(rank: int) -> Round:
 
 
 def send_rows(rank: int, *, touched: int) -> Round:
-    """Ids there, rows back, gradients there; what a server does with them costs nothing here."""
+    """Send ids, receive rows and send gradients; the work of a server on them costs nothing here."""
     ids_n, rows_nd = torch.zeros(touched, dtype=torch.int64), torch.zeros(touched, DIM)
     exchange = ((dist.send, dist.recv), (dist.recv, dist.send))[rank]
 
@@ -311,13 +311,13 @@ def torch_rpc(*, touched: int = 0) -> Iterator[Round]:
 
 
 def timed(contender: Callable[[], Any], seconds: float) -> float:
-    """Median seconds of a round, in a process of its own."""
+    """Measure the median seconds of a round in a process of its own."""
     receiver, sender = get_context("fork").Pipe(duplex=False)
     process = get_context("fork").Process(target=_timed, args=(contender, seconds, sender))
     process.start()
-    found = float(receiver.recv())
+    median = float(receiver.recv())
     process.join()
-    return found
+    return median
 
 
 def _timed(contender: Callable[[], Any], seconds: float, sender: Any) -> None:
@@ -334,12 +334,13 @@ def _timed(contender: Callable[[], Any], seconds: float, sender: Any) -> None:
 
 
 def alternately(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    """Return the median seconds a round of each contender, over rounds in which each runs once."""
+    times_of: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, contender in contenders.items():
             print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr)
-            found[name].append(timed(contender, 1.5))
-    return {name: statistics.median(times) for name, times in found.items()}
+            times_of[name].append(timed(contender, 1.5))
+    return {name: statistics.median(times) for name, times in times_of.items()}
 
 
 def dense(rounds: int = 5) -> None:
@@ -351,10 +352,10 @@ def dense(rounds: int = 5) -> None:
         "gloo send and receive": partial(gloo, send_and_receive),
         "torch RPC": torch_rpc,
     }
-    found = alternately(contenders, rounds)
+    medians = alternately(contenders, rounds)
     drawn = Drawn("push + pull of 64 MiB", "MB/s per direction", "to the bare socket", title=f"median of {rounds}")
-    for name, seconds in found.items():
-        limit = found["bare TLS" if "TLS" in name else "bare Unix socket"]
+    for name, seconds in medians.items():
+        limit = medians["bare TLS" if "TLS" in name else "bare Unix socket"]
         drawn.add_row(name, f"{2 * BYTES / seconds / 1e6:,.0f}", f"{limit / seconds:.2f} ×")
     Console().print(drawn)
 
@@ -363,9 +364,11 @@ def sparse(rounds: int = 5) -> None:
     drawn = Drawn(
         "rows/s, to torch RPC", *map(str, TOUCHED), title=f"rows of {DIM} numbers a batch, median of {rounds}"
     )
-    found = {touched: alternately(_of_rows(touched), rounds) for touched in TOUCHED}
+    medians = {touched: alternately(_of_rows(touched), rounds) for touched in TOUCHED}
     for name in _of_rows(1):
-        rates = [(touched / each[name], each["torch RPC"] / each[name]) for touched, each in found.items()]
+        rates = [
+            (touched / seconds[name], seconds["torch RPC"] / seconds[name]) for touched, seconds in medians.items()
+        ]
         drawn.add_row(name, *(f"{rate:,.0f}  {ratio:.2g} ×" for rate, ratio in rates))
     Console().print(drawn)
 
@@ -387,23 +390,26 @@ WAYS = {"sync": ("sync", 0), "bounded, 4": ("bounded", 4), "async": ("async", 0)
 
 
 def straggler(rounds: int = 3) -> None:
-    """Each unit takes 30 ms more than it computes, on the slow worker five times as long."""
+    """Measure what is kept of the throughput when one worker is five times slower than the others.
+
+    Each unit takes 30 ms more than it computes, on the slow worker five times as long.
+    """
     slow = f"{{action: sleep, rank: 1, seconds: {4 * PAUSE}}}"
-    found = {
+    results = {
         (way, slowed): [_trained(*WAYS[way], slow if slowed else "") for _ in range(rounds)]
         for way in WAYS
         for slowed in (False, True)
     }
     drawn = Drawn("", "samples/s", "one worker 5 × slower", "kept", "accuracy", title=f"median of {rounds}")
     for way in WAYS:
-        rate, slowed = (statistics.median(run[0] for run in found[way, each]) for each in (False, True))
-        accuracy = statistics.median(run[1] for run in found[way, True])
+        rate, slowed = (statistics.median(run[0] for run in results[way, each]) for each in (False, True))
+        accuracy = statistics.median(run[1] for run in results[way, True])
         drawn.add_row(way, f"{rate:,.0f}", f"{slowed:,.0f}", f"{slowed / rate:.2f}", f"{accuracy:.3f}")
     Console().print(drawn)
 
 
 def _trained(consistency: str, staleness: int, slow: str) -> tuple[float, float]:
-    """Samples a second, and the accuracy at the end."""
+    """Train, and return samples a second and the accuracy at the end."""
     pause = ", ".join(f"{{action: sleep, rank: {rank}, seconds: {PAUSE}}}" for rank in range(1, WORKERS + 1))
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -425,7 +431,7 @@ MODEL = ("recipe=stdlib_lm", "recipe.width=512", "recipe.depth=3", "recipe.conte
 
 
 def network(megabits: int = 1000) -> None:
-    """A step of 4 workers, each on a host of its own, by DDP and with 1, 2 and 4 servers on hosts of their own."""
+    """Measure a step of 4 workers on hosts of their own: by DDP, and with 1, 2 and 4 servers on hosts of their own."""
     size = 4 * sum(p.numel() for p in _gpt().parameters())  # bytes
     rate = megabits * 1e6 / 8
     title = f"{size / 1e6:.0f} MB of parameters, {WORKERS} workers, {megabits:,} Mbit/s a host"
@@ -448,13 +454,13 @@ def _gpt() -> nn.Module:
 
 
 def _over_links(servers: int, megabits: int) -> float:
-    """Median seconds of a step."""
+    """Return the median seconds of a step."""
     strategy = ("strategy=parameter_server", f"strategy.servers={servers}") if servers else ("strategy=ddp",)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=WORKERS + servers) as hosts:
         hosts.shape(f"{megabits}mbit")
         words = (*MODEL, *strategy, "cluster.processes_per_node=1", "batch_size=4", "steps=12")
         return statistics.median(
-            4 / float(each["samples_per_second"]) for each in trained_on(hosts, *words, "log_every=1")[3:]
+            4 / float(line["samples_per_second"]) for line in trained_on(hosts, *words, "log_every=1")[3:]
         )
 
 

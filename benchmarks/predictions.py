@@ -1,9 +1,9 @@
-"""What plan predicts for a step next to what it takes: four hosts of two processes, links of so many Mbit/s.
+"""Compare the step time that plan predicts with the measured one: four hosts of two processes, shaped links.
 
 uv run python benchmarks/predictions.py 200 large 64     # or small; 1000; tokens a process (root; network namespaces)
 
-Forecasts of a round come from what doctor and the recipe's steps show at its beginning. Means of three rounds, or as
-many as a fourth word says: one process's second on a machine that others use too is unlike its next one by a fifth.
+Forecasts of a round use what doctor and the recipe's steps show at its beginning. Results are means of three rounds,
+or of as many as a fourth argument says: on a machine that others use too, timings vary by a fifth.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def main(megabits: int, model: str, tokens: int, rounds: int = 3) -> None:
             for _ in range(rounds):
                 links = examined(hosts, *shape, f"cluster.processes_per_node={EACH}", python=python)
                 _show(links)
-                for way, found in forecasts(Predictor(Given(links=links, one_machine=True)), shape).items():
-                    predicted[way].append(found)
+                for way, forecast in forecasts(Predictor(Given(links=links, one_machine=True)), shape).items():
+                    predicted[way].append(forecast)
                 for way, options in WAYS.items():
                     words = (*shape, *options, f"cluster.processes_per_node={EACH}", f"steps={STEPS}")
                     logged = trained_on(hosts, *words, python=python)
-                    measured[way] += [BATCH / each["samples_per_second"] for each in logged[WARM_UP:]]
+                    measured[way] += [BATCH / line["samples_per_second"] for line in logged[WARM_UP:]]
     _draw(f"{model}, {tokens} tokens a process, {megabits} Mbit/s, {rounds} rounds", measured, predicted)
 
 
@@ -72,12 +72,12 @@ def _show(links: Mapping[str, Link]) -> None:
 
 def _draw(title: str, measured: Mapping[str, list[float]], predicted: Mapping[str, list[Forecast]]) -> None:
     drawn = Table("", "step", "spread", "predicted", "of each round", "error", "computes", "waits", title=title)
-    steps = {way: statistics.median(found) for way, found in measured.items()}
-    forecasts = {way: statistics.fmean(each.step_seconds for each in found) for way, found in predicted.items()}
-    for way, found in predicted.items():
-        waits = statistics.fmean(each.exposed_seconds for each in found)
+    steps = {way: statistics.median(seconds) for way, seconds in measured.items()}
+    forecasts = {way: statistics.fmean(forecast.step_seconds for forecast in rows) for way, rows in predicted.items()}
+    for way, rows in predicted.items():
+        waits = statistics.fmean(forecast.exposed_seconds for forecast in rows)
         cells = (time_text(steps[way]), f"± {time_text(spread(measured[way]) / 2)}", time_text(forecasts[way]))
-        rounds = ", ".join(f"{1e3 * each.step_seconds:.0f}" for each in found)
+        rounds = ", ".join(f"{1e3 * forecast.step_seconds:.0f}" for forecast in rows)
         parts = (time_text(forecasts[way] - waits), time_text(waits))
         drawn.add_row(way, *cells, rounds, f"{forecasts[way] / steps[way] - 1:+.0%}", *parts)
     Console(width=120).print(drawn)
@@ -85,17 +85,17 @@ def _draw(title: str, measured: Mapping[str, list[float]], predicted: Mapping[st
 
 
 def forecasts(predictor: Predictor, shape: tuple[str, ...]) -> dict[str, Forecast]:
-    """By way, before anything runs."""
-    found: dict[str, Forecast] = {}
+    """Predict each way before anything runs."""
+    predicted: dict[str, Forecast] = {}
     for way, options in WAYS.items():
 
         def task(cfg: DictConfig, way: str = way) -> None:
-            found[way] = predictor.forecast(settings_of(cfg))
+            predicted[way] = predictor.forecast(settings_of(cfg))
 
         cluster = ("cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", f"cluster.processes_per_node={EACH}")
         words = ("cluster.threads=1", "optimizer=sgd", "recipe.test_bytes=1000", *shape, *options)
         compose_and_call(task, [*cluster, *words])
-    return found
+    return predicted
 
 
 def _judge(measured: Mapping[str, float], predicted: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""DDP's gradients on two hosts of two ranks: bytes that cross the link, and a step's time.
+"""Compare gradient reductions of DDP on two hosts of two ranks: bytes on the link, and time a step.
 
 uv run python benchmarks/reductions.py 200      # links of 200 Mbit/s (root; network namespaces)
 """
@@ -20,7 +20,7 @@ from links import REPOSITORY, trained_on
 from worldsize.testing.hosts import Hosts, running
 
 MODEL = ("recipe=stdlib_lm", "recipe.width=256", "recipe.depth=4", "recipe.context=8", "clip_norm=null", "batch_size=4")
-BUCKETS = "strategy.bucket_mb=2"  # while one is under way the next is computed
+BUCKETS = "strategy.bucket_mb=2"  # several buckets, so that one is sent while the next is computed
 WAYS = {
     "flat": (),
     "hierarchical": ("strategy.reduce=hierarchical",),
@@ -29,7 +29,7 @@ WAYS = {
     "hierarchical, powersgd 4": ("strategy.reduce=hierarchical", "strategy.compress=powersgd"),
     "flat, int8": ("strategy.compress=int8",),
 }
-SHORT, LONG = 4, 12  # steps; what the longer run has sent more is steps alone
+SHORT, LONG = 4, 12  # steps; the difference in bytes is that of steps alone
 
 
 def main(megabits: int) -> None:
@@ -50,7 +50,7 @@ def main(megabits: int) -> None:
 
 
 def measured(options: tuple[str, ...], megabits: int) -> tuple[float, float]:
-    """Bytes that the second host sends in a step, and a step's median time in seconds."""
+    """Return the bytes that the second host sends in a step, and a step's median seconds."""
     with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=2) as hosts:
         hosts.shape(f"{megabits}mbit")
         short, _ = _run(hosts, options, SHORT)
@@ -63,7 +63,7 @@ def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float
     logged = trained_on(
         hosts, *MODEL, BUCKETS, *options, "cluster.processes_per_node=2", f"steps={steps}", "log_every=1"
     )
-    return hosts.sent(2) - before, statistics.median(4 / each["samples_per_second"] for each in logged[3:])
+    return hosts.sent(2) - before, statistics.median(4 / line["samples_per_second"] for line in logged[3:])
 
 
 def _gpt() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Sharded strategies on gloo processes of this machine: memory of a process, and a step beside hand-written torch.
+"""Measure sharded strategies on gloo processes of this machine: memory, and a step next to hand-written torch.
 
 uv run python benchmarks/sharded.py memory 4      # resident memory that each strategy adds, 4 processes
 uv run python benchmarks/sharded.py step 2        # strategy=fsdp beside a loop with fully_shard, 2 processes
@@ -55,13 +55,13 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def resident() -> int:
-    """Bytes of this process in memory, after what was freed has been given back."""
+    """Return the resident bytes of this process, after freed memory has been returned to the system."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def held(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes of parameters, gradients and optimizer state, each storage once."""
+    """Return the bytes of parameters, gradients and optimizer state, each storage counted once."""
     storages = {}
     for parameter in model.parameters():
         for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values()):
@@ -72,7 +72,7 @@ def held(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def added(strategy: Strategy, world: World) -> tuple[int, int]:
-    """After a few steps, bytes of what training keeps, and by how much this process has grown."""
+    """Return the bytes that training keeps after a few steps, and by how many bytes this process has grown."""
     before, source = resident(), batches()
     replica = strategy.replica(RECIPE, RunContext(world))
     assert isinstance(replica, SynchronousReplica)
@@ -86,13 +86,13 @@ def memory(processes: int) -> None:
     size = 4 * sum(parameter.numel() for parameter in RECIPE.model().parameters())
     title = f"{size / 1e6:.0f} MB of parameters, AdamW, {processes} processes"
     drawn = Table("", "parameters, gradients, optimizer", "to ddp", "process grew by", "to ddp", title=title)
-    found = {
+    sizes = {
         name: max(run_in_worlds(partial(added, strategy), processes, timeout=300))
         for name, strategy in CONTENDERS.items()
     }
-    for name, (kept, grown) in found.items():
+    for name, (kept, grown) in sizes.items():
         cells = [
-            (f"{now / 1e6:,.0f} MB", f"{now / ddp:.2f} ×") for now, ddp in zip((kept, grown), found["ddp"], strict=True)
+            (f"{now / 1e6:,.0f} MB", f"{now / ddp:.2f} ×") for now, ddp in zip((kept, grown), sizes["ddp"], strict=True)
         ]
         drawn.add_row(name, *cells[0], *cells[1])
     Console().print(drawn)
@@ -125,17 +125,17 @@ def ours(world: World) -> Callable[[], object]:
 
 
 def timed(world: World, rounds: int = 12) -> list[float]:
-    """Seconds of a step by hand and by us, in turns; the median of rounds of four steps."""
+    """Return seconds of a step by hand and by us, which alternate; medians of rounds of four steps."""
     contenders = [by_hand(world), ours(world)]
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
-        for contender, found in zip(contenders, times, strict=True):
+        for contender, seconds in zip(contenders, times, strict=True):
             begun = time.perf_counter()
             for _ in range(4):
                 contender()
             if number:  # the first is a warm-up
-                found.append((time.perf_counter() - begun) / 4)
-    return [statistics.median(found) for found in times]
+                seconds.append((time.perf_counter() - begun) / 4)
+    return [statistics.median(seconds) for seconds in times]
 
 
 def step(processes: int) -> None:

@@ -1,7 +1,7 @@
 """Kill one long run at random points, many times, and compare its end with that of an undisturbed one.
 
 uv run python benchmarks/soak.py kill 100        # SIGKILL of a random rank; the run restarts by itself
-uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, ends with 75 and is resumed
+uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def workers(launcher: int) -> list[int]:
 
 
 def last_step(folder: Path) -> int:
-    """The newest step in the run's metrics; 0 while there is none."""
+    """Return the newest step in the run's metrics, 0 while there is none."""
     for path in folder.rglob("metrics.jsonl"):
         lines = path.read_bytes()[-2000:].split(b"\n")[:-1]
         if lines and lines[-1].startswith(b"{"):
@@ -49,7 +49,7 @@ def last_step(folder: Path) -> int:
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> bool:
-    """Whether the run got beyond ``step``; False if it ended first."""
+    """Wait until the run gets beyond ``step``; return False if it ends first."""
     while last_step(folder) <= step:
         if process.poll() is not None:
             return False
@@ -59,8 +59,8 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> 
 
 def result(folder: Path) -> dict[str, Any]:
     (path,) = folder.rglob("result.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
 
 
 def undisturbed(steps: int) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def kill(times: int, chance: random.Random) -> None:
             wait_for_step(folder, before + chance.randrange(1, 60), process)
             before, begun = last_step(folder), time.perf_counter()
             os.kill(chance.choice(workers(process.pid)), signal.SIGKILL)
-            if wait_for_step(folder, before + 1, process):  # the step in which it was killed may still be told
+            if wait_for_step(folder, before + 1, process):  # the step in which it was killed may still be logged
                 seconds.append(time.perf_counter() - begun)
             print(f"\r{len(seconds)} of {times} at step {last_step(folder)} of {steps}", end="", file=sys.stderr)
         process.wait()
-        found = result(folder)
+        disturbed = result(folder)
     seconds.sort()
     print(f"\n{len(seconds)} kills; kill to next new step: median {statistics.median(seconds):.2f} s, "
           f"95th percentile {seconds[int(0.95 * len(seconds))]:.2f} s, largest {seconds[-1]:.2f} s")  # fmt: skip
-    report(found, undisturbed(steps))
+    report(disturbed, undisturbed(steps))
 
 
 def terminate(times: int, chance: random.Random) -> None:
@@ -107,14 +107,14 @@ def terminate(times: int, chance: random.Random) -> None:
             print(f"\r{number + 1} of {times}, exit code {code}, step {saved}", end="", file=sys.stderr)
             process = start(folder, "resume", str(run))
         process.wait()
-        found = result(folder)
-    print(f"\n{sum(each == 0 for each in lost)} of {times} lost no step")
-    report(found, undisturbed(steps))
+        disturbed = result(folder)
+    print(f"\n{sum(steps_lost == 0 for steps_lost in lost)} of {times} lost no step")
+    report(disturbed, undisturbed(steps))
 
 
-def report(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    same = [key for key in ("state_digest", "metrics_digest") if found[key] == expected[key]]
-    print(f"equal to the undisturbed run: {', '.join(same) or 'nothing'}; goodput {found['goodput']['fraction']:.2f}")
+def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    same = [key for key in ("state_digest", "metrics_digest") if actual[key] == expected[key]]
+    print(f"equal to the undisturbed run: {', '.join(same) or 'nothing'}; goodput {actual['goodput']['fraction']:.2f}")
 
 
 if __name__ == "__main__":

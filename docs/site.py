@@ -1,7 +1,7 @@
-"""A hook of mkdocs: READMEs of the repository are pages of the site too, under links as files of the repository have.
+"""mkdocs hook that publishes the repository's READMEs as pages of the site.
 
-A link that leads to a page becomes one inside the site; of one that leads to another file of the repository, the text
-stays. Pages that mkdocs.yml does not name come last in the navigation.
+A link to another page becomes a link inside the site. Of a link to any other file of the repository only the text
+is kept. Pages that mkdocs.yml does not name come last in the navigation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|attr):<code>~?(?:[\w.]+\.)?(\w+)</c
 
 
 def readmes() -> dict[str, str]:
-    """Files of the repository outside of docs/, and the site's pages that they are."""
-    found = [path.relative_to(REPOSITORY).as_posix() for path in sorted(REPOSITORY.glob("*/*/README.md"))]
-    nested = [name for name in found if name.startswith(("recipes/", "plugins/"))]
+    """Map the URI of a site page to the repository file outside of docs/ that it shows."""
+    paths = [path.relative_to(REPOSITORY).as_posix() for path in sorted(REPOSITORY.glob("*/*/README.md"))]
+    nested = [name for name in paths if name.startswith(("recipes/", "plugins/"))]
     return {name.lower(): name for name in _FRONT} | {name: name for name in (*nested, "benchmarks/README.md")}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Append the READMEs of recipes and plugins, and all pages that mkdocs.yml does not name, to the navigation."""
     assert config.nav is not None
     named = set(_leaves(config.nav))
     for title in ("recipes", "plugins"):
@@ -51,31 +52,33 @@ def _leaves(node: Any) -> Iterator[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the READMEs to the files that mkdocs renders."""
     for page, source in readmes().items():
         files.append(File.generated(config, page, abs_src_path=str(REPOSITORY / source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite the page's links to files of the repository as links to pages of the site."""
     uri = page.file.src_uri
     source = readmes().get(uri, f"docs/{uri}")
 
-    def moved(found: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         there = _page_of(target)
         if files.get_file_from_path(there):
-            return posixpath.relpath(there, posixpath.dirname(uri) or ".") + (found[2] or "")
-        return "\x00" if (REPOSITORY / target).exists() else found[0]
+            return posixpath.relpath(there, posixpath.dirname(uri) or ".") + (match[2] or "")
+        return "\x00" if (REPOSITORY / target).exists() else match[0]
 
     return _TEXT_OF_LINK.sub(r"\1", _LINK.sub(moved, markdown))
 
 
 def _page_of(source: str) -> str:
-    """The page that a file of the repository is; what is no page stays as it is, and is not found among them."""
+    """Return the URI of the page that shows ``source``; a file that no page shows gives a URI outside of the site."""
     pages = {file: page for page, file in readmes().items()}
     return pages.get(source) or (source.removeprefix("docs/") if source.startswith("docs/") else f"../{source}")
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings write :class:`~a.b.C`; the page shows C."""
+    """Show :class:`~a.b.C`, as docstrings write it, as C."""
     return _ROLE.sub(r"<code>\1</code>", html)

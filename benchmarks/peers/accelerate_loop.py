@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate."""
+"""Train with Hugging Face Accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every peer's script shares: the model, the data, the log and the report of its figures."""
+"""Parts that every peer's script shares: the model, the data, the log and the report of its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric."""
+"""Train with Lightning Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning Trainer, logging the loss every ten steps to its CSV logger."""
+"""Train with Lightning Trainer, which logs the loss every ten steps to its CSV logger."""
 
 from __future__ import annotations
 

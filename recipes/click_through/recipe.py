@@ -1,4 +1,4 @@
-"""Click-through rate: a deep learning recommendation model (DLRM, Naumov et al. 2019, arXiv 1906.00091)."""
+"""Predict clicks with a deep learning recommendation model (DLRM, Naumov et al. 2019, arXiv 1906.00091)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ _HASH = 0x9E3779B1  # golden ratio, so that categories that share low digits do 
 
 @final
 class DLRM(nn.Module):
-    """Counts through a network and categories through tables; their products of pairs, and a network on top."""
+    """Combine a network over counts with embedding tables over categories by pairwise dot products.
+
+    Args:
+        dim: width of an embedding, and of the bottom network's output.
+        rows: rows of each of the 26 tables; a category's row is its hash modulo ``rows``.
+        bottom: hidden widths of the network over counts.
+        top: hidden widths of the network over the dot products.
+        sparse: whether the tables have sparse gradients.
+    """
 
     def __init__(self, *, dim: int, rows: int, bottom: Sequence[int], top: Sequence[int], sparse: bool) -> None:
         super().__init__()
@@ -37,7 +45,7 @@ class DLRM(nn.Module):
         self.register_buffer("below", torch.tril_indices(CATEGORIES + 1, CATEGORIES + 1, -1), persistent=False)
 
     def forward(self, counts_bc: Tensor, categories_bf: Tensor) -> Tensor:
-        """Logits [b]."""
+        """Return logits [b] for log counts float32 [b, 13] and category ids int64 [b, 26]."""
         dense_bd = self.bottom(counts_bc)
         ids_bf = (categories_bf * _HASH & 0x7FFFFFFFFFFF) % self.rows
         rows = [table(ids_bf[:, [feature]]) for feature, table in enumerate(self.tables)]
@@ -49,6 +57,7 @@ class DLRM(nn.Module):
 
 
 def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
+    """Chain linear layers of these sizes with a ReLU between them, and end with ``last``."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -58,7 +67,7 @@ def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
 @final
 @dataclass(frozen=True)
 class ClickThrough(Recipe):
-    """``rows`` of each table, to which the categories of a feature are hashed."""
+    """Train a DLRM to predict clicks; ``dim`` ... ``sparse`` are those of :class:`DLRM`."""
 
     dim: int
     rows: int
@@ -86,7 +95,7 @@ class ClickThrough(Recipe):
         return F.binary_cross_entropy_with_logits(model(counts, categories), labels)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Log loss; mean prediction over mean label has to be 1, see ``predicted`` and ``clicked``."""
+        """Return the log loss, and the mean prediction and mean label, whose ratio is 1 for a calibrated model."""
         counts, categories, labels = batch
         logits, count = model(counts, categories).float(), torch.tensor(len(labels))
         loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").double().sum()

@@ -1,4 +1,4 @@
-"""Samples in Criteo's format: a label, 13 counts, 26 categories; from a file, or made up."""
+"""Samples in Criteo's format (a label, 13 counts, 26 categories), read from a file or generated."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ Array = NDArray[Any]
 
 
 class Samples(ABC):
-    """Where samples come from."""
+    """A source of samples, chosen by ``data=``."""
 
     @abstractmethod
     def read(self, split: str) -> TensorDataset:
-        """Counts float32 [n, 13] as log(1 + count), categories int64 [n, 26] and labels float32 [n]."""
+        """Return counts float32 [n, 13] as log(1 + count), categories int64 [n, 26] and labels float32 [n]."""
 
     def files(self) -> Mapping[str, Path]:
+        """Return the files that :meth:`read` needs, by name."""
         return {}
 
 
 @final
 @dataclass(frozen=True)
 class Criteo(Samples):
-    """``train.txt`` of the Display Advertising Challenge below ``path``: its first ``rows`` lines train, the
-    ``test_rows`` after them test. A line is a label, 13 integers and 26 hexadecimal numbers, separated by tabs; any
-    but the label may be missing, which counts as 0.
+    """Read ``train.txt`` of the Display Advertising Challenge from the folder ``path``.
+
+    The first ``rows`` lines are the training split, the ``test_rows`` lines after them the test split. A line is a
+    label, 13 integers and 26 hexadecimal numbers, separated by tabs; any but the label may be missing and counts as 0.
     """
 
     path: str
@@ -60,7 +62,7 @@ class Criteo(Samples):
 
 
 def _parsed(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
-    """Raises ConfigError for a line of another form, with its number."""
+    """Parse numbered lines; raise ConfigError with the number of a line that has another form."""
     labels, counts, categories = [], [], []
     for number, line in lines:
         fields = line.rstrip("\n").split("\t")
@@ -82,11 +84,12 @@ def _parsed(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
 @final
 @dataclass(frozen=True)
 class Synthetic(Samples):
-    """Category k of each feature occurs with a probability proportional to (k + 1)^-``exponent``, as in real logs.
+    """Generate samples whose categories follow a power law, as those of real logs do.
 
-    Each category has a hidden weight, normal with deviation 0.5, and each count one with deviation 0.1; a sample is
-    clicked with the probability sigmoid(-1 + the sum of its weights / 2). Whoever knows the weights reaches a log
-    loss that :meth:`best` computes.
+    Category k of each feature occurs with a probability proportional to (k + 1)^-``exponent``. Each category has a
+    hidden weight, normal with deviation 0.5, and each count one with deviation 0.1; a sample is clicked with the
+    probability sigmoid(-1 + the sum of its weights / 2). A model that knew the weights would reach the log loss that
+    :meth:`best` computes.
     """
 
     rows: int
@@ -105,12 +108,12 @@ class Synthetic(Samples):
         )
 
     def best(self, split: str) -> float:
-        """The lowest mean log loss that is possible: the entropy of the clicks."""
+        """Return the lowest possible mean log loss, which is the entropy of the clicks."""
         chance_n = self._drawn(split)[2]
         return float(-(chance_n * numpy.log(chance_n) + (1 - chance_n) * numpy.log1p(-chance_n)).mean())
 
     def _drawn(self, split: str) -> tuple[Array, Array, Array, numpy.random.RandomState]:
-        """Counts, categories, the chance of a click, and the stream that decides it."""
+        """Draw counts, categories and the chance of a click, and return the generator that decides each click."""
         hidden = numpy.random.RandomState(self.seed)
         weights_fk = hidden.normal(0, 0.5, (CATEGORIES, self.categories))
         slopes_c = hidden.normal(0, 0.1, COUNTS)

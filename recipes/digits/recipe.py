@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 images of 8 × 8 pixels, ten classes (UCI, as shipped in scikit-learn)."""
+"""Classify handwritten digits: 1,797 images of 8 × 8 pixels, ten classes (UCI, as shipped in scikit-learn)."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Digits(Recipe):
         return self.make_schedule(optimizer) if self.make_schedule else None
 
     def data(self, split: str) -> TensorDataset:
-        """Images float32 [n, 1, 8, 8] in 0..1 and labels int64 [n]; split by a fixed permutation."""
+        """Return images float32 [n, 1, 8, 8] in 0..1 and labels int64 [n]; a fixed permutation makes the split."""
         images, labels = read_digits(data_file())
-        order = torch.from_numpy(numpy.random.RandomState(0).permutation(len(labels)))  # a stream that NumPy froze
+        order = torch.from_numpy(numpy.random.RandomState(0).permutation(len(labels)))  # NumPy keeps this stream
         rows = order[:_TEST] if split == "test" else order[_TEST:]
         return TensorDataset(images[rows], labels[rows])
 
@@ -71,7 +71,7 @@ class Digits(Recipe):
 
 
 def data_file() -> Path:
-    """The file inside scikit-learn, found without importing it: the import takes longer than the training."""
+    """Find the data file inside scikit-learn without importing it: the import takes longer than the training."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise ImportError("the digits recipe reads the data file of scikit-learn, which is not installed.")
@@ -79,6 +79,6 @@ def data_file() -> Path:
 
 
 def read_digits(path: Path) -> tuple[Tensor, Tensor]:
-    """Images float32 [1797, 1, 8, 8] in 0..1 and labels int64 [1797]."""
+    """Read images float32 [1797, 1, 8, 8] in 0..1 and labels int64 [1797]."""
     rows = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.float32))
     return rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64].long()

@@ -1,4 +1,4 @@
-"""Any causal language model of Hugging Face transformers, on text files."""
+"""Train any causal language model of Hugging Face transformers on text files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,20 @@ def _transformers() -> Any:
 @final
 @dataclass(frozen=True)
 class HFCausalLM(Recipe):
-    """``pretrained``: a folder or a hub name whose weights (safetensors) training begins with; without it a model of
-    ``config`` (arguments of ``transformers.AutoConfig.for_model``) begins with random weights. No code of a model's
-    repository is run. ``tokenizer``: a folder or name; None: that of ``pretrained``, or bytes. ``text``: a file, or a
-    folder whose ``*.txt`` are read in the order of their names; None: the standard library's source. The last
-    ``test_share`` of the tokens, at most ``test_tokens`` of them, are the test split.
+    """Train a model of transformers, pretrained or with random weights; no code of a model's repository is run.
+
+    Args:
+        text: a text file, or a folder whose ``*.txt`` are read in the order of their names. None: the standard
+            library's source.
+        context: tokens a window.
+        pretrained: a folder or a hub name whose weights (safetensors) training starts from. None: random weights.
+        tokenizer: a folder or a hub name. None: the tokenizer of ``pretrained``, or bytes.
+        config: arguments of ``transformers.AutoConfig.for_model``, used without ``pretrained``.
+        test_share: share of the tokens, taken from the end, that is the test split.
+        test_tokens: at most this many tokens are tested. None: all of the test split.
 
     Raises:
-        ConfigError: transformers is not installed, the text is missing or shorter than two windows.
+        ConfigError: transformers is not installed, or the text is missing or shorter than two windows.
     """
 
     make_optimizer: Callable[..., Optimizer]
@@ -98,14 +104,14 @@ class HFCausalLM(Recipe):
         return F.cross_entropy(_logits(model, inputs_bt), targets_bt.flatten(), ignore_index=IGNORED)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Mean cross entropy of a token, in nats; its exponential is the perplexity."""
+        """Return the mean cross entropy of a token in nats; its exponential is the perplexity."""
         inputs_bt, targets_bt = batch
         logits = _logits(model, inputs_bt).float()
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
         return {"nats_per_token": (nats, (targets_bt != IGNORED).sum())}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The layers that transformers itself keeps on one device."""
+        """Return the layers that transformers itself keeps on one device."""
         names = getattr(model, "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -114,6 +120,6 @@ class HFCausalLM(Recipe):
 
 
 def _logits(model: nn.Module, inputs_bt: Tensor) -> Tensor:
-    """[batch * time, vocabulary]."""
+    """Return logits [batch * time, vocabulary]."""
     logits_btv: Tensor = model(input_ids=inputs_bt, use_cache=False).logits
     return logits_btv.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Text files as one stream of tokens."""
+"""Read text files as one stream of tokens."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from worldsize.core import ConfigError
 
 
 class Tokenizer:
-    """One of transformers; each text ends with its end-of-sequence token, if it has one."""
+    """A tokenizer of transformers; its end-of-sequence token, if it has one, ends each text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     @property
     def size(self) -> int:
+        """Number of different tokens."""
         return len(self._tokenizer)
 
     def encode(self, text: bytes) -> Tensor:
-        """int64 [tokens]."""
-        found = self._tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
+        """Return the tokens of a text as int64 [tokens]."""
+        tokens = self._tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
         end = self._tokenizer.eos_token_id
-        return torch.tensor(found if end is None else [*found, end])
+        return torch.tensor(tokens if end is None else [*tokens, end])
 
 
 class Bytes(Tokenizer):
-    """Bytes as they are, and zero at the end of each text."""
+    """A tokenizer whose tokens are the text's bytes, with a zero at the end of each text."""
 
     def __init__(self) -> None: ...
 
@@ -45,18 +46,18 @@ class Bytes(Tokenizer):
 
 
 def files_of(text: str | None) -> Mapping[str, Path]:
-    """By name. Raises ConfigError if there are none."""
+    """Return the files of ``text`` by name; raise ConfigError if there are none."""
     if text is None:
         return sources()
     root = Path(text).expanduser()
-    found = {root.name: root} if root.is_file() else {str(path.relative_to(root)): path for path in root.rglob("*.txt")}
-    if not found:
+    files = {root.name: root} if root.is_file() else {str(path.relative_to(root)): path for path in root.rglob("*.txt")}
+    if not files:
         raise ConfigError(
             f"recipe.text={text}: there is no such file, or no *.txt in it. Give a text file or a folder."
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def tokens_of(files: Iterable[Path], tokenizer: Tokenizer) -> Tensor:
-    """All files one after the other: uint8 or int64 [tokens]."""
+    """Concatenate the tokens of all files: uint8 or int64 [tokens]."""
     return torch.cat([tokenizer.encode(file.read_bytes()) for file in files])

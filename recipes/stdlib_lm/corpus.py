@@ -23,12 +23,12 @@ _BUILT = ("_sysconfigdata", "config-")  # written when Python was built: they na
 
 
 def sources(root: Path | None = None) -> dict[str, Path]:
-    """Every module of the standard library, its tests left out, by relative path in sorted order."""
+    """Return every module of the standard library but its tests, by relative path in sorted order."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    found = {path.relative_to(root).as_posix(): path for path in _walk(root)}
-    if not found:
+    modules = {path.relative_to(root).as_posix(): path for path in _walk(root)}
+    if not modules:
         raise ConfigError(f"no .py files in {root}. Use a Python whose standard library is installed as source.")
-    return {name: found[name] for name in sorted(found)}
+    return {name: modules[name] for name in sorted(modules)}
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -39,19 +39,19 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def is_test(name: str) -> bool:
-    """One file in ten, by a hash of its relative path, so that the split does not depend on the other files."""
+    """Tell whether a file is tested on: one in ten, by a hash of its path, so that no file depends on the others."""
     return _hash(name)[0] < 26
 
 
 def read(split: str, limit: int | None = None) -> Tensor:
-    """All bytes of a split, uint8 [bytes], each file ended by a zero byte; at most ``limit``.
+    """Return the bytes of a split, uint8 [bytes], at most ``limit``; a zero byte ends each file.
 
     Files follow each other in the order of their hash, so that a limit takes a sample of the library
     and not its first letters.
     """
-    found = sources()
-    chosen = sorted((name for name in found if is_test(name) == (split == "test")), key=_hash)
-    whole = b"".join(found[name].read_bytes() + b"\0" for name in chosen)
+    modules = sources()
+    chosen = sorted((name for name in modules if is_test(name) == (split == "test")), key=_hash)
+    whole = b"".join(modules[name].read_bytes() + b"\0" for name in chosen)
     return torch.from_numpy(numpy.frombuffer(whole[:limit], dtype=numpy.uint8).copy())
 
 
@@ -61,10 +61,10 @@ def _hash(name: str) -> bytes:
 
 @final
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Non-overlapping windows: inputs and the bytes that follow them, int64 [context] each.
+    """Cut text into windows that do not overlap: inputs and the bytes that follow them, int64 [context] each.
 
-    Together they predict every byte exactly once: the first one from a zero byte, as after the end of a
-    file; each window starts with the last byte of the one before. Targets past the end are ``IGNORED``.
+    Together the windows predict every byte exactly once. Each starts with the last byte of the one before, the first
+    with a zero byte, as after the end of a file. Targets past the end of the text are ``IGNORED``.
     """
 
     def __init__(self, text: Tensor, context: int) -> None:
@@ -81,7 +81,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return inputs_bt[0], targets_bt[0]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows ``indices``, int64 [batch], as inputs and targets int64 [batch, context]."""
+        """Return windows ``indices``, int64 [batch], as inputs and targets int64 [batch, context]."""
         places_bt = indices[:, None] * self.context + torch.arange(self.context + 1)
         tokens_bt = self.text[places_bt].long()
         return tokens_bt[:, :-1], tokens_bt[:, 1:].masked_fill(places_bt[:, 1:] > self.known, IGNORED)

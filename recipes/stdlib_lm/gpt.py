@@ -15,7 +15,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """``width`` must divide by ``heads``, and their quotient by 2 (rotary pairs)."""
+    """Sizes of the model; ``width / heads``, the size of a head, must be even for rotary embedding."""
 
     width: int = 128
     depth: int = 4
@@ -32,7 +32,7 @@ class Sizes:
 
 
 class GPT(nn.Module):
-    """Bytes int64 [batch, time] → logits [batch, time, 256]; output weights tied to the embedding."""
+    """Map bytes int64 [batch, time] to logits [batch, time, 256]; output weights are tied to the embedding."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GPT(nn.Module):
 
 
 class Logits(nn.Module):
-    """What a :class:`GPT` does after its last block, as a layer of its own."""
+    """The final norm and output projection of a :class:`GPT` as a layer of its own."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ class Logits(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and a four times wider GELU layer, each added to the residual stream.
 
-    The projection's outputs are ordered by head, so that a contiguous part of them is the whole of some heads.
+    The outputs of the query-key-value projection are ordered by head, so that a contiguous part of them holds whole
+    heads.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -83,7 +84,7 @@ class Block(nn.Module):
         return hidden_btw + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
 
     def _attend(self, hidden_btw: Tensor) -> Tensor:
-        """With as many heads as the projection gives: under tensor parallelism a part of them."""
+        """Attend with as many heads as the projection gives; under tensor parallelism that is a part of them."""
         batch, time, _ = hidden_btw.shape
         rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
         projected = self.query_key_value(hidden_btw).view(batch, time, -1, 3, self.head_size)
@@ -99,14 +100,14 @@ class Block(nn.Module):
 
 
 def rotations(context: int, size: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, float32 [context, size / 2], of rotary position embedding (arXiv 2104.09864, eq. 34)."""
+    """Return cosine and sine, float32 [context, size / 2], of rotary position embedding (arXiv 2104.09864, eq. 34)."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2) / size)
     angle_tf = torch.outer(torch.arange(context), frequency)
     return angle_tf.cos(), angle_tf.sin()
 
 
 def rotate(x_bhtd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + d/2) of the last axis by its position's angle; in float32, whatever ``x`` is in."""
+    """Rotate each pair (i, i + d/2) of the last axis by its position's angle, in float32 whatever dtype ``x`` has."""
     cosine_tf, sine_tf = rotation
     first, second = x_bhtd.chunk(2, dim=-1)
     turned = torch.cat((first * cosine_tf - second * sine_tf, second * cosine_tf + first * sine_tf), dim=-1)
@@ -114,7 +115,10 @@ def rotate(x_bhtd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Linear layers keep their input's variance: the usual 0.02 leaves the attention of a narrow model uniform."""
+    """Initialise linear layers to keep their input's variance.
+
+    The usual deviation of 0.02 leaves the attention of a narrow model uniform.
+    """
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=module.in_features**-0.5)
     elif isinstance(module, nn.Embedding):

@@ -1,4 +1,4 @@
-"""A byte-level GPT learns the Python standard library's own source."""
+"""Train a byte-level GPT on the source of the Python standard library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from worldsize.core import Recipe, TensorStyle
 
 @dataclass(frozen=True)
 class StdlibLM(Recipe):
-    """``test_bytes`` bounds the evaluation (None: the whole test split, about 2 MB)."""
+    """Train a :class:`GPT` to predict the next byte.
+
+    Args:
+        width: size of the residual stream; ``width / heads`` must be even.
+        depth: number of blocks.
+        heads: attention heads a block.
+        context: bytes a window.
+        dropout: probability of dropping an output of attention or of the wide layer.
+        test_bytes: at most this many bytes are evaluated. None: the whole test split, about 2 MB.
+    """
 
     width: int
     depth: int
@@ -36,6 +45,7 @@ class StdlibLM(Recipe):
 
     @property
     def sizes(self) -> Sizes:
+        """Sizes of the model, checked."""
         return Sizes(self.width, self.depth, self.heads, self.context, self.dropout)
 
     def model(self) -> nn.Module:
@@ -59,7 +69,7 @@ class StdlibLM(Recipe):
         return F.cross_entropy(model(inputs_bt).flatten(0, 1), targets_bt.flatten(), ignore_index=IGNORED)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Bits per byte: the cross entropy in base 2, over every predicted byte."""
+        """Return bits per byte: the cross entropy in base 2 over every predicted byte."""
         inputs_bt, targets_bt = batch
         logits = model(inputs_bt).float().flatten(0, 1)
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
@@ -74,7 +84,7 @@ class StdlibLM(Recipe):
         return [model.embedding, *model.blocks, Logits(model)]
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        """Each rank holds some heads, and some features of the wide layer."""
+        """Split attention by heads and the wide layer by features."""
         styles: dict[str, TensorStyle] = {"query_key_value": "column", "attention_out": "row"}
         styles |= {"mlp_in": "column", "mlp_out": "row"}
         blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]

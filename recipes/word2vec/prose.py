@@ -1,4 +1,4 @@
-"""English that ships inside the Python distribution: the language reference and the standard library's docstrings."""
+"""English prose of the Python distribution: the language reference and the standard library's docstrings."""
 
 from __future__ import annotations
 
@@ -12,53 +12,58 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-_DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)  # to parse the modules would take many seconds
+_DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)  # parsing the modules instead would take many seconds
 _SKIPPED = {"test", "tests", "idle_test", "lib2to3", "site-packages"}
 _WORD = re.compile(r"[a-z]+")
 
 
 def library() -> Path:
+    """Folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def sources() -> list[Path]:
-    """The library's modules and those of its packages, sorted; tests and what Python's build made left out."""
-    found = [*library().glob("*.py"), *library().glob("[a-z]*[a-z]/*.py")]
-    return sorted(path for path in found if path.parent.name not in _SKIPPED and not path.name.startswith("_sysc"))
+    """Return the standard library's modules, sorted, without tests and without files that Python's build generated."""
+    modules = [*library().glob("*.py"), *library().glob("[a-z]*[a-z]/*.py")]
+    return sorted(path for path in modules if path.parent.name not in _SKIPPED and not path.name.startswith("_sysc"))
 
 
 @lru_cache(maxsize=1)
 def texts() -> tuple[str, ...]:
-    """One text a topic of the language reference, then one a docstring."""
+    """Return one text per topic of the language reference, then one per docstring."""
     from pydoc_data.topics import topics
 
-    found = [topics[name] for name in sorted(topics)]
+    prose = [topics[name] for name in sorted(topics)]
     for path in sources():
-        found += _DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace"))
-    return tuple(found)
+        prose += _DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace"))
+    return tuple(prose)
 
 
 def words(text: str) -> list[str]:
+    """Split a text into its lower-case words."""
     return _WORD.findall(text.lower())
 
 
 def vocabulary(pages: Sequence[Sequence[str]], min_count: int) -> dict[str, int]:
-    """Words by how often they occur, most frequent first, and their counts."""
+    """Return the counts of words that occur at least ``min_count`` times, most frequent first."""
     counts = Counter(word for page in pages for word in page)
     kept = [(word, count) for word, count in counts.items() if count >= min_count]
     return dict(sorted(kept, key=lambda pair: (-pair[1], pair[0])))
 
 
 def pairs(pages: Sequence[NDArray[numpy.int32]], window: int, seed: int) -> NDArray[numpy.int32]:
-    """[n, 2]: each word with each one at most r words away in its text, r drawn from 1 to ``window`` for each word."""
+    """Pair each word with its neighbours; return ids int32 [n, 2].
+
+    A neighbour is at most r words away in the same text, r drawn from 1 to ``window`` for each word.
+    """
     tokens = numpy.concatenate([numpy.concatenate([page, numpy.full(window, -1, numpy.int32)]) for page in pages])
     reach = numpy.random.RandomState(seed).randint(1, window + 1, len(tokens))
-    found = []
+    blocks = []
     for offset in range(1, window + 1):
         for center, context, far in (
             (tokens[offset:], tokens[:-offset], reach[offset:]),
             (tokens[:-offset], tokens[offset:], reach[:-offset]),
         ):
             kept = (center >= 0) & (context >= 0) & (far >= offset)
-            found.append(numpy.stack([center[kept], context[kept]], axis=1))
-    return numpy.concatenate(found)
+            blocks.append(numpy.stack([center[kept], context[kept]], axis=1))
+    return numpy.concatenate(blocks)

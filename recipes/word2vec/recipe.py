@@ -1,4 +1,4 @@
-"""Word vectors: skip-gram with negative sampling (Mikolov et al. 2013, arXiv 1310.4546)."""
+"""Learn word vectors by skip-gram with negative sampling (Mikolov et al. 2013, arXiv 1310.4546)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from recipes.word2vec.prose import library, pairs, texts, vocabulary, words
 from worldsize.core import Recipe, RowValues
 
-_TEST = 20  # one text in so many is held out
+_TEST = 20  # one text in 20 is held out
 _FREQUENT = 1e-3  # words with a larger share of the text are thinned out (equation 5 of the paper)
 _SHOWN = ("class", "return", "string", "file", "error", "first")
 
@@ -28,7 +28,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @final
 class SkipGram(nn.Module):
-    """Vectors of words (``inner``) and of the words around them (``outer``)."""
+    """Two vectors per word: ``inner`` for a word as the center, ``outer`` for it as a neighbour."""
 
     def __init__(self, words: int, dim: int, *, sparse: bool) -> None:
         super().__init__()
@@ -38,29 +38,29 @@ class SkipGram(nn.Module):
         RowValues("uniform", 0.0).fill(self.outer)
 
     def forward(self, center_b: Tensor, others_bk: Tensor) -> Tensor:
-        """Scores [b, k] of each center with each of its others."""
+        """Return scores [b, k] of each center with each of its k other words."""
         scores: Tensor = torch.einsum("bd,bkd->bk", self.inner(center_b), self.outer(others_bk))
         return scores
 
 
 @final
 class Pairs(Dataset[Triple]):
-    """Pairs of words that occur together, int32 [n, 2], and words drawn by frequency^0.75 that need not."""
+    """Pairs of words that occur together, int32 [n, 2], each with negatives drawn by frequency^0.75."""
 
-    def __init__(self, found: Tensor, counts: Tensor, negatives: int) -> None:
-        self.found, self.negatives = found, negatives
+    def __init__(self, pairs: Tensor, counts: Tensor, negatives: int) -> None:
+        self.pairs, self.negatives = pairs, negatives
         self.weights = counts.double().pow(0.75).cumsum(0)
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.pairs)
 
     def __getitem__(self, index: int) -> Triple:
         center, context, negatives = self.batch(torch.tensor([index]))
         return center[0], context[0], negatives[0]
 
     def batch(self, indices: Tensor) -> Triple:
-        """Centers [b], contexts [b] and negatives [b, negatives], int64."""
-        center_b, context_b = self.found[indices].long().unbind(1)
+        """Return centers [b], contexts [b] and negatives [b, negatives], int64."""
+        center_b, context_b = self.pairs[indices].long().unbind(1)
         drawn_bk = torch.rand(len(indices), self.negatives, dtype=torch.float64) * self.weights[-1]
         return center_b, context_b, torch.searchsorted(self.weights, drawn_bk)
 
@@ -68,7 +68,15 @@ class Pairs(Dataset[Triple]):
 @final
 @dataclass(frozen=True)
 class Word2Vec(Recipe):
-    """Words that occur ``min_count`` times or more, ``negatives`` for each pair within ``window`` words."""
+    """Learn vectors for the words of the Python documentation.
+
+    Args:
+        dim: length of a vector.
+        window: largest distance between two words of a pair.
+        negatives: random words that each pair is compared with.
+        min_count: a word that occurs less often is left out.
+        sparse: whether the tables have sparse gradients.
+    """
 
     dim: int
     window: int
@@ -84,7 +92,7 @@ class Word2Vec(Recipe):
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Of each word of the vocabulary, in the order of their ids."""
+        """Count of each word of the vocabulary, in the order of their ids."""
         return vocabulary(self._pages, self.min_count)
 
     def model(self) -> nn.Module:
@@ -99,11 +107,11 @@ class Word2Vec(Recipe):
     def data(self, split: str) -> Pairs:
         counts = torch.tensor(list(self.counts.values()))
         chosen = [page for number, page in enumerate(self._pages) if (number % _TEST == 0) == (split == "test")]
-        found = torch.from_numpy(pairs(self._numbered(chosen), self.window, seed=0))
-        return Pairs(found, counts, self.negatives)
+        paired = torch.from_numpy(pairs(self._numbered(chosen), self.window, seed=0))
+        return Pairs(paired, counts, self.negatives)
 
     def _numbered(self, pages: list[list[str]]) -> list[Any]:
-        """Ids of the words that are kept; frequent ones are kept at random."""
+        """Return the ids of the words in each text; frequent words are dropped at random (equation 5 of the paper)."""
         ids = {word: number for number, word in enumerate(self.counts)}
         shares = numpy.array(list(self.counts.values())) / sum(self.counts.values())
         kept = numpy.minimum(1.0, numpy.sqrt(_FREQUENT / shares))
@@ -117,7 +125,7 @@ class Word2Vec(Recipe):
         return -(F.logsigmoid(scores[:, 0]) + F.logsigmoid(-scores[:, 1:]).sum(1)).mean()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Share of held-out pairs whose score is above that of a word that occurs as often, the next in frequency."""
+        """Return the share of held-out pairs that score higher than their center with a word of similar frequency."""
         center_b, context_b, _ = batch
         rival_b = context_b ^ 1
         rival_b = torch.where(rival_b < len(self.counts), rival_b, context_b - 1)
@@ -126,7 +134,7 @@ class Word2Vec(Recipe):
         return {"accuracy": (ahead.sum(), torch.tensor(len(center_b)))}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """The five nearest words, by the cosine of their vectors, of some frequent ones."""
+        """List the five nearest words, by cosine similarity, of some frequent words."""
         vectors_wd = F.normalize(model["inner.weight"].float(), dim=1)
         names = list(self.counts)
         ids = {word: number for number, word in enumerate(names)}

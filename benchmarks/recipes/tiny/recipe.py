@@ -1,4 +1,4 @@
-"""A model so small that only the loop costs: 64-64-10 on random data."""
+"""Train a model so small that only the loop costs: 64-64-10 on random data."""
 
 from __future__ import annotations
 
