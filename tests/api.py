@@ -1,4 +1,4 @@
-"""The public API as text: ``uv run python tests/api.py`` writes docs/api/public.md again."""
+"""List the public API as text; ``uv run python tests/api.py`` writes docs/api/public.md again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYTHING = (
     "worldsize.testing.runs",
     "worldsize.testing.worlds",
 )
-BLOCKS = {  # what strategies are built from
+BLOCKS = {  # parts that strategies are built from
     "worldsize.collectives.exact": ("reduce_metrics",),
     "worldsize.collectives.per_rank": ("own", "stacked"),
     "worldsize.collectives.step_timer": ("phase",),
@@ -64,7 +64,7 @@ def page() -> str:
 
 
 def _own_names(module: Any) -> Iterator[str]:
-    """Names that the module itself gives a meaning; aliases of types belong to whoever says them."""
+    """Yield the names that the module itself defines; aliases of types are listed by :func:`_aliases`."""
     for name, value in vars(module).items():
         if not name.startswith("_") and name != "main" and getattr(value, "__module__", None) == module.__name__:
             yield name
@@ -72,13 +72,13 @@ def _own_names(module: Any) -> Iterator[str]:
 
 def _module(name: str, names: Any) -> str:
     module = importlib.import_module(name)
-    aliases = [line for each, line in _aliases(module) if name in EVERYTHING or each in names]
-    described = [line for each in names for line in _lines(each, getattr(module, each))]
+    aliases = [line for alias, line in _aliases(module) if name in EVERYTHING or alias in names]
+    described = [line for defined in names for line in _lines(defined, getattr(module, defined))]
     return "\n".join([f"# {name}", *aliases, *described])
 
 
 def _aliases(module: Any) -> Iterator[tuple[str, str]]:
-    """Types and constants that the module gives a name, as its source says them."""
+    """Yield the names of types and constants with their definitions, as the module's source has them."""
     for node in ast.parse(inspect.getsource(module)).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Name) and not target.id.startswith("_"):
@@ -102,7 +102,7 @@ def _class(name: str, value: type) -> Iterator[str]:
         if not member.startswith("_") and inspect.isfunction(function):
             yield f"    {'property' if isinstance(what, property) else 'def'} {member}{_signature(function)}"
     for member, hint in sorted(vars(value).get("__annotations__", {}).items()):
-        if not member.startswith("_") and not is_dataclass(value):  # else the signature has them
+        if not member.startswith("_") and not is_dataclass(value):  # those of a dataclass are in its signature
             yield f"    {member}: {hint}"
 
 

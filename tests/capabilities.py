@@ -1,10 +1,10 @@
-"""Print the values of ATEN_CPU_CAPABILITY for less than this CPU has: torch takes its word for more, and crashes."""
+"""Print the values of ATEN_CPU_CAPABILITY below this CPU's own; torch believes higher ones too, and crashes."""
 
 from __future__ import annotations
 
 import torch
 
-WIDTHS = ("DEFAULT", "AVX2", "AVX512")  # of x86; on other CPUs there is one
+WIDTHS = ("DEFAULT", "AVX2", "AVX512")  # of x86; other CPUs have only one
 
 if __name__ == "__main__":
     widest = torch.backends.cpu.get_cpu_capability()

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: real runs of train.py in a folder of their own."""
+"""Fixtures shared by all tests, above all real runs of train.py in a folder of their own."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ Train = Callable[..., Run]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The test's environment without a wandb key, so that nothing leaves the machine."""
+    """Return the test's environment without a wandb key, so that nothing leaves the machine."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     return {**kept, "WANDB_MODE": "offline", "COLUMNS": "120", **changes}
 
 
 def folders(root: Path) -> list[Path]:
-    """Of all runs below ``root``; others may write and remove checkpoints there meanwhile."""
+    """Return the folders of all runs below ``root``, while others may write and remove checkpoints there."""
     return sorted(Path(folder) for folder, _, files in os.walk(root) if "run_manifest.json" in files)
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """Exit code and output of a command that has ended."""
 
     returncode: int
     stdout: str
@@ -71,7 +71,7 @@ Command = Callable[..., Done]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the zygote, once for all processes of a test run; it imports nothing before it is asked for something."""
+    """Start the zygote once for all processes of a test run; it imports nothing before its first request."""
     if warm.ZYGOTE in os.environ:
         return
     folder = Path(tempfile.mkdtemp(prefix="zygote_"))
@@ -92,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
-# what takes minutes together, and is run by the gate: real clusters, commands of the documentation, whole recipes,
+# tests that take minutes together and are run by the gate: real clusters, commands of the documentation, whole recipes,
 # every strategy killed on a heap in disorder
 HEAVY = (
     "app/test_reproduce.py",
@@ -106,9 +106,9 @@ HEAVY = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by where they lie, and put clusters first: their tests are the longest, and must not come last.
+    """Mark tests by their folder, and put clusters first: their tests are the longest, and must not come last.
 
-    The contract's own tests of bits are marked here, since the contract is used where the mark is not known.
+    The contract's own tests of bits are marked here, since projects that use the contract do not have this mark.
     """
     heavy = [Path(__file__).with_name(first).joinpath(*others) for first, *others in (e.split("/") for e in HEAVY)]
     for item in items:
@@ -121,9 +121,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """``command("train", "steps=3", cwd=..., environment=...)``: the worldsize command in a process of its own.
+    """``command("train", "steps=3", cwd=..., environment=...)`` runs worldsize in a process of its own.
 
-    ``python``: what the command knows as its interpreter.
+    Argument ``python`` is the interpreter that the command starts other processes with.
     """
 
     def run(
@@ -154,7 +154,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has imported worldsize already, for the processes that launchers start."""
+    """A Python that has imported worldsize already, which launchers start their processes with."""
     return warm.interpreter(tmp_path_factory.mktemp("warm"), os.environ[warm.ZYGOTE])
 
 
@@ -174,8 +174,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts
     if why := namespaces.missing():
         pytest.skip(why)
     name = f"ws{os.getpid()}"
-    with namespaces.running(tmp_path_factory.mktemp("hosts"), name=name, count=2) as found:
-        yield found
+    with namespaces.running(tmp_path_factory.mktemp("hosts"), name=name, count=2) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
@@ -183,21 +183,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]
     """Four hosts with links of 1 Gbit/s."""
     if why := namespaces.missing():
         pytest.skip(why)
-    with namespaces.running(tmp_path_factory.mktemp("four"), name=f"wd{os.getpid()}", count=4) as found:
-        found.shape("1gbit")
-        yield found
+    with namespaces.running(tmp_path_factory.mktemp("four"), name=f"wd{os.getpid()}", count=4) as cluster:
+        cluster.shape("1gbit")
+        yield cluster
 
 
 @pytest.fixture(scope="session")
 def train_in(command: Command) -> Callable[[Path], Train]:
-    """``train_in(folder)`` is ``train`` in another folder than the test's, for runs that several tests look at."""
+    """``train_in(folder)`` is a ``train`` that trains in ``folder``, for runs that several tests look at."""
 
     def at(folder: Path) -> Train:
         def run(*arguments: str, logger: str = "none", python: str | Path = sys.executable, **changes: str) -> Run:
             before = set(folders(folder / "runs"))
             words = ("train", f"logger={logger}", *arguments)
             done = command(*words, cwd=folder, environment=environment(**changes), python=python)
-            new = [each for each in folders(folder / "runs") if each not in before]
+            new = [run_folder for run_folder in folders(folder / "runs") if run_folder not in before]
             return Run(done.returncode, done.stdout, done.stderr, new[0] if new else None)
 
         return run
@@ -207,7 +207,7 @@ def train_in(command: Command) -> Callable[[Path], Train]:
 
 @pytest.fixture
 def train(tmp_path: Path, train_in: Callable[[Path], Train]) -> Train:
-    """``train("steps=3", ...)``: trains in ``tmp_path`` without wandb, and waits for the end."""
+    """``train("steps=3", ...)`` trains in ``tmp_path`` without wandb, and waits for the end."""
     return train_in(tmp_path)
 
 
@@ -218,14 +218,14 @@ def environment_without_wandb() -> dict[str, str]:
 
 @pytest.fixture
 def begun() -> Callable[..., Path]:
-    """Waits until a run below a folder has logged a step later than ``after``, and gives the run's folder."""
+    """``begun(root)`` waits until a run below ``root`` has logged a step after ``after``, and returns its folder."""
     return _begun
 
 
 def _begun(root: Path, after: int = 3) -> Path:
     deadline = time.monotonic() + 180
     while True:
-        with suppress(FileNotFoundError):  # a folder that has gone while it was looked into
+        with suppress(FileNotFoundError):  # a folder may disappear while it is searched
             for file in root.rglob("metrics.jsonl"):
                 lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
                 if lines and json.loads(lines[-1])["step"] > after:

@@ -1,7 +1,7 @@
-"""``python ARGUMENTS`` without the seconds of its imports: a child of the zygote plays it, this process stands for it.
+"""Run ``python ARGUMENTS`` without waiting for imports: a child of the zygote runs it, and this process stands for it.
 
-:func:`interpreter` makes it a program that takes the place of Python where a launcher starts one: it passes its signals
-on, the child dies with it, and its exit code is the child's. Imports the standard library only: it starts in no time.
+:func:`interpreter` writes a program that launchers start instead of Python. It passes its signals on to the child,
+the child dies with it, and its exit code is the child's. It imports only the standard library, and so starts at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-ZYGOTE = "PYTEST_ZYGOTE"  # the variable with the zygote's socket
+ZYGOTE = "PYTEST_ZYGOTE"  # environment variable with the path of the zygote's socket
 
 
 def ask(
@@ -29,7 +29,7 @@ def ask(
     streams: Sequence[int],
     executable: str,
 ) -> socket.socket:
-    """Have the zygote run ``python ARGUMENTS``; the connection that it lives by."""
+    """Ask the zygote to run ``python ARGUMENTS``; the process lives as long as the returned connection."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(zygote)
     shown = [executable, *arguments]
@@ -42,7 +42,7 @@ def ask(
 
 
 def interpreter(folder: Path, zygote: str) -> Path:
-    """A program in ``folder`` to start in Python's place."""
+    """Write a program into ``folder`` that can be started instead of Python."""
     program = folder / "python"
     called = f"main({zygote!r}, {sys.executable!r})"
     program.write_text(f"#!{sys.executable} -IS\n{Path(__file__).read_text()}\n\n{called}\n")
@@ -61,7 +61,7 @@ def main(zygote: str, python: str) -> NoReturn:
     )
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the child has just ended
             line.send(str(number).encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):

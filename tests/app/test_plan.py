@@ -1,4 +1,4 @@
-"""``worldsize plan`` against the textbook, arithmetic by hand, and what a run needs."""
+"""``worldsize plan`` is compared with the textbook and with arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -28,37 +28,39 @@ def plan(command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
 
 
 def rows(output: str) -> dict[str, list[str]]:
-    """Cells of the table of strategies, by strategy."""
+    """Return the cells of the table of strategies, by strategy."""
     lines = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in output.splitlines() if "│" in line]
     return {cells[0]: cells[1:] for cells in lines if len(cells) == 9}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "each", "expected"),
+    ("nodes", "per_node", "expected"),
     [
         (1, 8, ["8.00 GB", "3.50 GB", "0 B", "11.68 ms", "11.68 ms", "261.68 ms", "95.5%", "46.72 ms"]),
         (8, 1, ["8.00 GB", "3.50 GB", "3.50 GB", "280.07 ms", "280.07 ms", "530.07 ms", "47.2%", "1120.28 ms"]),
     ],
 )
-def test_a_billion_parameters_on_eight_gpus(plan: Any, nodes: int, each: int, expected: list[str]) -> None:
-    size = (f"cluster.nodes={nodes}", f"cluster.gpus_per_node={each}")
+def test_the_costs_of_a_billion_parameters_on_eight_gpus_are_the_textbooks(
+    plan: Any, nodes: int, per_node: int, expected: list[str]
+) -> None:
+    size = (f"cluster.nodes={nodes}", f"cluster.gpus_per_node={per_node}")
     done = plan(*TEXTBOOK, *size, "--strategies", "single,fsdp,ddp")
     assert done.returncode == 0, done.stderr
-    found = rows(done.stdout)
-    assert found["ddp"] == expected
-    assert found["fsdp"][0] == "1.00 GB"
+    table = rows(done.stdout)
+    assert table["ddp"] == expected
+    assert table["fsdp"][0] == "1.00 GB"
     assert "single: strategy=single runs on one process; the cluster has 8." in done.stdout
-    assert set(found) == {"ddp", "fsdp"}
+    assert set(table) == {"ddp", "fsdp"}
 
 
-def test_every_strategy_is_predicted_or_it_is_said_why_not(plan: Any) -> None:
+def test_every_strategy_is_predicted_or_the_plan_says_why_not(plan: Any) -> None:
     done = plan(*TEXTBOOK, "cluster.nodes=1", "cluster.gpus_per_node=8")
     assert done.returncode == 0, done.stderr
     others = [line.partition(":")[0] for line in done.stdout.splitlines()]
     assert {path.stem for path in STRATEGIES} <= {*rows(done.stdout), *others}
 
 
-def test_options_of_the_chosen_strategy_count(plan: Any) -> None:
+def test_options_of_the_chosen_strategy_change_its_prediction(plan: Any) -> None:
     words = (*TEXTBOOK, "cluster.nodes=8", "cluster.gpus_per_node=8", "strategy=ddp", "--strategies", "ddp")
     flat = rows(plan(*words).stdout)["ddp"]
     by_node = rows(plan(*words, "strategy.reduce=hierarchical", "strategy.compress=int8").stdout)["ddp"]
@@ -72,14 +74,14 @@ def test_options_of_the_chosen_strategy_count(plan: Any) -> None:
 def test_a_recipe_is_calibrated_by_a_few_steps(plan: Any, tmp_path: Path) -> None:
     done = plan("recipe=digits", "cluster.processes=2", "--strategies", "ddp,fsdp")
     assert done.returncode == 0, done.stderr
-    found = rows(done.stdout)
-    assert found["ddp"][0].endswith(" MB")
-    assert min(float(found[name][5].removesuffix(" ms")) for name in ("ddp", "fsdp")) > 0
+    table = rows(done.stdout)
+    assert table["ddp"][0].endswith(" MB")
+    assert min(float(table[name][5].removesuffix(" ms")) for name in ("ddp", "fsdp")) > 0
     assert "Global batch: 96 samples a step, 2 × 48.\nLinks (declared by cluster=laptop): " in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
-def test_links_that_were_measured_memory_and_the_batch_of_the_last_run_count(plan: Any, tmp_path: Path) -> None:
+def test_a_plan_uses_measured_links_the_devices_memory_and_the_batch_of_the_last_run(plan: Any, tmp_path: Path) -> None:
     measured = {"schema": 1, "links": {"network": {"bandwidth": 1.25e9, "latency": 1e-5}}}
     (tmp_path / "doctor.json").write_text(json.dumps(measured))
     before = tmp_path / "runs" / "digits" / "2026-01-02_030405_abcdef"
@@ -103,13 +105,13 @@ def test_thousands_of_ranks_are_a_short_table() -> None:
     cluster = Cluster("test", 512, 4096, "cuda", "nccl", links={"network": Link(12.5e9, 5e-6)})
     table = rank_table(cluster, {"data": [list(range(4096))]})
     assert list(table.columns[0].cells) == [*map(str, range(8)), "...", *map(str, range(4088, 4096))]
-    found = DDP().cost(Workload(2e9, 4e9, compute_seconds=0.25), cluster)
-    assert found is not None
-    assert found.communication_seconds == pytest.approx(2 * (4095 / 4096 * 2e9 / 12.5e9 + 4095 * 5e-6))
+    cost = DDP().cost(Workload(2e9, 4e9, compute_seconds=0.25), cluster)
+    assert cost is not None
+    assert cost.communication_seconds == pytest.approx(2 * (4095 / 4096 * 2e9 / 12.5e9 + 4095 * 5e-6))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they can be timed")
-def test_steps_of_gpus_that_are_elsewhere_are_given(plan: Any) -> None:
+def test_step_times_of_gpus_that_this_machine_lacks_must_be_given(plan: Any) -> None:
     words = ("recipe=digits", "+cluster=slurm", "cluster.gpus_per_node=2", "logger=none", "--strategies", "ddp")
     refused = plan(*words)
     assert "Give --compute, e.g. --compute 250ms." in " ".join(refused.stdout.split())

@@ -1,4 +1,4 @@
-"""``worldsize reproduce`` and ``compare`` as a user runs them, from a shell in another folder."""
+"""``worldsize reproduce`` and ``compare`` are run as a user does, from a shell in another folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worldsize.records.manifest import read_manifest, write_manifest
 
 QUICK = ("steps=6", "logger=none", "cluster.processes=2")
 
-# learns from a file of its own
+# a recipe that reads its data from a file of its own
 RECIPE = """
 from pathlib import Path
 import torch
@@ -54,7 +54,7 @@ recipe:
 
 
 class Project:
-    """A user's project with a data file, a home folder and a shell elsewhere."""
+    """A user's project with a data file, a home folder and a shell in another folder."""
 
     def __init__(self, root: Path, environment: dict[str, str], command: Any, python: Path) -> None:
         self.command, self.python = command, python
@@ -89,7 +89,7 @@ class Project:
         return self.command(*arguments, cwd=cwd, environment=environment, timeout=600, python=python)
 
     def train(self, *arguments: str, **changes: str) -> Path:
-        """The new run's manifest."""
+        """Train, and return the new run's manifest."""
         before = set(self.folder.rglob("run_manifest.json"))
         done = self.worldsize("train", *QUICK, *arguments, cwd=self.folder, **changes)
         assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ class Project:
         return manifest
 
     def reproduce(self, manifest: Path, *arguments: str, **changes: str) -> Any:
-        """``python``, which trains again, is warm unless it is in ``changes``."""
+        """Reproduce a run in the warm interpreter, or in ``python`` if ``changes`` has it."""
         words = ("reproduce", str(manifest), *arguments)
         return self.worldsize(*words, cwd=self.elsewhere, **{"python": str(self.python), **changes})
 
@@ -116,17 +116,17 @@ def committed(project: Project) -> Project:
 
 def report(done: Any) -> dict[str, Any]:
     assert done.stdout, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def test_a_clean_run_is_reproduced_bit_for_bit_from_another_folder(committed: Project) -> None:
     manifest = committed.train("recipe=mine")
     done = committed.reproduce(manifest, "--json", python=sys.executable)
     assert done.returncode == 0, done.stderr
-    found = report(done)
-    assert found["verdict"] == "bitwise identical"
-    new = json.loads((Path(found["run"]) / "run_manifest.json").read_text())
+    comparison = report(done)
+    assert comparison["verdict"] == "bitwise identical"
+    new = json.loads((Path(comparison["run"]) / "run_manifest.json").read_text())
     assert new["parent_run"] == manifest.parent.name
     assert new["code"]["commit"] == json.loads(manifest.read_text())["code"]["commit"]
     assert committed.git("worktree", "list").count("\n") == 0
@@ -168,9 +168,9 @@ def test_an_elastic_run_is_bitwise_at_another_world_size_and_keeps_its_claim(com
 def test_other_runs_at_another_world_size_lower_the_claim_and_strict_refuses(committed: Project) -> None:
     manifest = committed.train("recipe=mine", "reproducibility=deterministic", "logical_ranks=4")
     done = committed.reproduce(manifest, "cluster.processes=4", "--json")
-    found = report(done)
-    assert found["claim"]["level"] == "tolerance"
-    assert "processes: 2 then, 4 now" in found["claim"]["why"]
+    comparison = report(done)
+    assert comparison["claim"]["level"] == "tolerance"
+    assert "processes: 2 then, 4 now" in comparison["claim"]["why"]
     assert done.returncode in (0, 3)
     refused = committed.reproduce(manifest, "cluster.processes=4", "--strict")
     assert refused.returncode == 2
@@ -183,21 +183,21 @@ def test_other_vector_instructions_lower_the_claim(committed: Project) -> None:
     then = json.loads(manifest.read_text())["environment"]["vector_instructions"]
     assert then == torch.backends.cpu.get_cpu_capability()
     done = committed.reproduce(manifest, "--json", python=sys.executable, ATEN_CPU_CAPABILITY="default")
-    found = report(done)
-    assert found["claim"]["level"] == "tolerance"
-    assert f"vector instructions: {then} then, DEFAULT now" in found["claim"]["why"]
+    comparison = report(done)
+    assert comparison["claim"]["level"] == "tolerance"
+    assert f"vector instructions: {then} then, DEFAULT now" in comparison["claim"]["why"]
 
 
-def test_another_learning_rate_is_another_experiment_and_compare_shows_where_it_parts(committed: Project) -> None:
+def test_another_configuration_is_another_experiment_and_compare_shows_where_they_part(committed: Project) -> None:
     manifest = committed.train("recipe=mine")
     done = committed.reproduce(manifest, "+recipe.scale=2.0", "--json")
     assert done.returncode == 4
-    found = report(done)
-    assert found["claim"]["level"] == "none"
-    losses = next(row for row in found["metrics"] if row["name"] == "loss")
+    comparison = report(done)
+    assert comparison["claim"]["level"] == "none"
+    losses = next(row for row in comparison["metrics"] if row["name"] == "loss")
     assert losses["first_step"] == 1
     assert losses["ulp"] > 0
-    compared = committed.worldsize("compare", str(manifest.parent), found["run"], cwd=committed.elsewhere)
+    compared = committed.worldsize("compare", str(manifest.parent), comparison["run"], cwd=committed.elsewhere)
     assert compared.returncode == 4
     assert "different" in compared.stdout
 
@@ -256,7 +256,7 @@ def test_a_record_that_does_not_hold_is_refused_and_nothing_is_started(
 ) -> None:
     (committed.folder / "note.txt").write_text("new\n")
     manifest = committed.train("recipe=mine")
-    # the tests' own damage is signed by this process, whose home is another one
+    # this process signs the damaged manifest with a key that the project's home does not know
     expected = damage(committed, manifest)
     done = committed.reproduce(manifest, "--yes")
     assert done.returncode == 2, done.stdout
@@ -264,7 +264,7 @@ def test_a_record_that_does_not_hold_is_refused_and_nothing_is_started(
     assert len(list(committed.folder.rglob("run_manifest.json"))) == 1
 
 
-def test_a_run_whose_data_changed_is_gone_on_with_only_if_that_is_accepted(committed: Project) -> None:
+def test_a_run_whose_data_changed_is_resumed_only_if_the_user_accepts_that(committed: Project) -> None:
     run = committed.train("recipe=mine").parent
     (committed.home / "numbers.txt").write_text("1 " * 64)
     refused = committed.worldsize("resume", str(run), "steps=9", cwd=committed.elsewhere)
@@ -306,7 +306,7 @@ def test_a_redacted_value_is_asked_for_by_name(committed: Project) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(900)  # it installs what the lock names
+@pytest.mark.timeout(900)  # it installs all packages of the lock file
 def test_the_environment_is_rebuilt_from_the_lock(committed: Project) -> None:
     manifest = committed.train("recipe=mine")
     done = committed.reproduce(manifest, "--rebuild")

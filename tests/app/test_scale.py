@@ -1,4 +1,4 @@
-"""``worldsize scale``: real runs, and the study that they make."""
+"""``worldsize scale`` measures real runs and writes a study of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_two_world_sizes_are_measured_next_to_their_prediction(
     assert "digits, weak scaling" in done.stdout
 
 
-def test_runs_that_nobody_would_wait_for_are_not_submitted(
+def test_runs_are_not_submitted_to_a_launcher_that_does_not_wait_for_them(
     tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     done = command("scale", "+cluster=slurm", "world_sizes=1", cwd=tmp_path, environment=environment_without_wandb)

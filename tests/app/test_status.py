@@ -1,4 +1,4 @@
-"""What ``worldsize status`` says of runs whose scheduler is asked, and of one that says nothing."""
+"""``worldsize status`` asks a scheduler about runs, and copes with one that does not answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.records.run_directory import RunDirectory
 
 
 class Asked(Launcher):
-    """Answers in turn, and counts how often it is asked."""
+    """A launcher that gives its answers in turn, and counts how often it is asked."""
 
     def __init__(self, *answers: str | Exception | None) -> None:
         self.answers = list(answers)
@@ -44,16 +44,16 @@ class Asked(Launcher):
         ("completed", "never asked", "completed"),
     ],
 )
-def test_what_the_scheduler_does_not_say_is_no_end(
+def test_a_run_has_not_ended_because_its_scheduler_does_not_answer(
     tmp_path: Path, reason: str | None, answer: Any, expected: str
 ) -> None:
     manifest = {"jobs": [{"id": "7"}], "attempts": [{"exit_reason": reason}] if reason else []}
     launcher = Asked(answer)
     scheduler = Scheduler(RunDirectory(tmp_path), launcher)
-    assert [state_of(manifest, scheduler) for _ in range(3)] == [expected] * 3, "asked once, told thrice"
+    assert [state_of(manifest, scheduler) for _ in range(3)] == [expected] * 3, "asked once, answered three times"
 
 
-def test_a_report_that_could_not_be_written_is_refused_before_anything_is_examined(
+def test_a_report_that_could_not_be_written_is_refused_before_any_host_is_examined(
     tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     words = ("doctor", "recipe=digits", "--json", str(tmp_path / "nowhere" / "report.json"))

@@ -1,4 +1,4 @@
-"""train.py as a user runs it: results, folders, records and refusals."""
+"""train.py is run as a user does: results, folders, records and refusals."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 QUICK = ("recipe=digits", "steps=3", "recipe.width=4")
 
 
-def test_the_same_evaluation_at_every_world_size_for_an_uneven_data_set(train: Any) -> None:
-    """With lr=0 all world sizes hold the initial weights; 360 test images in batches of 7 are uneven for all."""
+def test_an_uneven_data_set_is_evaluated_to_the_same_metrics_at_every_world_size(train: Any) -> None:
+    """lr=0 keeps the initial weights at all world sizes; 360 test images in batches of 7 divide over none of them."""
     options = (*QUICK, "lr=0", "evaluate_batch_size=7", "cluster.threads=1")
     runs = [train(*options, f"cluster.processes={size}") for size in (1, 2, 3, 4)]
     first, *others = [run.json("result.json")["metrics"] for run in runs]
@@ -69,13 +69,13 @@ def test_equal_seeds_give_equal_bits_and_others_do_not(train: Any) -> None:
     assert first["metrics_digest"] == second["metrics_digest"] != other["metrics_digest"]
 
 
-def test_groups_may_be_said_with_or_without_a_plus(train: Any) -> None:
+def test_config_groups_may_be_chosen_with_or_without_a_plus(train: Any) -> None:
     for sign in ("+", ""):
         run = train(*QUICK, f"{sign}cluster=laptop", f"{sign}strategy=single", "cluster.processes=1", "launch=show")
         assert run.code == 0, run.error
 
 
-def test_epochs_decide_the_steps(train: Any) -> None:
+def test_epochs_decide_the_number_of_steps(train: Any) -> None:
     run = train(*QUICK, "epochs=2", "batch_size=480", "cluster.processes=1")
     assert run.json("result.json")["steps"] == 6  # 2 × 1,437 images / 480, rounded up
 
@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(train: Any) -> None:
     assert run.json("run_manifest.json")["attempts"][0]["exit_reason"] == "failed"
 
 
-def test_steps_that_are_not_finite_can_be_left_out(train: Any) -> None:
+def test_steps_that_are_not_finite_can_be_skipped(train: Any) -> None:
     options = ("optimizer=sgd", "schedule=constant", "lr=1e30", "steps=20", "cluster.processes=2")
     run = train(*QUICK, *options, "nonfinite=skip")
     assert run.code == 0, run.error
@@ -201,7 +201,7 @@ def test_a_recipe_whose_import_fails_shows_its_own_traceback(train: Any, tmp_pat
 
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB at runs/."""
+    """Mount a file system of 64 KiB at runs/."""
     folder = tmp_path / "runs"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
@@ -234,7 +234,7 @@ def test_a_file_in_place_of_the_run_root_is_refused(train: Any, tmp_path: Path) 
     assert "cannot be written" in run.error
 
 
-def test_a_run_name_is_taken_once(train: Any) -> None:
+def test_a_run_name_cannot_be_taken_twice(train: Any) -> None:
     train(*QUICK, "run.name=mine", "cluster.processes=1")
     again = train(*QUICK, "run.name=mine", "cluster.processes=1")
     assert again.code == 2

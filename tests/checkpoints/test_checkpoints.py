@@ -1,4 +1,4 @@
-"""Checkpoints on disk: exact at any world size, and refused when anything in them is not as it was written."""
+"""Checkpoints on disk are exact at any world size, and refused if anything in them has changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 
 def a_tensor(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
-    """Random bits, so that every kind of NaN is among the floats."""
+    """Draw random bits, so that the floats include every kind of NaN."""
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape) * dtype.itemsize
     raw = torch.randint(2 if dtype == torch.bool else 256, (count,), generator=generator, dtype=torch.uint8)
@@ -78,8 +78,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.bits
-def test_what_is_loaded_has_the_order_and_the_memory_layout_of_what_training_makes(tmp_path: Path) -> None:
-    """A sum over a state in one piece depends on where a number lies in it: a ring adds each part in another order."""
+def test_a_loaded_state_has_the_order_and_the_memory_layout_of_a_trained_one(tmp_path: Path) -> None:
+    """Bits depend on the layout: an all-reduce of the whole state sums each part of the ring in another order."""
 
     def trained() -> TrainState:
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10), nn.Linear(10, 2))
@@ -103,14 +103,14 @@ def test_what_is_loaded_has_the_order_and_the_memory_layout_of_what_training_mak
         after.load(load(checkpoint, after.state()))
         assert bits(after.state()) == bits(before.state())
         assert layout(after.state()) == layout(before.state())
-        kept = [[list(state) for state in each.optimizer.state.values()] for each in (before, after)]
+        kept = [[list(state) for state in part.optimizer.state.values()] for part in (before, after)]
         assert kept[0] == kept[1] == [["step", "exp_avg", "exp_avg_sq"]] * 4
 
     alone(body)
 
 
 def test_a_frozen_parameter_has_no_optimizer_state_before_or_after_a_load() -> None:
-    """Adagrad makes some in its constructor, and torch leaves it out of what it loads."""
+    """Adagrad creates such state in its constructor, and torch leaves it out of what it loads."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
     learning = TrainState(model, torch.optim.Adagrad(model.parameters()), None)
     model(torch.ones(1, 3)).sum().backward()
@@ -126,11 +126,11 @@ def test_every_bit_comes_back_at_any_world_size(tmp_path: Path, before: int, aft
     run_in_worlds(lambda world: saved(tmp_path, world, 7), before)
 
     def loaded(world: World) -> bool:
-        found = newest(tmp_path, world)
-        assert found is not None
-        state = load(found, a_state(1))
+        checkpoint = newest(tmp_path, world)
+        assert checkpoint is not None
+        state = load(checkpoint, a_state(1))
         assert state["optimizer"]["groups"] == a_state(7)["optimizer"]["groups"]
-        return bits(state) == bits(a_state(7)) and found.step == 7
+        return bits(state) == bits(a_state(7)) and checkpoint.step == 7
 
     assert all(run_in_worlds(loaded, after))
 
@@ -160,15 +160,15 @@ def test_sharded_state_is_loaded_by_another_number_of_ranks_and_unsharded(tmp_pa
 
     def sharded(world: World) -> dict[str, Any]:
         model = layers(2, shard=True)
-        found = newest(tmp_path, world)
-        assert found is not None
-        model.load_state_dict(load(found, {"model": model.state_dict()})["model"])
+        checkpoint = newest(tmp_path, world)
+        assert checkpoint is not None
+        model.load_state_dict(load(checkpoint, {"model": model.state_dict()})["model"])
         return {name: tensor.full_tensor().numpy() for name, tensor in model.state_dict().items()}
 
     def plain(world: World) -> dict[str, Any]:
-        found = newest(tmp_path, world)
-        assert found is not None
-        state = load(found, {"model": layers(2).state_dict()})["model"]
+        checkpoint = newest(tmp_path, world)
+        assert checkpoint is not None
+        state = load(checkpoint, {"model": layers(2).state_dict()})["model"]
         return {name: tensor.numpy() for name, tensor in state.items()}
 
     run_in_worlds(save, 4)
@@ -186,9 +186,9 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> Non
         for tensor in split(state)[0].values():
             tensor.zero_()
         writer.finish()
-        found = newest(tmp_path, world)
-        assert found is not None
-        return bits(load(found, a_state(2))) == before
+        checkpoint = newest(tmp_path, world)
+        assert checkpoint is not None
+        return bits(load(checkpoint, a_state(2))) == before
 
     assert all(run_in_worlds(body, 2))
 
@@ -254,7 +254,7 @@ def lost_manifest(folder: Path) -> None:
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """As an attacker would: with a seal that fits."""
+    """Change the manifest and seal it again, as an attacker would."""
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     text = json.dumps(manifest).encode()
@@ -294,8 +294,8 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused_and_an_older_one_used
     craft(complete(root)[-1])
     with pytest.raises(RuntimeError, match="step_0000002.*--allow-older"):
         run_in_worlds(lambda world: newest(root, world), 2)
-    found = alone(lambda world: newest(root, world, allow_older=True))
-    assert found.step == 1
+    older = alone(lambda world: newest(root, world, allow_older=True))
+    assert older.step == 1
 
 
 class Malice:
@@ -310,7 +310,7 @@ class Malice:
 def test_no_pickle_in_any_file_is_ever_run(root: Path, tmp_path: Path, name: str) -> None:
     canary = tmp_path / "canary"
     assert pickle.loads(pickle.dumps(Malice(canary))) is None
-    canary.unlink()  # it would have been there
+    canary.unlink()  # unpickling does create it
     (complete(root)[-1] / name).write_bytes(pickle.dumps(Malice(canary)))
     with pytest.raises(RuntimeError, match="damaged"):
         alone(lambda world: newest(root, world))
@@ -330,7 +330,7 @@ def test_another_model_is_refused_before_anything_is_written_and_a_part_can_be_i
 
 
 def learning(lr: float, weight_decay: float = 0.0) -> TrainState:
-    """A line whose rate is halved by each step."""
+    """Return a linear model whose learning rate is halved after each step."""
     optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr, momentum=0.9, weight_decay=weight_decay)
     return TrainState(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
 
@@ -340,11 +340,11 @@ def learning(lr: float, weight_decay: float = 0.0) -> TrainState:
     [
         ((), 0.3, 0.05, 0.0),
         (("hyperparameters",), 0.3, 0.15, 0.01),
-        (("hyperparameters",), 0.1, 0.05, 0.01),  # to the last bit: 0.05 / 0.1 * 0.1
+        (("hyperparameters",), 0.1, 0.05, 0.01),  # exact, since 0.05 / 0.1 * 0.1 == 0.05
         (("schedule",), 0.3, 0.3, 0.01),
     ],
 )
-def test_hyperparameters_are_those_of_now_where_they_are_wanted_and_a_rate_keeps_its_place(
+def test_ignored_hyperparameters_are_those_of_now_and_the_rate_keeps_its_place_in_the_schedule(
     tmp_path: Path, ignore: tuple[str, ...], now: float, rate: float, then_decay: float
 ) -> None:
     def save_and_load(world: World) -> tuple[float, float, float]:
@@ -362,11 +362,11 @@ def test_hyperparameters_are_those_of_now_where_they_are_wanted_and_a_rate_keeps
         momentum = second.optimizer.state[second.model.bias]["momentum_buffer"]  # type: ignore[index]
         return group["lr"], group["weight_decay"], float(momentum)
 
-    found_rate, decay, momentum = alone(save_and_load)
-    assert (found_rate, decay, momentum) == (pytest.approx(rate, rel=0 if now == 0.1 else 1e-12), then_decay, 1.0)
+    loaded_rate, decay, momentum = alone(save_and_load)
+    assert (loaded_rate, decay, momentum) == (pytest.approx(rate, rel=0 if now == 0.1 else 1e-12), then_decay, 1.0)
 
 
-def test_what_is_neither_tensor_nor_plain_is_refused_by_name() -> None:
+def test_a_value_that_is_neither_a_tensor_nor_plain_data_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="a/b is a function"):
         split({"a": {"b": lambda: 0}})
     tree = {"a": [1, (2.5, None)], "b": {1: "x"}, "c": {"$tensor": "not one"}, "d": -math.inf}
@@ -444,7 +444,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_one_that_training_goes
 
 
 def sealed_over(folder: Path, text: bytes) -> None:
-    """What someone who can write the folder can make: a manifest that ``COMPLETE`` does vouch for."""
+    """Write a manifest with a valid ``COMPLETE``, as anyone who can write to the folder could."""
     (folder / MANIFEST).write_bytes(text)
     (folder / COMPLETE).write_text(f"{hashlib.sha256(text).hexdigest()}\n")
 
@@ -481,7 +481,9 @@ def test_a_sealed_manifest_cannot_lead_out_of_the_checkpoint_or_leave_a_tensor_u
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"\x80\x04.", b'{"schema_version": "9"}', b"[" * 100_000])
-def test_what_is_sealed_but_no_manifest_is_refused_and_an_older_one_used_on_request(root: Path, text: bytes) -> None:
+def test_a_sealed_file_that_is_no_manifest_is_refused_and_an_older_checkpoint_used_on_request(
+    root: Path, text: bytes
+) -> None:
     sealed_over(root / "step_0000002", text)
     with pytest.raises(CheckpointError, match="is no manifest"):
         alone_newest(root)
@@ -489,7 +491,7 @@ def test_what_is_sealed_but_no_manifest_is_refused_and_an_older_one_used_on_requ
 
 
 def alone_newest(root: Path, *, allow_older: bool = False) -> Any:
-    """In this process, so that its own errors come out."""
+    """Call ``newest`` in this process, so that its own errors are raised."""
     return newest(root, World.alone(torch.device("cpu")), allow_older=allow_older)
 
 

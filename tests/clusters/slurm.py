@@ -1,4 +1,4 @@
-"""A real Slurm of several nodes on this machine: munged, slurmctld and a slurmd a node, on loopback."""
+"""Start a real Slurm of several nodes on this machine: munged, slurmctld and one slurmd per node, on loopback."""
 
 from __future__ import annotations
 
@@ -56,19 +56,22 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 PreemptM
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here."""
-    absent = [name for name in NEEDED if _found(name) is None]
+    """Explain why Slurm cannot run here, or return None if it can."""
+    absent = [name for name in NEEDED if _program(name) is None]
     return f"{', '.join(absent)} not installed (apt-get install slurm-wlm munge)" if absent else None
 
 
-def _found(name: str) -> str | None:
+def _program(name: str) -> str | None:
+    """Return the path of a program that may be installed for root only."""
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
 @dataclass(frozen=True)
 class Slurm:
+    """A running Slurm."""
+
     folder: Path
-    inside: Sequence[str] = ()  # what starts a daemon elsewhere, in namespaces that end with it
+    inside: Sequence[str] = ()  # a command prefix that starts daemons in other namespaces
 
     @property
     def environment(self) -> dict[str, str]:
@@ -80,7 +83,7 @@ class Slurm:
         return done.stdout
 
     def nodes(self) -> list[str]:
-        """The state of each, or nothing while the controller is not up."""
+        """Return the state of each node, or nothing while the controller is not up."""
         with suppress(subprocess.CalledProcessError):
             return self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%t").split()
         return []
@@ -101,7 +104,7 @@ class Slurm:
 def running(
     folder: Path, *, port: int, nodes: int = 2, proctrack: str = "linuxproc", inside: Sequence[str] = ()
 ) -> Iterator[Slurm]:
-    """``port`` and as many as there are nodes after it are taken."""
+    """Run Slurm while the context is open; it takes ``port`` and one port per node after it."""
     slurm = Slurm(folder, inside)
     for name in ("munge", "state", "run", "log"):
         (folder / name).mkdir(mode=0o700 if name == "state" else 0o755, parents=True)
@@ -114,7 +117,7 @@ def running(
         _start(slurm, nodes)
         yield slurm
     finally:
-        if not inside:  # else their numbers are those of a namespace
+        if not inside:  # process ids of another namespace mean nothing here
             _stop(folder)
 
 
@@ -136,7 +139,7 @@ def _start(slurm: Slurm, nodes: int) -> None:
 
 
 def _run(slurm: Slurm, name: str, *words: str) -> None:
-    path = _found(name)
+    path = _program(name)
     assert path is not None
     subprocess.run([*slurm.inside, path, *words], env={**os.environ, **slurm.environment}, check=True, timeout=60)
 
@@ -145,7 +148,7 @@ def _stop(folder: Path) -> None:
     for file in (folder / "run").glob("*.pid"):
         with suppress(OSError, ValueError):
             os.kill(int(file.read_text()), signal.SIGKILL)
-    for environ in Path("/proc").glob("[0-9]*/environ"):  # what the jobs have left
+    for environ in Path("/proc").glob("[0-9]*/environ"):  # processes that jobs have left behind
         with suppress(OSError):
             if f"SLURM_CONF={folder}/slurm.conf".encode() in environ.read_bytes().split(b"\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)

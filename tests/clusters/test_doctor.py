@@ -1,4 +1,4 @@
-"""worldsize doctor on four hosts that ssh reaches, well and with faults planted."""
+"""worldsize doctor is run on four hosts that ssh reaches, healthy ones and ones with planted faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from worldsize.testing import hosts as namespaces
 
 PORT = 23_456
-ALONE = """[ $HID ] || HID=1 exec unshare -m sh -c '{}; exec "$@"' sh $0 "$@\""""  # with other mounts
+ALONE = """[ $HID ] || HID=1 exec unshare -m sh -c '{}; exec "$@"' sh $0 "$@\""""  # with own mounts
 BLOCKED = ("to", "10.77.0.1", "ipproto", "tcp", "dport", str(PORT), "unreachable")
 OFF = """\
 import time, torch
@@ -27,24 +27,26 @@ torch.__version__ = "0.1"
 
 @dataclass(frozen=True)
 class Examined:
+    """The result of one run of doctor."""
+
     code: int
     shown: str
     report: dict[str, Any]
 
     @property
     def red(self) -> set[tuple[str, str]]:
-        return {(each["check"], each["host"]) for each in self.report["checks"] if not each["ok"]}
+        return {(check["check"], check["host"]) for check in self.report["checks"] if not check["ok"]}
 
-    def said(self, check: str, host: str) -> str:
-        (found,) = [each for each in self.report["checks"] if (each["check"], each["host"]) == (check, host)]
-        return f"{found['detail']} -> {found['remedy']}"
+    def line(self, check: str, host: str) -> str:
+        (match,) = [entry for entry in self.report["checks"] if (entry["check"], entry["host"]) == (check, host)]
+        return f"{match['detail']} -> {match['remedy']}"
 
 
 @pytest.fixture
 def examined(
     four: namespaces.Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> Any:
-    """``examined(*options, h2="...")``: doctor, started on the first host; shell lines come first on the others."""
+    """``examined(*options, h2="...")`` runs doctor on the first host; each host runs its shell line before Python."""
     project, data = tmp_path / "project", tmp_path / "data"
     for folder in (project / "runs", data):
         folder.mkdir(parents=True)
@@ -58,7 +60,7 @@ def examined(
         words = ("+cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", "cluster.processes_per_node=1", "cluster.threads=1")
         own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={python}", f"cluster.folder={tmp_path}/%h")
         learns = ("recipe=click_through", "data=criteo", f"data.path={data}")
-        network = "cluster.links.network={bandwidth: 10e6, latency: 1e-4}"  # of 125e6: this machine is busy with others
+        network = "cluster.links.network={bandwidth: 10e6, latency: 1e-4}"  # not 125e6, since this machine is busy
         command = [str(warm_python), "-m", "worldsize", "doctor", "--json", str(tmp_path / "report.json")]
         done = subprocess.run(
             four.on(1, [*command, *words, *own, *learns, network, *options]),
@@ -75,19 +77,19 @@ def examined(
 
 
 def test_four_hosts_are_green_and_their_links_measured(examined: Any, tmp_path: Path) -> None:
-    found = examined("--pairs")
-    assert (found.code, found.red) == (0, set()), found.shown
-    (pairs, network) = found.report["pairs"], found.report["links"]["network"]
+    result = examined("--pairs")
+    assert (result.code, result.red) == (0, set()), result.shown
+    (pairs, network) = result.report["pairs"], result.report["links"]["network"]
     assert {(pair["from"], pair["to"]) for pair in pairs} == {
         (source, target)
         for source in ("h1", "h2", "h3", "h4")
         for target in ("h1", "h2", "h3", "h4")
         if source != target
     }
-    assert network["bandwidth"] < 1.3 * 125e6  # the shaped link, and not loopback's
+    assert network["bandwidth"] < 1.3 * 125e6  # the bandwidth of the shaped link, not of loopback
     assert min(network["gap"], network["latency"]) > 0
     assert 0 < network["incast"] <= 1
-    assert "✓" in found.shown
+    assert "✓" in result.shown
     assert not list((tmp_path / "project" / "runs" / "doctor").iterdir())
 
 
@@ -100,22 +102,22 @@ def test_versions_code_data_clock_and_a_slow_link_are_found_at_once(
     hidden = f"mount -t tmpfs none {tmp_path}/data"
     four.shape("10mbit", host=4)
     try:
-        found = examined(
-            "--patience=110",  # h2 imports torch for itself
+        result = examined(
+            "--patience=110",  # h2 does not use the warm interpreter, and imports torch
             h2=f'export PYTHONPATH={off}:$PYTHONPATH; exec {sys.executable} "$@"',
             h3=f"mkdir -p recipes; touch recipes/other.py; {ALONE.format(hidden)}",
         )
     finally:
         four.shape("1gbit", host=4)
-    assert found.code == 1
+    assert result.code == 1
     other = {("torch", "h2"), ("clock", "h2")}
     lost = {("code", "h3"), ("data", "h3"), ("data files", "h3")}
-    assert found.red == {*other, *lost, ("network link", "h4")}, found.shown
-    assert "0.1, where h1 has 2." in found.said("torch", "h2")
-    assert re.match(r"\+(9\.[5-9]|10\.[0-5]) s against h1", found.said("clock", "h2"))
-    assert f"train.txt: No such file or directory ({tmp_path}/data/train.txt)" in found.said("data files", "h3")
-    assert "over eth0, cluster.links.network declares 10 MB/s -> Look at its cable" in found.said("network link", "h4")
-    assert "0.1, where h1 has" in found.shown
+    assert result.red == {*other, *lost, ("network link", "h4")}, result.shown
+    assert "0.1, where h1 has 2." in result.line("torch", "h2")
+    assert re.match(r"\+(9\.[5-9]|10\.[0-5]) s against h1", result.line("clock", "h2"))
+    assert f"train.txt: No such file or directory ({tmp_path}/data/train.txt)" in result.line("data files", "h3")
+    assert "over eth0, cluster.links.network declares 10 MB/s -> Look at its cable" in result.line("network link", "h4")
+    assert "0.1, where h1 has" in result.shown
 
 
 def test_a_blocked_port_hides_neither_an_unwritable_run_folder_nor_a_missing_interface(
@@ -127,7 +129,7 @@ def test_a_blocked_port_hides_neither_an_unwritable_run_folder_nor_a_missing_int
         four.ip(host, "addr", "add", f"10.78.0.{host}/24", "dev", "ib0")
     runs = f"{tmp_path}/project/runs"
     only_read = f"mount --bind {runs} {runs}; mount -o remount,bind,ro {runs}"
-    found = examined(
+    result = examined(
         "--patience=20",
         f"cluster.port={PORT}",
         "cluster.interface=ib0",
@@ -136,8 +138,8 @@ def test_a_blocked_port_hides_neither_an_unwritable_run_folder_nor_a_missing_int
     four.ip(3, "rule", "del", *BLOCKED)
     for host in (1, 2, 3):
         four.ip(host, "link", "del", "ib0")
-    assert found.code == 1
-    assert {("rendezvous", "h3"), ("run folder", "h2"), ("interface", "h4")} <= found.red, found.shown
-    assert f"Open TCP port {PORT} of h1 to h3" in found.said("rendezvous", "h3")
-    assert "cannot be written: Read-only file system -> Mount it" in found.said("run folder", "h2")
-    assert "set cluster.interface=eth0" in found.said("interface", "h4")
+    assert result.code == 1
+    assert {("rendezvous", "h3"), ("run folder", "h2"), ("interface", "h4")} <= result.red, result.shown
+    assert f"Open TCP port {PORT} of h1 to h3" in result.line("rendezvous", "h3")
+    assert "cannot be written: Read-only file system -> Mount it" in result.line("run folder", "h2")
+    assert "set cluster.interface=eth0" in result.line("interface", "h4")

@@ -1,4 +1,4 @@
-"""What is applied to Kubernetes, against its published schemas; and what its pods do, run here."""
+"""Manifests for Kubernetes are compared with its published schemas, and their pods' commands are run here."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def shown(train: Any, *options: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["jobset", "job"])
-def test_manifests_are_what_three_versions_of_kubernetes_and_jobset_take(train: Any, shape: str, kind: str) -> None:
-    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet  # type: ignore[import-untyped]  # takes a second
+def test_manifests_are_valid_for_jobset_and_for_three_versions_of_kubernetes(train: Any, shape: str, kind: str) -> None:
+    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet  # type: ignore[import-untyped]  # slow import
 
     documents = shown(train, *SHAPES[shape], f"cluster.kind={kind}")
-    names = {each["metadata"]["name"] for each in documents}
+    names = {document["metadata"]["name"] for document in documents}
     assert len(names) == 1
     assert len(names.pop()) <= 40
     for document in documents:
@@ -50,16 +50,16 @@ def test_manifests_are_what_three_versions_of_kubernetes_and_jobset_take(train: 
             continue
         parsed = JobsetV1alpha2JobSet.from_dict(document)
         assert parsed is not None
-        assert parsed.to_dict()["spec"] == document["spec"]  # no key that JobSet does not know
+        assert parsed.to_dict()["spec"] == document["spec"]  # every key is known to JobSet
         for part in document["spec"]["replicatedJobs"]:
             job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **part["template"]}
             for version in VERSIONS:
                 kubernetes_validate.validate(job, version, strict=True)
 
 
-def test_roles_are_replicated_jobs_whose_pods_count_on(train: Any) -> None:
-    (jobset,) = [each for each in shown(train, *ROLES) if each["kind"] == "JobSet"]
-    parts = {each["name"]: each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]}
+def test_roles_are_replicated_jobs_whose_pods_are_numbered_consecutively(train: Any) -> None:
+    (jobset,) = [document for document in shown(train, *ROLES) if document["kind"] == "JobSet"]
+    parts = {job["name"]: job["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]}
     assert {name: spec["completions"] for name, spec in parts.items()} == {"server": 1, "worker": 2}
     assert variables(parts["worker"])["WORLDSIZE_NODE_OFFSET"] == "1"
     name = jobset["metadata"]["name"]
@@ -68,7 +68,7 @@ def test_roles_are_replicated_jobs_whose_pods_count_on(train: Any) -> None:
 
 def variables(spec: Any) -> dict[str, str]:
     (container,) = spec["template"]["spec"]["containers"]
-    return {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    return {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
 
 
 def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
@@ -76,12 +76,12 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
 ) -> None:
     applied = tmp_path / "applied.yaml"
     kubectl = tmp_path / "kubectl"
-    # records what it is given; says what it is asked
+    # a kubectl that saves what is applied, and prints how it is asked for logs
     kubectl.write_text(f'#!/bin/sh\n[ $2 = apply ] && cat > {applied}\n[ $2 = logs ] && echo "$@"\nexit 0\n')
     kubectl.chmod(0o755)
     own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={warm_python}", f"cluster.run_root={tmp_path}/pods")
     volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
-    shared = tmp_path / "shared"  # which the pods do not know of
+    shared = tmp_path / "shared"  # the pods have no access to it
     run = train(
         *BASE,
         *VOLUME,
@@ -95,7 +95,7 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
     assert run.code == 0, run.error
     assert "submitted" in run.output
     logs = command("logs", str(run.folder), cwd=tmp_path, environment=environment_without_wandb)
-    documents = {each["kind"]: each for each in yaml.safe_load_all(applied.read_text())}
+    documents = {document["kind"]: document for document in yaml.safe_load_all(applied.read_text())}
     name = documents["Job"]["metadata"]["name"]
     assert logs.stdout.split() == [
         "--namespace=default",
@@ -114,7 +114,7 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
         for source in volume.get("projected", {}).get("sources", ())
         if "configMap" in source
     ]
-    places = {each["key"]: each["path"] for each in files}
+    places = {file["key"]: file["path"] for file in files}
     for key, text in {**documents["ConfigMap"]["data"], **documents["Secret"]["stringData"]}.items():
         place = mounted / places.get(key, key)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -149,20 +149,20 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
 def test_no_key_is_shown(train: Any, command: Any, environment_without_wandb: dict[str, str], launch: str) -> None:
     run = train(*BASE, *VOLUME, *SHAPES["ddp"], f"launch={launch}")
     shown = run.output.partition("written to")[0]
-    (secret,) = [each for each in yaml.safe_load_all(shown) if each["kind"] == "Secret"]
+    (secret,) = [document for document in yaml.safe_load_all(shown) if document["kind"] == "Secret"]
     assert secret["stringData"] == {"agents.key": "(made when it is launched)"}
     if launch == "write":
         file = run.folder / "kubernetes.yaml"
-        (secret,) = [each for each in yaml.safe_load_all(file.read_text()) if each["kind"] == "Secret"]
+        (secret,) = [document for document in yaml.safe_load_all(file.read_text()) if document["kind"] == "Secret"]
         assert secret["stringData"] == {"agents.key": (run.folder / "agents.key").read_text()}
-        assert file.stat().st_mode & 0o77 == 0, "for this user's eyes alone"
+        assert file.stat().st_mode & 0o77 == 0, "only this user may read it"
         words = ("resume", str(run.folder), "steps=30")
         refused = command(*words, cwd=run.folder, environment=environment_without_wandb)
         assert (refused.returncode, "Resume it without other ones" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (VOLUME[1:], "cluster.image is missing"),
         (VOLUME[:1], "is on none of cluster.volumes"),
@@ -170,13 +170,13 @@ def test_no_key_is_shown(train: Any, command: Any, environment_without_wandb: di
         ((*VOLUME, "launcher.kubectl=[nowhere]"), "nowhere is not found"),
     ],
 )
-def test_what_cannot_be_applied_is_refused(train: Any, options: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_applied_is_refused(train: Any, options: tuple[str, ...], message: str) -> None:
     run = train(*BASE, *SHAPES["ddp"], *options)
     assert run.code == 2
-    assert said in run.error
+    assert message in run.error
 
 
-def test_an_image_without_a_digest_is_warned_of(train: Any) -> None:
+def test_an_image_without_a_digest_gives_a_warning(train: Any) -> None:
     run = train(*BASE, VOLUME[1], "cluster.image=images.example/digits:latest", *SHAPES["ddp"], "launch=show")
     assert run.code == 0
     assert "named by a tag" in run.error

@@ -1,4 +1,4 @@
-"""A project of one's own, and a strategy written from docs/plugins.md alone: laptop, Slurm, contract, reproduction."""
+"""A project with a strategy written from docs/plugins.md alone runs on a laptop and on Slurm, and is reproduced."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DETERMINISTIC = ("recipe=mine", "reproducibility=deterministic", "steps=20")
 
 
 def files_of(page: str) -> dict[str, str]:
-    """What a reader would have written: each block of code that comes after the name of its file."""
+    """Return the files that a reader of the page writes: each block of code that follows the name of its file."""
     return dict(re.findall(r"`((?:plugins|tests)/[\w/.]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL))
 
 
 @pytest.fixture
 def project(tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]) -> Path:
-    """Made by ``init``, with the documentation's strategy, and others as ``new`` leaves them."""
+    """A project made by ``init``, with the documentation's strategy, and other plugins as ``new`` makes them."""
 
     def made(*words: str, cwd: Path) -> str:
         done = command(*words, cwd=cwd, environment=environment_without_wandb)
         assert done.returncode == 0, done.stderr
         return str(done.stdout)
 
-    said = made("init", "second", cwd=tmp_path)
-    assert said.splitlines() == ["cd second", "uv run train.py recipe=mine", "uv run pytest"]
+    shown = made("init", "second", cwd=tmp_path)
+    assert shown.splitlines() == ["cd second", "uv run train.py recipe=mine", "uv run pytest"]
     folder = tmp_path / "second"
     for kind in ("strategy", "recipe", "logger"):
         made("new", kind, f"one_{kind}", cwd=folder)
@@ -40,12 +40,12 @@ def project(tmp_path: Path, command: Any, environment_without_wandb: dict[str, s
     written = files_of(DOCUMENTATION.read_text())
     assert len(written) == 3
     for name, text in written.items():
-        assert (folder / name).exists()  # `new` has put it there
+        assert (folder / name).exists()  # made by `new`
         (folder / name).write_text(text)
     return folder
 
 
-def test_a_strategy_written_from_the_documentation_trains_and_is_reproduced_on_every_rung(
+def test_a_strategy_written_from_the_documentation_trains_and_is_reproduced_on_laptop_and_slurm(
     project: Path,
     slurm: Slurm,
     command: Any,
@@ -73,17 +73,17 @@ def test_a_strategy_written_from_the_documentation_trains_and_is_reproduced_on_e
     there = trained("slurm", *on_slurm, logger=witness(shared), **slurm.environment, WORLDSIZE_PLUGINS=str(shared))
     assert digest(there) == digest(laptop)
     assert (there / "witness.txt").read_text() == str(there / "plugins" / "plugins" / "witness" / "logger.py")
-    recorded = {each["name"]: each for each in json.loads((there / "run_manifest.json").read_text())["plugins"]}
+    recorded = {plugin["name"]: plugin for plugin in json.loads((there / "run_manifest.json").read_text())["plugins"]}
     assert recorded.keys() == {"plugins.rounded", "plugins.witness", "recipes.mine"}
     assert [recorded[name]["kept"] for name in sorted(recorded)] == [False, True, False]
-    for folder in (laptop, there):  # without the folder of the witness
+    for folder in (laptop, there):  # WORLDSIZE_PLUGINS is not set, so the record has to suffice
         assert "bitwise identical" in run("reproduce", str(folder), **slurm.environment)
 
 
-def test_a_project_passes_its_own_tests_as_they_were_made(
+def test_a_project_passes_its_own_generated_tests(
     project: Path, warm_python: Path, environment_without_wandb: dict[str, str]
 ) -> None:
-    """The contract of the documented strategy among them."""
+    """The generated tests include the contract of the documented strategy."""
     words = [*(f"tests/test_{name}.py" for name in ("mine", "rounded", "one_logger"))]
     words += ["tests/test_one_strategy.py::TestOneStrategy::test_the_loss_is_that_of_one_process[2]"]
     body = f"import sys, pytest; sys.executable = {str(warm_python)!r}; sys.exit(pytest.main({words}))"

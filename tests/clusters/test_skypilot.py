@@ -1,4 +1,4 @@
-"""SkyPilot's task against its own schema; and what its nodes do, run on two hosts, one reclaim included."""
+"""Tasks for SkyPilot are compared with its own schema, and run on two hosts, one of which is reclaimed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for file in sys.argv[1:]:
 
 @pytest.fixture
 def sky_python() -> str:
-    """The interpreter of the environment that `uv tool install skypilot` makes."""
+    """The interpreter of the environment that `uv tool install skypilot` creates."""
     sky = shutil.which("sky") or shutil.which("sky", path=str(Path.home() / ".local" / "bin"))
     if sky is None:
         pytest.skip("SkyPilot is not installed (uv tool install skypilot)")
@@ -55,26 +55,28 @@ RECOVERY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def test_every_task_is_one_that_skypilot_takes(train: Any, sky_python: str, tmp_path: Path) -> None:
+def test_skypilot_accepts_every_task(train: Any, sky_python: str, tmp_path: Path) -> None:
     files = []
     for name, (options, _) in RECOVERY.items():
         files.append(tmp_path / f"{name}.yaml")
         files[-1].write_text(shown(train, *options).replace("s3://mine", "s3://worldsize-no-such-bucket"))
         task = yaml.safe_load(files[-1].read_text())
-        del task["file_mounts"]  # the schema alone looks at them: Task would ask the cloud for the bucket
+        del task["file_mounts"]  # Task would ask the cloud for the bucket
         files[-1].write_text(yaml.safe_dump({**task, "workdir": str(tmp_path)}))
     done = subprocess.run(
         [sky_python, "-c", CHECK, *map(str, files)], capture_output=True, text=True, cwd=tmp_path, timeout=240
     )
     assert done.returncode == 0, done.stderr
     for line, (_, recovery) in zip(done.stdout.splitlines(), RECOVERY.values(), strict=True):
-        nodes, spot, found = json.loads(line)
+        nodes, spot, job_recovery = json.loads(line)
         assert (nodes, spot) == (2, True)
-        assert found["recover_on_exit_codes"] == [75]
-        assert found.items() >= {"max_restarts_on_errors": 3, **recovery}.items()
+        assert job_recovery["recover_on_exit_codes"] == [75]
+        assert job_recovery.items() >= {"max_restarts_on_errors": 3, **recovery}.items()
 
 
-def test_the_bucket_and_the_run_are_mounted_and_the_old_name_is_told(train: Any, tmp_path: Path) -> None:
+def test_the_bucket_and_the_run_are_mounted_and_the_old_name_of_an_option_gives_a_warning(
+    train: Any, tmp_path: Path
+) -> None:
     run = train(*DIGITS, *SPOT, "cluster.spot_recovery=FAILOVER", "launch=show")
     assert "job_recovery since its version 0.8" in run.error
     task = yaml.safe_load(run.output)
@@ -84,15 +86,13 @@ def test_the_bucket_and_the_run_are_mounted_and_the_old_name_is_told(train: Any,
     assert task["setup"].splitlines()[-1] == "uv sync --locked"
 
 
-def test_what_is_launched_names_its_secrets_and_holds_none(
-    train: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
-) -> None:
-    said, sky = tmp_path / "said", tmp_path / "sky"
-    sky.write_text(f'#!/bin/sh\necho "$@" > {said}\nexit 0\n')  # records what it is given
+def test_a_launched_task_holds_no_secret(train: Any, tmp_path: Path, environment_without_wandb: dict[str, str]) -> None:
+    arguments, sky = tmp_path / "arguments", tmp_path / "sky"
+    sky.write_text(f'#!/bin/sh\necho "$@" > {arguments}\nexit 0\n')  # records its arguments
     sky.chmod(0o755)
     run = train(*DIGITS, *SPOT, f"launcher.sky=[{sky}]", "steps=3")
     assert run.code == 0, run.error
-    words = said.read_text().split()
+    words = arguments.read_text().split()
     assert words[:3] == ["jobs", "launch", "--name"]
     assert words[-1] == str(run.folder / "skypilot.yaml")
     key = (run.folder / "agents.key").read_text()
@@ -101,7 +101,7 @@ def test_what_is_launched_names_its_secrets_and_holds_none(
 
 
 class Cluster:
-    """Two fresh hosts with the bucket's folder, on which SkyPilot's `run` section is executed."""
+    """Two fresh hosts with the bucket's folder, which execute the `run` section of SkyPilot's task."""
 
     def __init__(self, hosts: Hosts, task: Any, home: Path, environment: dict[str, str]) -> None:
         addresses = "\n".join(f"10.77.0.{host}" for host in (1, 2))
@@ -126,7 +126,7 @@ class Cluster:
         ]
 
     def reclaim(self, grace: float) -> None:
-        """As a cloud does: a warning, some time, and the end."""
+        """Reclaim the hosts as a cloud does: a warning, a period of grace, and the end."""
         for node in self.nodes:
             node.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
@@ -140,13 +140,13 @@ class Cluster:
         return [node.returncode for node in self.nodes]
 
 
-def test_a_reclaimed_run_goes_on_from_the_bucket_on_fresh_hosts(
+def test_a_reclaimed_run_resumes_from_the_bucket_on_fresh_hosts(
     hosts: Hosts, train: Any, tmp_path: Path, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
 ) -> None:
     bucket, home = tmp_path / "bucket", tmp_path / "home"
     home.mkdir()
     options = (f"cluster.mount={bucket}", f"cluster.python={warm_python}", "cluster.processes_per_node=2")
-    slow = "faults=[{action: sleep, seconds: 0.5}]"  # until it is reclaimed
+    slow = "faults=[{action: sleep, seconds: 0.5}]"  # slow in the first attempt, so that it can be reclaimed
     length = ("steps=100", "checkpoint.every=10", slow)
     run = train(*DIGITS, *SPOT, *options, *length, "launch=write", "launcher.node_timeout=30")
     assert run.code == 0, run.error
@@ -168,7 +168,7 @@ def test_a_reclaimed_run_goes_on_from_the_bucket_on_fresh_hosts(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("cluster.checkpoint_bucket=null",), "a run that is reclaimed begins anew"),
         (("cluster.checkpoint_bucket=mine",), "is no bucket; one is s3://NAME"),
@@ -179,7 +179,7 @@ def test_a_reclaimed_run_goes_on_from_the_bucket_on_fresh_hosts(
         (("launcher.sky=[nowhere]",), "nowhere is not found. Install SkyPilot"),
     ],
 )
-def test_what_skypilot_would_not_take_is_refused(train: Any, options: tuple[str, ...], said: str) -> None:
+def test_a_task_that_skypilot_would_not_accept_is_refused(train: Any, options: tuple[str, ...], message: str) -> None:
     run = train(*DIGITS, *SPOT, *options)
     assert run.code == 2
-    assert said in run.error
+    assert message in run.error

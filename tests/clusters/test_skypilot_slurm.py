@@ -1,4 +1,4 @@
-"""SkyPilot itself, end to end: its API server, and its Slurm cloud against a real Slurm."""
+"""SkyPilot itself is run end to end: its API server, and its Slurm cloud against a real Slurm."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("skypilot.sh")
 SKYPILOT = "skypilot[slurm,server]==0.14.1"
-SERVER = 46580  # where SkyPilot's client looks for its server
+SERVER = 46580  # the port at which SkyPilot's client expects its server
 SLURM = 17_800
 NEEDED = ("uv", "sshd", "ssh-keygen", "rsync", "curl", "nsenter", "unshare", "setpriv")
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "log_every=1", "checkpoint.every=10")
 NODES = ("+cluster=skypilot", "cluster.infra=slurm/here", "cluster.nodes=2", "cluster.processes_per_node=2")
-PAUSE = "faults=[{action: sleep, seconds: 0.3, attempt: null}]"  # every step of rank 0
+PAUSE = "faults=[{action: sleep, seconds: 0.3, attempt: null}]"  # slows every step of rank 0
 
 
 def missing() -> str | None:
@@ -52,16 +52,16 @@ def missing() -> str | None:
 
 
 def _python310() -> Path | None:
-    """uv does not look at those of pyenv."""
-    if found := sorted(Path.home().glob(".pyenv/versions/3.10.*/bin/python3.10")):
-        return found[-1].resolve()
-    told = subprocess.run(["uv", "python", "find", "--no-project", "3.10"], capture_output=True, text=True, check=False)
-    return Path(told.stdout.strip()).resolve() if told.returncode == 0 else None
+    """Find Python 3.10, also among the versions of pyenv, where uv does not search."""
+    if installed := sorted(Path.home().glob(".pyenv/versions/3.10.*/bin/python3.10")):
+        return installed[-1].resolve()
+    uv = subprocess.run(["uv", "python", "find", "--no-project", "3.10"], capture_output=True, text=True, check=False)
+    return Path(uv.stdout.strip()).resolve() if uv.returncode == 0 else None
 
 
 @dataclass(frozen=True)
 class Sky:
-    """SkyPilot, whose home and /tmp end with it."""
+    """SkyPilot in a namespace whose home and /tmp end with it."""
 
     command: Path
     slurm: real.Slurm
@@ -73,13 +73,13 @@ class Sky:
 
     def job(self, name: str) -> dict[str, Any]:
         queue = json.loads(self.ask("jobs", "queue", "--all", "-o", "json"))
-        (found,) = (each for each in queue if each["job_name"] == name)
-        return dict(found)
+        (match,) = (job for job in queue if job["job_name"] == name)
+        return dict(match)
 
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    """One test process at a time: SkyPilot's port is always the same."""
+    """Let one test process run at a time, since SkyPilot's port is always the same."""
     with SCRIPT.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
@@ -102,7 +102,7 @@ def sky(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sky]:
     ):
         sky = Sky(command, slurm)
         sky.ask("api", "start")
-        assert "Slurm: enabled" in (said := sky.ask("check", "slurm")), said
+        assert "Slurm: enabled" in (shown := sky.ask("check", "slurm")), shown
         yield sky
         sky.ask("api", "stop")
 
@@ -110,22 +110,22 @@ def sky(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sky]:
 def _install(venv: Path) -> None:
     subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(venv)], check=True)
     subprocess.run(["uv", "pip", "install", "-q", "--python", str(venv / "bin" / "python"), SKYPILOT], check=True)
-    # before it recovers a job, SkyPilot asks whether the network is there: here it asks itself
+    # SkyPilot probes public addresses before it recovers a job; here it probes its own server instead
     (file,) = venv.glob("lib/python3*/site-packages/sky/backends/backend_utils.py")
     text = file.read_text()
     probe = "_TEST_IP_LIST = ['https://8.8.8.8', 'https://1.1.1.1']"
     assert probe in text
     own = f"_TEST_IP_LIST = ['http://127.0.0.1:{SERVER}/api/health']"
-    file.unlink()  # it may be a link into uv's cache
+    file.unlink()  # the file may be a hard link into uv's cache
     file.write_text(text.replace(probe, own))
 
 
 @contextmanager
 def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
-    """With the ``kept`` folders as they are here; all its processes end with it."""
+    """Hold namespaces in which the ``kept`` folders are as here, and whose processes all end with them."""
     python = _python310()
     assert python is not None
-    # a launcher of uv, as pyenv's, may need what is in the home
+    # uv on the path may be a shim, as pyenv's, that needs files of the home folder
     which = ["uv", "run", "--no-project", "printenv", "UV"]
     uv = subprocess.run(which, capture_output=True, text=True, check=True).stdout.strip()
     names = {
@@ -137,7 +137,7 @@ def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
     }
     (folder / "names").write_text("".join(f"{name}={shlex.quote(str(value))}\n" for name, value in names.items()))
     kept = [*kept, python.parents[1], Path(uv).parent]
-    ends = ["setpriv", "--pdeathsig", "KILL"]  # with this process, even if that is killed
+    ends = ["setpriv", "--pdeathsig", "KILL"]  # the holder ends with this process, even if that is killed
     apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--propagation", "private"]
     with (folder / "hold.log").open("w") as log:
         hold = ["bash", str(SCRIPT), "hold", str(folder), *map(str, kept)]
@@ -156,7 +156,7 @@ def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
 
 
 def _forget_cgroups() -> None:
-    """Slurm leaves those of its nodes, which are empty now."""
+    """Remove the empty cgroups that Slurm leaves of its nodes."""
     time.sleep(1)
     for node in Path("/sys/fs/cgroup").glob("*/slurm_127.0.0.*"):
         for group, *_ in os.walk(node, topdown=False):
@@ -165,7 +165,7 @@ def _forget_cgroups() -> None:
 
 
 def launched(train: Any, sky: Sky, bucket: Path, *options: str) -> str:
-    """The name that SkyPilot has it under."""
+    """Launch a run, and return the name that SkyPilot knows it by."""
     own = (f"cluster.python={sys.executable}", f"launcher.sky=[{sky.command}]", "cluster.setup=['true']")
     run = train(*DIGITS, *NODES, "cluster.cpus=2", f"cluster.checkpoint_bucket={bucket}", *own, *options)
     assert run.code == 0, run.output + run.error

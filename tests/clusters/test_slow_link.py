@@ -1,4 +1,4 @@
-"""A host with a slow link, in training on four hosts."""
+"""A host with a slow link is detected while a run trains on four hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def events_of(four: Hosts, folder: Path, environment: dict[str, str], python: Pa
     return [json.loads(line) for file in folder.rglob("events.jsonl") for line in file.read_text().splitlines()]
 
 
-def test_it_is_measured_and_named_while_the_run_trains(
+def test_a_slow_link_is_measured_and_its_host_named_while_the_run_trains(
     four: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
     assert events_of(four, tmp_path / "well", environment_without_wandb, warm_python) == []

@@ -1,4 +1,4 @@
-"""The same program under a real Slurm."""
+"""The same program runs under a real Slurm."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.clusters.slurm import Slurm
 
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "checkpoint.every=10")
 ON_SLURM = ("+cluster=slurm", "cluster.nodes=2", "cluster.processes_per_node=2")
-# so slow that tests have time for what they do to it, until it goes on in another attempt
+# slow in the first attempts, so that tests have time to interrupt them
 SLOW_AT_FIRST = "faults=[{action: sleep, seconds: 0.5}]"
 SLOW_TWICE = "faults=[{action: sleep, seconds: 0.5}, {action: sleep, seconds: 0.5, attempt: 2}]"
 
 
 @pytest.fixture
 def submit(slurm: Slurm, train: Any, warm_python: Path) -> Any:
-    """``submit("steps=30")``: train.py with Slurm; ``python``: of the agents, in place of the warm one."""
+    """``submit("steps=30")`` runs train.py with Slurm; ``python`` is the interpreter of its agents."""
 
     def run(*options: str, python: str | Path = warm_python) -> Any:
         return train(*DIGITS, *ON_SLURM, f"launcher.python={python}", *options, **slurm.environment)
@@ -35,7 +35,7 @@ def submit(slurm: Slurm, train: Any, warm_python: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def laptop(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The digest of the same training on this machine without Slurm."""
+    """``laptop("steps=30")`` is the digest of the same training on this machine without Slurm."""
     train = train_in(tmp_path_factory.mktemp("laptop"))
 
     def digest(*options: str) -> str:
@@ -58,7 +58,8 @@ def job_of(folder: Path) -> str:
     return str(manifest(folder)["jobs"][-1]["id"])
 
 
-def said(folder: Path) -> str:
+def logs(folder: Path) -> str:
+    """Return the output of the run's Slurm jobs."""
     return "".join(path.read_text() for path in (folder / "logs").glob("slurm_*.log"))
 
 
@@ -68,7 +69,7 @@ def state_digest(folder: Path) -> str:
 
 def test_two_nodes_train_to_the_bits_of_the_laptop(submit: Any, laptop: Any) -> None:
     run = submit("steps=30", "launcher.wait=true", python=sys.executable)
-    assert run.code == 0, run.error + said(run.folder)
+    assert run.code == 0, run.error + logs(run.folder)
     assert run.json("result.json")["state_digest"] == laptop("steps=30")
     attempt = manifest(run.folder)["attempts"][0]
     assert (attempt["job"]["scheduler"], attempt["job"]["id"]) == ("slurm", job_of(run.folder))
@@ -83,15 +84,15 @@ def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(
     run = submit(*limit, "steps=120", SLOW_AT_FIRST)
     assert "submitted" in run.output
     slurm.wait_for(job_of(run.folder), "COMPLETED", seconds=240)
-    found = reasons(run.folder)
-    assert found[0] == "preempted"
-    assert found[-1] == "completed"
+    exit_reasons = reasons(run.folder)
+    assert exit_reasons[0] == "preempted"
+    assert exit_reasons[-1] == "completed"
     requeues = manifest(run.folder)["attempts"][-1]["job"]["requeues"]
-    assert requeues >= len(found) - 1  # more, if Slurm's signal came before anything had begun
+    assert requeues >= len(exit_reasons) - 1  # more if Slurm's signal came before training began
     assert state_digest(run.folder) == laptop("steps=120")
 
 
-def test_a_signal_that_comes_before_an_agent_can_hear_it_loses_no_run(
+def test_a_signal_that_comes_before_the_agent_handles_signals_loses_no_run(
     slurm: Slurm, submit: Any, laptop: Any, tmp_path: Path, warm_python: Path
 ) -> None:
     python = tmp_path / "signalled"
@@ -104,7 +105,7 @@ def test_a_signal_that_comes_before_an_agent_can_hear_it_loses_no_run(
     assert state_digest(run.folder) == laptop("steps=30")
 
 
-def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
+def test_a_requeued_job_that_then_loses_a_node_resumes_the_same_run(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any
 ) -> None:
     run = submit("steps=120", "log_every=1", SLOW_TWICE)
@@ -114,7 +115,7 @@ def test_a_requeued_job_that_then_loses_a_node_goes_on_with_the_same_run(
     begun(run.folder, after=20)
     slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=down", "reason=test")
     slurm.wait_for(job_of(run.folder), "PENDING")
-    with suppress(subprocess.CalledProcessError):  # it has come back by itself
+    with suppress(subprocess.CalledProcessError):  # the node may have resumed by itself
         slurm.ask("scontrol", "update", "nodename=127.0.0.2", "state=resume")
     slurm.wait_for(job_of(run.folder), "COMPLETED")
     assert len(reasons(run.folder)) == 3
@@ -148,10 +149,10 @@ def test_a_cancelled_run_saves_and_can_be_resumed(
     assert cancelled.stdout == f"job {job} was cancelled\n", cancelled.stderr
     slurm.wait_for(job, "CANCELLED")
     time.sleep(1)
-    assert slurm.state(job) == "CANCELLED"  # it is not queued again
+    assert slurm.state(job) == "CANCELLED"  # not queued again
     assert reasons(run.folder) == ["preempted"]
     done = command("resume", str(run.folder), "launcher.wait=true", cwd=run.folder, environment=environment)
-    assert done.returncode == 0, done.stderr + said(run.folder)
+    assert done.returncode == 0, done.stderr + logs(run.folder)
     assert state_digest(run.folder) == laptop("steps=120")
 
 
@@ -159,34 +160,34 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause(slurm: Slurm, submit: Any
     fault = "faults=[{action: kill, rank: 3, step: 9}]"
     run = submit("steps=30", "launcher.wait=true", fault)
     assert run.code == 1
-    assert "worker 3 failed at step 9:\nkilled by SIGKILL" in said(run.folder)
+    assert "worker 3 failed at step 9:\nkilled by SIGKILL" in logs(run.folder)
     assert slurm.state(job_of(run.folder)) == "FAILED"
     assert reasons(run.folder) == ["failed"]
 
 
-def test_a_gang_is_started_again_within_its_job(submit: Any, laptop: Any) -> None:
+def test_a_failed_gang_is_restarted_within_its_job(submit: Any, laptop: Any) -> None:
     faults = "faults=[{action: kill, rank: 3, step: 15}, {action: raise, rank: 0, step: 25, attempt: 2}]"
     words = ("steps=30", "launcher.wait=true", "launcher.max_restarts=2", faults)
     run = submit(*words)
-    assert run.code == 0, run.error + said(run.folder)
+    assert run.code == 0, run.error + logs(run.folder)
     assert reasons(run.folder) == ["failed", "failed", "completed"]
     assert run.json("result.json")["state_digest"] == laptop("steps=30")
 
 
-def test_a_sweep_is_an_array(submit: Any, tmp_path: Path, laptop: Any) -> None:
+def test_a_sweep_is_a_job_array(submit: Any, tmp_path: Path, laptop: Any) -> None:
     run = submit("--multirun", "steps=20", "seed=1,2", "launcher.wait=true")
     assert run.code == 0, run.error
     folders = sorted(path.parent for path in (tmp_path / "runs").rglob("run_manifest.json"))
     jobs = sorted(job_of(folder) for folder in folders)
     assert [job.partition("_")[2] for job in jobs] == ["0", "1"]
-    found = {manifest(folder)["config"]["seed"]: state_digest(folder) for folder in folders}
-    assert found == {seed: laptop("steps=20", f"seed={seed}") for seed in (1, 2)}
+    digests = {manifest(folder)["config"]["seed"]: state_digest(folder) for folder in folders}
+    assert digests == {seed: laptop("steps=20", f"seed={seed}") for seed in (1, 2)}
 
 
 def test_servers_and_workers_share_an_allocation(submit: Any, laptop: Any) -> None:
     roles = ("strategy=parameter_server", "strategy.servers=2")
     run = submit(*roles, "steps=30", "launcher.wait=true")
-    assert run.code == 0, run.error + said(run.folder)
+    assert run.code == 0, run.error + logs(run.folder)
     assert run.json("result.json")["state_digest"] == laptop("steps=30")
 
 
@@ -198,7 +199,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_slurm_would_not_take_is_refused_in_its_own_words_and_leaves_nothing(submit: Any, case: str) -> None:
+def test_a_job_that_slurm_refuses_is_refused_in_its_own_words_and_leaves_nothing(submit: Any, case: str) -> None:
     options, *words = WRONG[case]
     run = submit(*options, "steps=30")
     assert run.code == 2
@@ -206,7 +207,7 @@ def test_what_slurm_would_not_take_is_refused_in_its_own_words_and_leaves_nothin
     assert run.folder is None
 
 
-def test_without_slurm_nothing_is_begun(train: Any) -> None:
+def test_without_slurm_nothing_is_started(train: Any) -> None:
     run = train(*DIGITS, *ON_SLURM, "steps=30", PATH="/nowhere")
     assert run.code == 2
     assert "sbatch is not found" in run.error
@@ -214,7 +215,7 @@ def test_without_slurm_nothing_is_begun(train: Any) -> None:
 
 
 def by_hand(slurm: Slurm, folder: Path, *words: str, **variables: str) -> str:
-    """Run ``words`` on two nodes, and give the digest of what they trained."""
+    """Run ``words`` on two nodes with srun, and return the digest of the trained state."""
     done = slurm.ask("srun", "--nodes=2", *words, **variables)
     assert (folder / "result.json").exists(), done
     return state_digest(folder)
@@ -229,13 +230,13 @@ def test_workers_that_are_started_by_hand_find_each_other(
     python, worker = str(warm_python), ("-m", "worldsize.worker", str(run.folder))
     torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d")
     if way == "srun":
-        found = by_hand(slurm, run.folder, "--ntasks-per-node=2", python, *worker)
+        digest = by_hand(slurm, run.folder, "--ntasks-per-node=2", python, *worker)
     else:
-        meeting = ("--rdzv-endpoint=127.0.0.1:29477", f"--rdzv-id={run.folder.name}")
-        found = by_hand(
-            slurm, run.folder, "--ntasks-per-node=1", python, *torchrun, *meeting, *worker, PYTHON_EXEC=python
+        rendezvous = ("--rdzv-endpoint=127.0.0.1:29477", f"--rdzv-id={run.folder.name}")
+        digest = by_hand(
+            slurm, run.folder, "--ntasks-per-node=1", python, *torchrun, *rendezvous, *worker, PYTHON_EXEC=python
         )
-    assert found == laptop("steps=30")
+    assert digest == laptop("steps=30")
     assert reasons(run.folder) == ["completed"]
 
 

@@ -1,4 +1,4 @@
-"""Training across hosts that ssh reaches."""
+"""A run trains across hosts that ssh reaches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from worldsize.testing.hosts import Hosts
 
 REPOSITORY = Path(__file__).parents[2]
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "logger=none", "log_every=1")
-SLOW = "faults=[{action: sleep, seconds: 0.1, attempt: null}]"  # every step of rank 0
+SLOW = "faults=[{action: sleep, seconds: 0.1, attempt: null}]"  # slows every step of rank 0
 
 
 class Launched:
-    """train.py, started on host 1."""
+    """train.py, started on the first host."""
 
     def __init__(
         self, hosts: Hosts, folder: Path, environment: dict[str, str], python: str | Path, *options: str
@@ -48,7 +48,7 @@ class Launched:
 
 @pytest.fixture
 def launch(hosts: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path) -> Iterator[Any]:
-    """``launch("steps=30")``; ``python``: of all processes, in place of the warm one."""
+    """``launch("steps=30")`` starts a run on both hosts; ``python`` is the interpreter of all its processes."""
     folder = tmp_path / "project"
     folder.mkdir()
 
@@ -57,7 +57,7 @@ def launch(hosts: Hosts, tmp_path: Path, environment_without_wandb: dict[str, st
 
     yield start
     deadline = time.monotonic() + 30
-    while hosts.processes("worldsize agent"):  # nothing is left on any host
+    while hosts.processes("worldsize agent"):  # no process may be left on any host
         assert time.monotonic() < deadline, hosts.processes("worldsize agent")
         time.sleep(0.1)
 
@@ -68,7 +68,7 @@ def folder_of(root: Path) -> Path:
 
 
 def test_two_hosts_train_to_the_bits_of_one(launch: Any, train: Any, tmp_path: Path) -> None:
-    code, output = launch("steps=30", python=sys.executable).end()  # not warm, and of the code that was copied
+    code, output = launch("steps=30", python=sys.executable).end()  # a cold start, from the copied code
     assert code == 0, output
     run = folder_of(tmp_path)
     result = json.loads((run / "result.json").read_text())
@@ -80,7 +80,7 @@ def test_two_hosts_train_to_the_bits_of_one(launch: Any, train: Any, tmp_path: P
     assert (tmp_path / "project" / "h2" / "worldsize" / "framework" / "worldsize" / "core" / "launcher.py").exists()
 
 
-def test_a_host_whose_link_is_cut_is_named_within_the_bound(
+def test_a_host_whose_link_is_cut_is_named_within_the_timeout(
     hosts: Hosts, launch: Any, begun: Any, tmp_path: Path
 ) -> None:
     launched = launch("steps=2000", SLOW, "launcher.node_timeout=10", "cluster.timeout=60")
@@ -101,7 +101,7 @@ def test_a_host_that_is_killed_is_named(hosts: Hosts, launch: Any, begun: Any, t
     begun(tmp_path / "project")
     for pid in hosts.processes("worldsize agent"):
         if _host_of(pid) == "h2":
-            with suppress(ProcessLookupError):  # it has died with its agent
+            with suppress(ProcessLookupError):  # it may have died with its agent
                 os.kill(pid, signal.SIGKILL)
     code, output = launched.end()
     assert code == 1
@@ -122,7 +122,7 @@ def test_a_rank_that_fails_is_the_cause_whatever_its_host(launch: Any) -> None:
 def test_an_interrupt_saves_and_the_run_can_be_resumed(
     launch: Any, begun: Any, tmp_path: Path, train: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
-    """Sharded inside each host, replicated across them; it goes on unsharded on one."""
+    """The run is sharded inside each host and replicated across them; it resumes unsharded on one host."""
     launched = launch("steps=100", SLOW, "strategy=hsdp")
     begun(tmp_path / "project", after=10)
     launched.process.send_signal(signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_a_launching_process_that_is_killed_leaves_nothing_behind(launch: Any, b
     launched = launch("steps=2000", SLOW)
     begun(tmp_path / "project")
     launched.process.kill()
-    launched.end()  # the fixture looks for what is left
+    launched.end()  # the fixture checks that no process is left
 
 
 def test_servers_and_workers_on_several_hosts_speak_tls(launch: Any, train: Any, tmp_path: Path) -> None:

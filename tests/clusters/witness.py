@@ -1,4 +1,4 @@
-"""A plugin outside of any project: a logger that says from where it was imported."""
+"""Create a plugin outside of any project: a logger that writes down from where it was imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Witness:
 
 
 def witness(root: Path) -> str:
-    """Put it below ``root``, a folder for ``WORLDSIZE_PLUGINS``; its option."""
+    """Write the plugin below ``root``, a folder for ``WORLDSIZE_PLUGINS``, and return its option for ``logger=``."""
     folder = root / "plugins" / "witness"
     (folder / "conf" / "logger").mkdir(parents=True)
     (folder / "logger.py").write_text(_LOGGER)
