@@ -1,4 +1,4 @@
-"""The cost model against the textbook's figures and arithmetic by hand."""
+"""The cost model agrees with the textbook's figures and with arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODE, NETWORK = Link(300e9, 1e-6), Link(12.5e9, 5e-6)
 PAYLOAD, COMPUTE = 2e9, 0.250  # 1 B parameters in two bytes
 
 
-def test_a_billion_parameters_on_eight_gpus() -> None:
+def test_an_all_reduce_of_a_billion_parameters_on_eight_gpus_takes_the_textbooks_time() -> None:
     inside, across = (ring_all_reduce_seconds(PAYLOAD, 8, link) for link in (NODE, NETWORK))
     assert f"{1e3 * inside:.2f} ms, {efficiency(COMPUTE, inside):.1%}" == "11.68 ms, 95.5%"
     assert f"{1e3 * across:.2f} ms, {efficiency(COMPUTE, across):.1%}" == "280.07 ms, 47.2%"
@@ -35,23 +35,23 @@ def test_a_billion_parameters_on_eight_gpus() -> None:
     assert f"{1e3 * compute_seconds_for(0.8, across):,.0f} ms" == "1,120 ms"
 
 
-def test_the_payload_at_which_64_gpus_spend_half_of_a_step_on_a_flat_ring() -> None:
+def test_half_of_a_step_of_64_gpus_is_a_flat_ring_at_the_computed_payload() -> None:
     payload = ring_payload_bytes(COMPUTE, 64, NETWORK)
     assert payload == pytest.approx((0.250 - 126 * 5e-6) * 12.5e9 * 64 / 126)
     assert efficiency(COMPUTE, ring_all_reduce_seconds(payload, 64, NETWORK)) == pytest.approx(0.5)
     assert ring_payload_bytes(1e-6, 64, NETWORK) == 0
 
 
-def test_a_round_takes_no_less_than_the_gap_and_a_crowd_slows_a_link() -> None:
+def test_a_round_takes_no_less_than_the_gap_and_incast_slows_a_link() -> None:
     busy = Link(1e9, 1e-5, gap=1e-3, incast=0.8)
     assert all_gather_seconds(8e3, 8, busy) == pytest.approx(7 * 1e-3)
     assert ring_all_reduce_seconds(8e9, 8, busy) == pytest.approx(14 * (1e-5 + 1.0))
     assert all_to_all_seconds(8e3, 4, 2, NODE, busy) == pytest.approx(1e-3)
-    assert all_to_all_seconds(8e9, 4, 2, NODE, busy) == pytest.approx(1e-5 + 12.0 / 0.8)  # 2 × 6 GB leave a node
+    assert all_to_all_seconds(8e9, 4, 2, NODE, busy) == pytest.approx(1e-5 + 12.0 / 0.8)  # 2 ranks × 6 GB leave a node
 
 
 @pytest.mark.parametrize("payload", [1e6, 1e8, 2e9])
-def test_eight_nodes_of_eight_are_faster_by_node_than_as_one_ring(payload: float) -> None:
+def test_a_hierarchical_all_reduce_of_eight_nodes_is_faster_than_one_flat_ring(payload: float) -> None:
     flat = ring_all_reduce_seconds(payload, 64, NETWORK)
     by_node = hierarchical_all_reduce_seconds(payload, 8, 8, NODE, NETWORK)
     inside = 2 * (7 * 1e-6 + 7 / 8 * payload / 300e9)
@@ -61,31 +61,31 @@ def test_eight_nodes_of_eight_are_faster_by_node_than_as_one_ring(payload: float
     assert shared == pytest.approx(inside + 2 * (7 * 5e-6 + 7 / 8 * payload / 12.5e9))
 
 
-def test_halves_of_a_ring_make_the_whole() -> None:
+def test_a_reduce_scatter_and_an_all_gather_take_the_time_of_an_all_reduce() -> None:
     halves = reduce_scatter_seconds(1e9, 5, NODE) + all_gather_seconds(1e9, 5, NODE)
     assert halves == ring_all_reduce_seconds(1e9, 5, NODE) == pytest.approx(8e-6 + 8 / 5 * 1e9 / 300e9)
 
 
-def test_one_rank_has_nobody_to_wait_for() -> None:
+def test_one_rank_communicates_in_no_time() -> None:
     assert ring_all_reduce_seconds(1e9, 1, NODE) == tree_all_reduce_seconds(1e9, 1, NODE) == 0
     assert hierarchical_all_reduce_seconds(1e9, 1, 1, NODE, NETWORK) == 0
 
 
-def test_a_tree_wins_where_latency_rules_and_a_ring_where_bandwidth_does() -> None:
+def test_a_tree_is_faster_for_small_payloads_and_a_ring_for_large_ones() -> None:
     assert tree_all_reduce_seconds(1e3, 1024, NETWORK) < ring_all_reduce_seconds(1e3, 1024, NETWORK)
     assert ring_all_reduce_seconds(1e11, 1024, NETWORK) < tree_all_reduce_seconds(1e11, 1024, NETWORK)
 
 
 @pytest.mark.parametrize(("servers", "of_ring"), [(4, 1.5), (2, 0.75), (1, 0.375)])
-def test_servers_beside_a_ring_of_four(servers: int, of_ring: float) -> None:
-    """One way, as Jiang et al. compare: max(M/B, nM/kB) against 2 (n − 1) M / n B."""
+def test_servers_compare_with_a_ring_of_four_as_in_the_paper(servers: int, of_ring: float) -> None:
+    """Jiang et al. compare one direction of servers, max(M/B, nM/kB), with a whole ring, 2 (n − 1) M / n B."""
     link = Link(1e9, 0.0)
     cluster = Cluster("test", 1, 8, "cpu", "gloo", links={"node": link})
     one_way = served_seconds(1e8, range(4), range(servers), cluster)
     assert ring_all_reduce_seconds(1e8, 4, link) / one_way == pytest.approx(of_ring)
 
 
-def test_the_bubble_shrinks_with_micro_batches_and_with_stages_a_rank() -> None:
+def test_the_bubble_shrinks_with_more_micro_batches_and_with_more_stages_a_rank() -> None:
     assert bubble_share(1, 8) == 0
     assert bubble_share(4, 8) == 3 / 11
     assert bubble_share(4, 8, 2) == 3 / 19
@@ -98,14 +98,14 @@ def test_messages_of_an_all_to_all_share_the_link_of_their_node() -> None:
     assert all_to_all_seconds(8e8, 1, 8, NODE, link) == pytest.approx(1e-6 + 7 * 1e8 / 300e9)
 
 
-def test_the_last_bucket_has_nothing_to_hide_behind() -> None:
+def test_the_last_bucket_does_not_overlap_with_the_backward_pass() -> None:
     seconds = partial(ring_all_reduce_seconds, ranks=8, link=Link(1e9, 0.0))  # 1.75 ns a byte
     assert bucketed_exposed_seconds(1e8, 25e6, 10.0, seconds) == pytest.approx(seconds(25e6))
     assert bucketed_exposed_seconds(1e8, 25e6, 0.0, seconds) == pytest.approx(seconds(1e8))
-    # buckets are full at 25, 50, 75 and 100 ms, and take 43.75 ms each, one after the other
+    # buckets are ready at 25, 50, 75 and 100 ms, and take 43.75 ms each, one after the other
     assert bucketed_exposed_seconds(1e8, 25e6, 0.1, seconds) == pytest.approx(0.025 + 4 * 0.04375 - 0.1)
 
 
-def test_only_what_does_not_fit_behind_compute_is_waited_for() -> None:
+def test_only_communication_that_outlasts_compute_is_exposed() -> None:
     assert exposed_seconds(0.3, 0.2) == pytest.approx(0.1)
     assert exposed_seconds(0.1, 0.2) == 0

@@ -1,4 +1,4 @@
-"""Batches of similar length: the same samples, the same at every world size, and the same work for every rank."""
+"""Batches of similar length hold the same samples at every world size, and give all ranks the same work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU, SAMPLES, BATCH, LOGICAL, POOL = torch.device("cpu"), 500, 24, 4, 32
 
 
 class Texts(TensorDataset):
-    """Sample i is the number i, and has a length of its own."""
+    """A data set whose sample i is the number i, with a random length of its own."""
 
     def __init__(self) -> None:
         super().__init__(torch.arange(SAMPLES))
@@ -25,7 +25,7 @@ class Texts(TensorDataset):
 
 
 def drawn(steps: int, *, balanced: bool = True, rank: int = 0, size: int = 1, **options: Any) -> list[list[Tensor]]:
-    """Samples of each step and logical rank of this process."""
+    """Return the samples of each step and logical rank of this process."""
     order = Order(7, BATCH, LOGICAL, logical_ranks_of(rank, size, LOGICAL), balanced)
     batches = islice(micro_batches(Texts(), order, CPU, **options), steps)
     return [[batch.data[0] for batch in step] for step in batches]
@@ -41,13 +41,13 @@ def padded(steps: list[list[Tensor]]) -> int:
 
 
 def imbalance(steps: list[list[Tensor]]) -> float:
-    """The largest over the mean work of logical ranks, padded to the longest sample, in the mean over steps."""
+    """Return the largest over the mean work of logical ranks, padding included, averaged over steps."""
     lengths = Texts().lengths
     work = torch.tensor([[lengths[batch].max() * len(batch) for batch in step] for step in steps]).double()
     return float((work.max(1).values / work.mean(1)).mean())
 
 
-def test_every_32_steps_hold_the_samples_that_they_would_hold_anyway() -> None:
+def test_every_32_steps_hold_the_same_samples_as_without_balancing() -> None:
     balanced, plain = drawn(3 * POOL), drawn(3 * POOL, balanced=False)
     for first in range(0, 3 * POOL, POOL):
         assert flat(balanced[first : first + POOL]) == flat(plain[first : first + POOL])
@@ -55,16 +55,16 @@ def test_every_32_steps_hold_the_samples_that_they_would_hold_anyway() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_step_is_the_same_at_every_world_size_and_wherever_a_run_goes_on(size: int) -> None:
+def test_a_step_is_the_same_at_every_world_size_and_after_a_resumption(size: int) -> None:
     whole = drawn(50)
     for rank in range(size):
         part = drawn(10, rank=rank, size=size, first=40)
-        for expected, found in zip(whole[40:], part, strict=True):
-            for logical, batch in zip(logical_ranks_of(rank, size, LOGICAL), found, strict=True):
+        for expected, batches in zip(whole[40:], part, strict=True):
+            for logical, batch in zip(logical_ranks_of(rank, size, LOGICAL), batches, strict=True):
                 assert batch.tolist() == expected[logical].tolist()
 
 
-def test_data_workers_draw_the_same() -> None:
+def test_data_workers_draw_the_same_samples() -> None:
     here, there = drawn(3), drawn(3, workers=1)
     assert [[batch.tolist() for batch in step] for step in here] == [[b.tolist() for b in step] for step in there]
 
@@ -81,7 +81,7 @@ def test_short_and_long_steps_come_in_an_order_that_depends_on_the_seed() -> Non
     assert longest not in (sorted(longest), sorted(longest, reverse=True))
 
 
-def test_data_that_do_not_say_how_long_they_are_are_refused() -> None:
+def test_data_without_lengths_are_refused() -> None:
     order = Order(7, BATCH, LOGICAL, (0,), balanced=True)
     with pytest.raises(ConfigError, match="TensorDataset has no attribute lengths"):
         next(micro_batches(TensorDataset(torch.arange(9)), order, CPU))

@@ -1,4 +1,4 @@
-"""The order of samples, checked against its definition: every sample once an epoch, whatever the world size."""
+"""The order of samples follows its definition: every sample once an epoch, whatever the world size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stream(IterableDataset[int]):
 
 
 class Noisy(Dataset[float]):
-    """Samples that draw from every generator, as augmentation does."""
+    """A data set whose samples draw from every random generator, as augmentation does."""
 
     def __len__(self) -> int:
         return 10
@@ -81,7 +81,7 @@ def test_a_step_holds_the_same_samples_for_each_logical_rank_at_every_world_size
     assert seen == expected
 
 
-def test_a_position_is_a_number() -> None:
+def test_a_run_resumes_at_the_number_of_its_step() -> None:
     dataset = TensorDataset(torch.arange(40))
     whole = [batches[0].data[0].tolist() for batches in islice(micro_batches(dataset, order(6, 1), CPU), 10)]
     resumed = [batches[0].data[0].tolist() for batches in islice(micro_batches(dataset, order(6, 1), CPU, first=7), 3)]
@@ -89,7 +89,7 @@ def test_a_position_is_a_number() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_stream_is_shared_out_without_loss_and_starts_again(size: int) -> None:
+def test_a_stream_is_divided_over_ranks_without_loss_and_starts_again(size: int) -> None:
     parts = [islice(micro_batches(Stream(10), order(4, 4, rank, size), CPU), 5) for rank in range(size)]
     steps = [
         sorted(int(x) for batches in step for batch in batches for x in batch.data) for step in zip(*parts, strict=True)

@@ -1,17 +1,17 @@
-"""The commands that the documentation shows: fenced blocks of bash, and code inside a line that starts with uv run.
+"""Find the commands of the documentation: fenced blocks of bash, and inline code that starts with uv run.
 
-A comment before a fence says how its commands are tried; without one they are run as they stand, only shorter.
+A comment before a fence says how its commands are tested; without one they are run as they stand, only shorter.
 
-    <!-- test: show -->       rendered, with launch=show: they need a cloud, or GPUs
-    <!-- test: slurm -->      on the tests' own Slurm
-    <!-- test: hosts -->      on two hosts that are network namespaces
-    <!-- test: live -->       while a run with a parameter server is being trained
-    <!-- test: project -->    in a project of one's own, see tests/clusters/test_own_project.py
-    <!-- test: exists -->     not run, as it takes minutes, or what was made before: its scripts are there
-    <!-- test: exit=75 -->    the block ends with this code
+    <!-- test: show -->       rendered with launch=show, since they need a cloud or GPUs
+    <!-- test: slurm -->      run on the tests' own Slurm
+    <!-- test: hosts -->      run on two hosts that are network namespaces
+    <!-- test: live -->       run while a run with a parameter server trains
+    <!-- test: project -->    run in a project of one's own, see tests/clusters/test_own_project.py
+    <!-- test: exists -->     not run, since they take minutes or need earlier results: their scripts must exist
+    <!-- test: exit=75 -->    run, and the block exits with this code
 
-What a ``text`` block right after them shows is in their output; ``...`` stands for anything. A block of Python or YAML
-whose first line is a comment with a path is that file of the reader's project.
+The output of the commands contains the ``text`` block right after them; ``...`` stands for anything. A block of Python
+or YAML whose first line is a comment with a path is that file of the reader's project.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ _INLINE = re.compile(r"`(uv run (?:train\.py|worldsize)[^`]*)`")
 
 @dataclass(frozen=True)
 class Block:
-    """``text`` is given to bash, which says ``says``; ``place``: file and line."""
+    """Commands of one block.
+
+    Attributes:
+        place: file and line.
+        text: the commands for bash.
+        how: how they are tested, one of ``HOWS``.
+        code: exit code of the block.
+        says: output that the page shows.
+    """
 
     place: str
     text: str
@@ -44,9 +52,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page that shows commands, the one that most people read first."""
-    found = [*REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("recipes/*/README.md")]
-    return [REPOSITORY / "README.md", *sorted([*found, *REPOSITORY.glob("plugins/*/README.md")])]
+    """Return every page that shows commands, the README first."""
+    others = [*REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("recipes/*/README.md")]
+    return [REPOSITORY / "README.md", *sorted([*others, *REPOSITORY.glob("plugins/*/README.md")])]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -54,24 +62,24 @@ def blocks(page: Path) -> list[Block]:
 
 
 def files(page: Path) -> dict[str, str]:
-    """What the page tells its reader to write, by path."""
-    return {found["path"]: found["text"] for found in _FILE.finditer(page.read_text())}
+    """Return the files that the page tells its reader to write, by path."""
+    return {match["path"]: match["text"] for match in _FILE.finditer(page.read_text())}
 
 
 def _fenced(page: Path) -> Iterator[Block]:
     text = page.read_text()
-    for found in _FENCE.finditer(text):
-        words = (found["how"] or "run").split()
+    for match in _FENCE.finditer(text):
+        words = (match["how"] or "run").split()
         code = sum(int(word.removeprefix("exit=")) for word in words if word.startswith("exit="))
         how = " ".join(word for word in words if not word.startswith("exit=")) or "run"
-        place = f"{page.relative_to(REPOSITORY)}:{text[: found.start('text')].count(chr(10)) + 1}"
+        place = f"{page.relative_to(REPOSITORY)}:{text[: match.start('text')].count(chr(10)) + 1}"
         assert how in HOWS, f"{place}: {how}"
-        yield Block(place, found["text"], how, code, found["says"] or "")
+        yield Block(place, match["text"], how, code, match["says"] or "")
 
 
 def _inline(page: Path) -> Iterator[Block]:
-    text = _ANY_FENCE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text())
-    for found in _INLINE.finditer(text):
-        if "..." not in found[1]:  # a pattern, not a command
-            place = f"{page.relative_to(REPOSITORY)}:{text[: found.start()].count(chr(10)) + 1}"
-            yield Block(place, " ".join(found[1].split()) + "\n")
+    text = _ANY_FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
+    for match in _INLINE.finditer(text):
+        if "..." not in match[1]:  # otherwise a pattern, not a command
+            place = f"{page.relative_to(REPOSITORY)}:{text[: match.start()].count(chr(10)) + 1}"
+            yield Block(place, " ".join(match[1].split()) + "\n")

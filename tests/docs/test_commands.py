@@ -1,4 +1,4 @@
-"""Every command that the documentation shows, given to bash as it stands there, with a ``uv`` that makes it cheap."""
+"""Every command of the documentation is given to bash as it stands there, with a ``uv`` that makes it cheap."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.docs.blocks import REPOSITORY, Block, blocks, files, pages
 from worldsize.testing.hosts import Hosts
 
 Bash = Callable[..., None]
-pytestmark = pytest.mark.timeout(1200)  # for all blocks of a page
+pytestmark = pytest.mark.timeout(1200)  # one test runs all blocks of a page
 
 
 def of_pages(*hows: str) -> pytest.MarkDecorator:
-    """Parametrizes by page, for those that have such blocks."""
-    found = [page for page in pages() if any(block.how in hows for block in blocks(page))]
-    rows = [pytest.param(page, id=str(page.relative_to(REPOSITORY))) for page in found]
+    """Parametrize a test by the pages that have blocks of these kinds."""
+    chosen = [page for page in pages() if any(block.how in hows for block in blocks(page))]
+    rows = [pytest.param(page, id=str(page.relative_to(REPOSITORY))) for page in chosen]
     return pytest.mark.parametrize("page", rows)
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
-    """Runs that a page may name: one that is complete, one that failed and can go on."""
+    """Runs that a page may name: one that is complete, and one that failed and can be resumed."""
     folder = tmp_path_factory.mktemp("documented")
     words = ("train", "logger=none", "reproducibility=elastic", "checkpoint.every=1", "log_every=1")
     ways = {"complete": ("steps=2",), "interrupted": ("steps=4", "faults=[{action: kill, step: 3}]")}
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
 
 @pytest.fixture
 def project(page: Path, tmp_path: Path, runs: Path) -> Path:
-    """The reader's folder: the files that the page shows, and finished runs."""
+    """A reader's folder with the files that the page shows, and with finished runs."""
     folder = tmp_path / "project"
     shutil.copytree(runs, folder / "runs")
     for name, text in files(page).items():
@@ -57,20 +57,20 @@ def project(page: Path, tmp_path: Path, runs: Path) -> Path:
 
 @pytest.fixture
 def bash(project: Path, tmp_path: Path, warm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Bash:
-    """``bash(block)`` runs it, and compares how it ends and what it says."""
+    """``bash(block)`` runs a block, and checks its exit code and its output."""
     tools, base = tmp_path / "tools", tmp_path_factory.getbasetemp()
-    said = (
+    answers = (
         base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    ) / "said"  # one for all processes of a test run
+    ) / "said"  # shared by all processes of a test run
     tools.mkdir()
-    said.mkdir(exist_ok=True)
+    answers.mkdir(exist_ok=True)
     uv.program(tools, os.environ[warm.ZYGOTE], warm_python)
 
     def run(block: Block, *, around: Sequence[str] = (), name: str | None = None, **variables: str) -> None:
         own = {
             "BROWSER": "true",
             uv.HOW: block.how if block.code == 0 else "exact",
-            uv.SAID: str(said),
+            uv.SAID: str(answers),
             "PATH": f"{tools}:{os.environ['PATH']}",
             **variables,
         }
@@ -92,7 +92,7 @@ def bash(project: Path, tmp_path: Path, warm_python: Path, tmp_path_factory: pyt
 
 
 def filled(text: str, runs: Path, name: str | None) -> str:
-    """``text`` with names of runs in place of <run>: for each ``resume`` one of its own that can go on."""
+    """Replace <run> in ``text`` by the name of a run; each ``resume`` gets a run of its own that can be resumed."""
     return "".join(_filled(line, runs, name) for line in text.splitlines(keepends=True))
 
 
@@ -127,7 +127,7 @@ def test_commands_run_on_slurm(page: Path, bash: Bash, slurm: Slurm) -> None:
 @of_pages("hosts")
 def test_commands_run_on_two_hosts(page: Path, bash: Bash, hosts: Hosts) -> None:
     for block in blocks(page):
-        if block.how == "hosts":  # those that make their own hosts do so on a host
+        if block.how == "hosts":  # a block that creates its own hosts runs outside of ours
             bash(block, around=() if "worldsize.testing.hosts" in block.text else hosts.on(1, []))
 
 

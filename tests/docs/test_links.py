@@ -1,4 +1,4 @@
-"""Links that lead out of the repository are well formed; those inside are checked when the site is built."""
+"""Links that lead out of the repository are well formed; the site's build checks those inside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINKS = sorted({link for page in (*pages(), *OUTSIDE) for link in re.findall(r"\
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_link_is_the_address_of_a_page(link: str) -> None:
-    found = urlsplit(link)
-    assert found.scheme == "https", link
-    assert re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", found.netloc), link
+    parts = urlsplit(link)
+    assert parts.scheme == "https", link
+    assert re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", parts.netloc), link
     assert not re.search(r"\s", link), link

@@ -1,4 +1,4 @@
-"""Messages that docs/troubleshooting.md shows are those that the code prints."""
+"""Messages in docs/troubleshooting.md are those that the code prints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from tests.docs.blocks import REPOSITORY, blocks
 
 PAGE = REPOSITORY / "docs" / "troubleshooting.md"
-COMPARED = {block.says for block in blocks(PAGE)}  # with what a command has said, see test_commands
+COMPARED = {block.says for block in blocks(PAGE)}  # test_commands compares these with a command's output
 SHOWN = [text for text in re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.M | re.S) if text not in COMPARED]
-_LEAST = 14  # characters of a message that are the code's own
+_LEAST = 14  # least number of characters of a message that are fixed in the code
 
 
 def texts() -> Iterator[list[str]]:
-    """Every string of the framework, as the parts between what is filled in."""
+    """Yield every string of the framework, split where values are filled in."""
     for path in (REPOSITORY / "framework").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -34,5 +34,5 @@ def patterns() -> list[re.Pattern[str]]:
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=[text.strip()[:40] for text in SHOWN])
-def test_a_message_is_made_of_what_the_code_prints(shown: str, patterns: list[re.Pattern[str]]) -> None:
+def test_a_documented_message_is_one_that_the_code_prints(shown: str, patterns: list[re.Pattern[str]]) -> None:
     assert any(pattern.fullmatch(shown.strip()) for pattern in patterns), shown

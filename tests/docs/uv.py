@@ -1,7 +1,7 @@
-"""Plays ``uv`` where a block of the documentation is tried: commands are made short and cheap, and are run warm.
+"""Stand in for ``uv`` where blocks of the documentation are tested: shorten commands and run them warm.
 
-What several pages show is run once: a command whose words, made short, were seen before says what it said then.
-Imports the standard library only; it is started as a program of its own, by what :func:`program` writes.
+Commands that are equal once they are shortened run only once; the others repeat the recorded output. This module
+imports only the standard library plus :mod:`tests.warm`, and is started by the program that :func:`program` writes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import NoReturn
 
 from tests import warm
 
-# variables: of what kind the block is (exact: what it says depends on numbers), and the folder of what was said
+# environment variables: kind of the block (exact: its output depends on numbers), and folder of recorded outputs
 HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"
 _GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
-# seconds of imports or of data for each: the tests of these recipes, of strategies and of wandb train them
+# only composed or rendered, as each would import or read data for seconds; other tests train with them
 _COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
 _RENDERED = re.compile(r"^strategy=(?!ddp$)\w+$")
 _LEAST_STEPS = {"faults=": 3, "world_sizes=": 5}
 _GROUP = re.compile(r"^\+(cluster|strategy)=")
-_SMALLER = (  # counts that a short run would not reach, and processes and points of a sweep that need not be so many
+_SMALLER = (  # intervals that a short run would not reach, and more processes and sweep points than are needed
     (r"^(checkpoint\.every|evaluate_every|strategy\.inner_steps)=[1-9]\d*$", r"\1=1"),
     (r"^cluster\.processes=[48]$", "cluster.processes=2"),
     (r"^cluster\.processes=5$", "cluster.processes=3"),
@@ -39,18 +39,18 @@ _SMALLER = (  # counts that a short run would not reach, and processes and point
 _ON_TWO_NODES = ((r"^cluster\.nodes=.*", "cluster.nodes=2"), (r"^strategy\.servers=.*", "strategy.servers=1"))
 _NOT_HERE = re.compile(r"^cluster\.(gpus_per_node|processes_per_node|time)=")
 _DEFAULT = re.compile(r"^(cluster=laptop|cluster\.processes=2|recipe=digits|strategy=ddp|reproducibility=seeded)$")
-_OF_NO_MATTER = re.compile(  # for what code is run
+_OF_NO_MATTER = re.compile(  # options that do not change which code runs
     r"^(seed=\d+|(lr|batch_size|logical_ranks|evaluate_every|model|recipe\.(context|test_bytes|width))=.*|checkpoint=none"
     r"|faults=\[\{action: sleep, rank: \d, seconds: [\d.]+\}\])$"
 )
 
 
 def program(folder: Path, zygote: str, python: Path) -> None:
-    """Write programs ``uv`` and ``pip`` into ``folder``."""
+    """Write the programs ``uv`` and ``pip`` into ``folder``."""
     root = str(Path(__file__).parents[2])
     head = f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {root!r})\nfrom tests.docs import uv\n"
     (folder / "uv").write_text(f"{head}uv.main({zygote!r}, {str(python)!r})\n")
-    (folder / "pip").write_text("#!/bin/sh\n")  # it is installed
+    (folder / "pip").write_text("#!/bin/sh\n")  # worldsize is installed already
     for name in ("uv", "pip"):
         (folder / name).chmod(0o755)
 
@@ -64,16 +64,16 @@ def main(zygote: str, python: str) -> NoReturn:
         words = words[2:]
     match words:
         case ["pytest", *_]:
-            sys.exit(0)  # it is these tests
+            sys.exit(0)  # these very tests
         case ["python", "-m", "worldsize.testing.hosts", *rest]:
             sys.exit(_on_hosts(rest))
         case ["train.py", *rest]:
             words = ["train.py", *scaled(rest, how, python)]
-        case ["worldsize", "plan", *rest]:  # whose own tests take the steps
+        case ["worldsize", "plan", *rest]:  # its own tests measure steps
             chosen = next((word.partition("=")[2] for word in rest if word.lstrip("+").startswith("strategy=")), "ddp")
             given = [*(() if "--compute" in rest else ("--compute", "250ms")), "--strategies", chosen]
             words = ["worldsize", "plan", *given, *scaled(rest, "exact", python)]
-        case ["worldsize", "doctor", *rest]:  # which would complain of the loopback's speed
+        case ["worldsize", "doctor", *rest]:  # loopback is slower than declared
             words = ["worldsize", "doctor", *scaled([*rest, "cluster.links.network.bandwidth=1e6"], how, python)]
         case ["worldsize", ("train" | "scale") as name, *rest]:
             words = ["worldsize", name, *scaled(rest, how, python)]
@@ -87,7 +87,7 @@ def main(zygote: str, python: str) -> NoReturn:
 
 
 def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
-    """The command's words, for a run of two steps on what there is; the same for commands that run the same code."""
+    """Shorten a command to a run of two steps on this machine, so that commands that run the same code become equal."""
     flags = [word for word in words if "=" not in word or word.startswith("-")]
     values = [_GROUP.sub(r"\1=", word) for word in words if word not in flags]
     if "--cfg" in flags or "--help" in flags:
@@ -115,13 +115,13 @@ def _smaller(values: Sequence[str], how: str) -> list[str]:
 
 
 def canonical(values: Sequence[str]) -> list[str]:
-    """In order, the last of each key, without defaults."""
+    """Sort the words, keep the last of each key, and leave out defaults."""
     last = {word.partition("=")[0]: word for word in values}
     return sorted(word for word in last.values() if not _DEFAULT.match(word))
 
 
 def _there(given: dict[str, str], how: str, python: str) -> list[str]:
-    """Where the processes are, in place of what the page says."""
+    """Return options that say where processes run, in place of those of the page."""
     if how == "slurm":
         return [f"launcher.python={python}", "launcher.wait=true"]
     if given.get("cluster") == "ssh":
@@ -130,15 +130,15 @@ def _there(given: dict[str, str], how: str, python: str) -> list[str]:
 
 
 def _on_hosts(words: Sequence[str]) -> int:
-    """Two hosts for the first command of a page; the others of that page are rendered."""
-    said = Path("said_on_hosts")
-    if said.exists():
+    """Run the first command of a page on two hosts, and only render the others."""
+    recorded = Path("said_on_hosts")
+    if recorded.exists():
         shown = subprocess.run(words[words.index("uv") :], env={**os.environ, HOW: "show"}, stdout=subprocess.PIPE)
-        print(said.read_text())
+        print(recorded.read_text())
         return shown.returncode
     command = [sys.executable, "-m", "worldsize.testing.hosts", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    said.write_text(done.stdout)
+    recorded.write_text(done.stdout)
     print(done.stdout)
     return done.returncode
 
@@ -147,21 +147,21 @@ def _once(zygote: str, python: str, words: Sequence[str]) -> NoReturn:
     shown = "launch=show" in words
     pattern, same = (
         (r"\d+", "#") if shown else (r"interrupted_\d+", "interrupted")
-    )  # rendered once, whatever the numbers
+    )  # rendered commands that differ in numbers only are run once
     key = json.dumps(["show" if shown else os.environ[HOW], *(re.sub(pattern, same, word) for word in words)])
-    said = Path(os.environ[SAID], hashlib.sha256(key.encode()).hexdigest())
-    if not said.exists():
-        begun, texts = time.monotonic(), [said.with_suffix(f".{os.getpid()}{kind}") for kind in (".out", ".err")]
+    recorded = Path(os.environ[SAID], hashlib.sha256(key.encode()).hexdigest())
+    if not recorded.exists():
+        begun, texts = time.monotonic(), [recorded.with_suffix(f".{os.getpid()}{kind}") for kind in (".out", ".err")]
         with texts[0].open("wb") as out, texts[1].open("wb") as err:
             code = _run(zygote, python, words, (0, out.fileno(), err.fileno()))
-        found = {"words": words, "seconds": time.monotonic() - begun, "code": code}
-        draft = said.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({**found, "out": texts[0].read_text(), "err": texts[1].read_text()}))
-        draft.rename(said)
-    found = json.loads(said.read_text())
-    sys.stdout.write(found["out"])
-    sys.stderr.write(found["err"])
-    sys.exit(found["code"])
+        outcome = {"words": words, "seconds": time.monotonic() - begun, "code": code}
+        draft = recorded.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({**outcome, "out": texts[0].read_text(), "err": texts[1].read_text()}))
+        draft.rename(recorded)
+    outcome = json.loads(recorded.read_text())
+    sys.stdout.write(outcome["out"])
+    sys.stderr.write(outcome["err"])
+    sys.exit(outcome["code"])
 
 
 def _run(zygote: str, python: str, words: Sequence[str], streams: Sequence[int]) -> int:

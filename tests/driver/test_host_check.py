@@ -1,4 +1,4 @@
-"""What must be alike on all hosts of a run."""
+"""All hosts of a run must have the same code and data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 
 
-def test_data_are_told_by_names_and_sizes_and_what_is_missing(tmp_path: Path) -> None:
+def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("a.txt", "b.txt", "c.txt")}
     files["a.txt"].write_text("one")
     assert data_digest(files) == "without b.txt and 1 more"

@@ -1,4 +1,4 @@
-"""When the loop evaluates and saves, and in which order."""
+"""The training loop evaluates and saves at the right steps, in the right order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONE = World.alone(torch.device("cpu"))
 
 
 class Idle(Replica):
-    """Computes nothing."""
+    """A replica that computes nothing."""
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         return StepResult([torch.zeros(())], 0.1, None, False)
@@ -31,21 +31,21 @@ class Idle(Replica):
     def load(self, state: StateDict) -> None: ...
 
 
-def told(pace: Pace, first: Position) -> list[str]:
-    """What is evaluated and saved, in this order."""
-    found: list[str] = []
+def evaluations_and_saves(pace: Pace, first: Position) -> list[str]:
+    """Run the loop, and return its evaluations and saves in order."""
+    log: list[str] = []
 
     def emit(event: Event) -> None:
         if isinstance(event, Evaluated):
-            found.append(f"evaluated {event.step}")
+            log.append(f"evaluated {event.step}")
 
     def save(position: Position) -> None:
-        found.append(f"saved {position.step}{'' if position.evaluated else ', not evaluated'}")
+        log.append(f"saved {position.step}{'' if position.evaluated else ', not evaluated'}")
 
     calls = Calls(dict, emit, save)
     last = fit(Idle(), repeat([]), ALONE, order=Order(0, 1, 1, (0,)), pace=pace, calls=calls, first=first)
     assert last.step == pace.steps
-    return found
+    return log
 
 
 SAVES = Pace(4, evaluate_every=2, save_every=2, save_at_end=True)
@@ -59,11 +59,11 @@ SAVES = Pace(4, evaluate_every=2, save_every=2, save_at_end=True)
         (Pace(3), Position(), ["evaluated 3"]),
         (SAVES, Position(4, evaluated=False), ["evaluated 4"]),
         (SAVES, Position(4), []),
-        # one that was complete is trained further: the evaluation was dropped with what came after the last save
+        # a complete run is trained further: its last evaluation came after the last save and was dropped
         (Pace(6, evaluate_every=2), Position(4, evaluated=False), ["evaluated 4", "evaluated 6"]),
         (Pace(6), Position(4, evaluated=False), ["evaluated 6"]),
     ],
     ids=str,
 )
 def test_the_last_save_comes_before_the_last_evaluation(pace: Pace, first: Position, expected: list[str]) -> None:
-    assert told(pace, first) == expected
+    assert evaluations_and_saves(pace, first) == expected

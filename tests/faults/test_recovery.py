@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, asked to end or starved, each by the real thing, and what comes of them."""
+"""Runs that are killed, stopped, asked to end or starved by the real thing recover."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ("recipe=digits", "recipe.width=4", "steps=14", "log_every=3", "checkp
 RESTART = "launcher.max_restarts=1"
 KEPT = "checkpoint.keep.last=2"
 
-# what a fault does to a save of step 8 on its way, and on which rank it can be done
+# points of a save of step 8 at which a fault can strike, and a rank that passes them
 POINTS = {
     "checkpoint:begin": 1,
     "checkpoint:in-shard": 1,
@@ -41,23 +41,23 @@ POINTS = {
 
 
 def fault(action: str, *, slow: float = 0.0, **facts: Any) -> str:
-    """``slow``: seconds that every step of rank 0 takes longer."""
+    """Return the override that plants a fault; every step of rank 0 takes ``slow`` seconds longer."""
     words = ", ".join(f"{key}: {json.dumps(value)}" for key, value in facts.items())
     every_step = f", {{action: sleep, seconds: {slow}, attempt: null}}" if slow else ""
     return f"faults=[{{action: {action}, {words}}}{every_step}]"
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that has to be equal: weights, every logged figure, and the whole state in the last checkpoint."""
+    """Return all that has to be equal: weights, logged figures, and the whole state in the last checkpoint."""
     result = json.loads((folder / "result.json").read_text())
     last = max((folder / "checkpoints").glob("step_*"))
     state = json.loads((last / "manifest.json").read_text())
-    found = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
-    return {**found, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
+    results = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
+    return {**results, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
 
 
 def restarts(folder: Path) -> list[str]:
-    return [each["exit_reason"] for each in json.loads((folder / "run_manifest.json").read_text())["attempts"]]
+    return [attempt["exit_reason"] for attempt in json.loads((folder / "run_manifest.json").read_text())["attempts"]]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ EVERY_POINT = list(POINTS.items())
     ],
     ids=["2-ddp", "3-elastic"],
 )
-def test_a_rank_killed_at_any_point_is_made_good_to_the_last_bit(
+def test_a_run_whose_rank_is_killed_at_any_point_recovers_to_the_last_bit(
     train: Any,
     uninterrupted: Callable[..., dict[str, Any]],
     size: int,
@@ -100,7 +100,7 @@ def test_an_evaluation_that_fails_costs_no_training(
     command: Any,
     environment_without_wandb: dict[str, str],
 ) -> None:
-    """The only one, after all steps, of a run that saves at its end alone."""
+    """The run saves only at its end, and evaluates only after that."""
     options = ("cluster.processes=2", "checkpoint.every=0")
     failed = train(*OPTIONS, *options, fault("raise", rank=1, step=14, point="evaluate:begin"))
     assert failed.code == 1
@@ -110,7 +110,7 @@ def test_an_evaluation_that_fails_costs_no_training(
     assert outcome(failed.folder) == uninterrupted(*options)
 
 
-def test_killed_at_the_second_save_a_model_of_several_buckets_goes_on_from_the_first_bitwise(train: Any) -> None:
+def test_a_model_of_several_buckets_killed_at_the_second_save_resumes_bitwise_from_the_first(train: Any) -> None:
     options: tuple[str, ...] = (
         "recipe=stdlib_lm",
         "recipe.test_bytes=2000",
@@ -121,36 +121,36 @@ def test_killed_at_the_second_save_a_model_of_several_buckets_goes_on_from_the_f
     )
     options = (*options, "cluster.threads=1", "cluster.processes=3")
     expected = outcome(train(*options).folder)
-    # a save begins when the one before has ended, however long that took
+    # a save begins only when the one before has ended, so that step 3 is saved
     run = train(*options, RESTART, fault("kill", rank=2, step=6, point="checkpoint:begin"))
     assert restarts(run.folder) == ["failed", "completed"]
     assert outcome(run.folder) == expected
     manifest = run.json("run_manifest.json")
-    assert manifest["results"]["goodput"]["lost_steps"] == [2]  # the fourth and fifth; the sixth was not over
+    assert manifest["results"]["goodput"]["lost_steps"] == [2]  # steps 4 and 5; step 6 was not complete
     assert 0 < manifest["results"]["goodput"]["fraction"] < 1
     assert manifest["results"]["goodput"]["recover_seconds"][0] > 0
 
 
 @pytest.mark.parametrize(
-    ("action", "said"),
+    ("action", "cause"),
     [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("out_of_memory", "code 137"), ("raise", "a fault that the")],
 )
-def test_the_cause_of_a_failure_is_told_with_rank_and_step(train: Any, action: str, said: str) -> None:
+def test_the_cause_of_a_failure_is_printed_with_rank_and_step(train: Any, action: str, cause: str) -> None:
     run = train(*OPTIONS, "cluster.processes=3", fault(action, rank=2, step=6))
     assert run.code == 1
     assert run.error.startswith("worker 2 failed at step 6:")
-    assert said in run.error
+    assert cause in run.error
 
 
 def test_a_rank_that_hangs_is_named_with_its_step_when_the_others_have_waited_long_enough(train: Any) -> None:
-    patience = ("cluster.timeout=10", "launcher.grace=5")  # the others have waited, and say so
+    patience = ("cluster.timeout=10", "launcher.grace=5")  # the other ranks time out, and report it
     run = train(*OPTIONS, "cluster.processes=3", *patience, fault("stop", rank=1, step=6))
     assert run.code == 1
     assert run.error.startswith("worker 1 failed at step 6:\ndid not answer at step 6")
     assert "cluster.timeout" in run.error
 
 
-def test_a_crash_at_the_same_step_is_not_tried_a_third_time(train: Any) -> None:
+def test_a_step_that_crashes_twice_is_not_tried_a_third_time(train: Any) -> None:
     run = train(*OPTIONS, "launcher.max_restarts=9", fault("raise", rank=1, step=6, attempt=None))
     assert run.code == 1
     assert restarts(run.folder) == ["failed", "failed"]
@@ -209,13 +209,13 @@ def test_a_resumed_elastic_run_ends_with_the_same_bits_on_another_number_of_proc
         for words in changes
     ]
     assert [done.returncode for done in codes] == [75, 0], codes
-    found = outcome(run.folder)
-    assert {key: found[key] for key in ("state_digest", "metrics_digest")} == {
+    resumed = outcome(run.folder)
+    assert {key: resumed[key] for key in ("state_digest", "metrics_digest")} == {
         key: expected[key] for key in ("state_digest", "metrics_digest")
     }
 
 
-def test_the_wandb_run_goes_on_at_the_right_step(
+def test_the_wandb_run_continues_at_the_right_step(
     train: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     wanted = (*OPTIONS, "cluster.processes=2", "log_every=1", fault("terminate", slow=0.1, rank=1, step=5))
@@ -229,7 +229,7 @@ def test_the_wandb_run_goes_on_at_the_right_step(
     assert [step for part in steps for step in part] == list(range(1, 15))
 
 
-def test_a_second_signal_ends_a_run_that_cannot_save_and_the_checkpoint_before_is_good(
+def test_a_second_signal_ends_a_run_that_cannot_save_and_its_last_checkpoint_is_good(
     tmp_path: Path, environment_without_wandb: dict[str, str], command: Any, begun: Any, warm_python: Path
 ) -> None:
     options = (*OPTIONS, "cluster.processes=2", "logger=none", "log_every=1", fault("stop", rank=1, step=9))
@@ -241,7 +241,7 @@ def test_a_second_signal_ends_a_run_that_cannot_save_and_the_checkpoint_before_i
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGUSR1)  # another, since the kernel merges two of one kind that nobody has seen yet
+    process.send_signal(signal.SIGUSR1)  # another signal, since the kernel merges equal ones that are pending
     assert process.wait(25) in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
     done = command("resume", str(folder), "faults=[]", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
@@ -257,7 +257,7 @@ def preempted_once(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def preempted(preempted_once: Path, tmp_path: Path) -> Path:
-    """A run of 2 processes that has saved steps 4 and 6 or 7."""
+    """A run of 2 processes that was preempted and has saved step 4 and step 6 or 7."""
     folder = tmp_path / "runs" / "digits" / preempted_once.name
     shutil.copytree(preempted_once, folder)
     return folder
@@ -280,7 +280,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("recipe.width=8",), "recipe.width: 4 then, 8 now"),
         (("lr=0.5",), "lr: 0.005 then, 0.5 now"),
@@ -290,28 +290,28 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
         (("checkpoint.signals=[SIGTREM]",), "no signal 'SIGTREM'; did you mean 'SIGTERM'?"),
     ],
 )
-def test_a_run_is_not_gone_on_with_as_another_one(
-    preempted: Path, command: Any, environment_without_wandb: dict[str, str], words: tuple[str, ...], said: str
+def test_a_run_is_not_resumed_as_a_different_one(
+    preempted: Path, command: Any, environment_without_wandb: dict[str, str], words: tuple[str, ...], message: str
 ) -> None:
     before = (preempted / "config.yaml").read_text()
     refused = command("resume", str(preempted), *words, cwd=preempted, environment=environment_without_wandb)
     assert refused.returncode in (1, 2)
-    assert said in refused.stderr
+    assert message in refused.stderr
     assert "--ignore" in words or (preempted / "config.yaml").read_text() == before
 
 
 def rates(folder: Path, after: int) -> list[float]:
-    """Learning rates of the steps after ``after``, as logged."""
+    """Return the logged learning rates of the steps after ``after``."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line["lr"] for line in lines if line["event"] == "step" and line["step"] > after]
 
 
 def rate(peak: float, step: int, steps: int) -> float:
-    """Of conf/schedule/cosine.yaml after its warm-up, which is one step here: down to a tenth."""
+    """Return the learning rate of conf/schedule/cosine.yaml after its warm-up of one step: down to a tenth."""
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (steps - 1))))
 
 
-def test_a_change_that_is_accepted_by_name_goes_on_and_a_finished_run_can_be_trained_further(
+def test_a_run_resumes_with_changes_accepted_by_name_and_a_finished_run_can_be_trained_further(
     preempted: Path, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     def resume(*words: str) -> Any:
@@ -326,14 +326,14 @@ def test_a_change_that_is_accepted_by_name_goes_on_and_a_finished_run_can_be_tra
     fewer = resume("steps=13")
     assert fewer.returncode == 2
     assert "14 steps behind it, which is more than steps=13" in fewer.stderr
-    shutil.rmtree(preempted / "checkpoints")  # as if it had died before it saved with the new rate
+    shutil.rmtree(preempted / "checkpoints")  # as if it had died before its first save with the new rate
     (preempted.parent / "before").rename(preempted / "checkpoints")
     assert resume("steps=18").returncode == 0
     assert json.loads((preempted / "result.json").read_text())["steps"] == 18
     assert rates(preempted, saved) == pytest.approx([rate(0.001, step, 18) for step in range(saved + 1, 19)])
     manifest = json.loads((preempted / "run_manifest.json").read_text())
     assert (manifest["config"]["lr"], manifest["config"]["steps"], manifest["cluster"]["processes"]) == (0.001, 18, 1)
-    assert [each["attempt"] for each in manifest["resumed"]] == [2, 3]
+    assert [entry["attempt"] for entry in manifest["resumed"]] == [2, 3]
     assert ["lr", 0.005, 0.001] in manifest["resumed"][0]["changes"]
     assert manifest["claim"]["level"] == "none"
     assert "lr: 0.005 at first, 0.001 from attempt 2 on" in manifest["claim"]["why"]
@@ -341,7 +341,7 @@ def test_a_change_that_is_accepted_by_name_goes_on_and_a_finished_run_can_be_tra
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
+    """Mount a file system of 2 MB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The local launcher with real processes, real failures and real signals."""
+"""The local launcher starts real processes, and meets real failures and real signals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
-# a recipe whose first loss on one rank does what the test plants there
+# a recipe whose loss on rank 1 executes the code that a test plants
 RECIPE = """
 import os, signal, time
 import torch
@@ -59,7 +59,7 @@ def planted(tmp_path: Path) -> Path:
 
 
 def processes_of(folder: Path) -> set[int]:
-    """Live processes that work in ``folder``."""
+    """Return the live processes that work in ``folder``."""
     return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _works_in(entry, folder)}
 
 
@@ -72,12 +72,12 @@ def _works_in(process: Path, folder: Path) -> bool:
 
 
 def until(condition: Callable[[], Any], seconds: float) -> Any:
-    """Wait for a condition by polling, and give what it gave."""
+    """Wait for a condition by polling, and return its value."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.01)
-    return found
+    return value
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def running(
 ) -> Iterator[subprocess.Popen[str]]:
     """A run of 3 processes of which rank 1 hangs in its first step.
 
-    All are in one process group if the parameter is "group": they are no children of the zygote then.
+    With the parameter "group" all processes are in one process group, as they are no children of the zygote then.
     """
     python = sys.executable if getattr(request, "param", None) == "group" else warm_python
     action = "open('hanging', 'w').close(); time.sleep(3600)"
@@ -121,7 +121,7 @@ def test_the_traceback_of_the_rank_that_failed_comes_first(planted: Path, train:
 @pytest.mark.parametrize(
     ("action", "cause"), [("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"), ("os._exit(7)", "code 7")]
 )
-def test_a_process_that_dies_without_a_word_is_named_with_its_signal_or_code(
+def test_a_process_that_dies_without_a_message_is_named_with_its_signal_or_code(
     planted: Path, train: Any, action: str, cause: str
 ) -> None:
     run = train("recipe=planted", "cluster.processes=3", f'recipe.action="{action}"')
@@ -143,19 +143,19 @@ def test_every_process_has_a_log_and_the_terminal_names_the_worker(planted: Path
     [("group", signal.SIGINT, 130), ("alone", signal.SIGTERM, 143)],
     indirect=["running"],
 )
-def test_ctrl_c_stops_all_at_once_and_leaves_no_orphan(
+def test_an_interrupt_stops_all_processes_and_leaves_no_orphan(
     running: subprocess.Popen[str], planted: Path, number: signal.Signals, code: int
 ) -> None:
     os.killpg(running.pid, number) if number == signal.SIGINT else running.send_signal(number)
     started = time.monotonic()
     assert running.wait(timeout=60) == code
-    assert time.monotonic() - started < 15  # of a grace of one second
+    assert time.monotonic() - started < 15  # the grace period is one second
     assert processes_of(planted) == set()
     (manifest,) = planted.rglob("run_manifest.json")
     assert '"exit_reason": "interrupted"' in manifest.read_text()
 
 
-def test_a_killed_launcher_leaves_no_orphan_and_a_manifest_that_says_so_on_the_next_look(
+def test_a_killed_launcher_leaves_no_orphan_and_status_reports_the_run_as_killed(
     running: subprocess.Popen[str], planted: Path
 ) -> None:
     (manifest,) = planted.rglob("run_manifest.json")
@@ -173,6 +173,6 @@ def status(folder: Path) -> str:
     return re.sub(r"\s+", " ", done.stdout)
 
 
-def test_a_run_that_succeeds_says_nothing_on_standard_error(planted: Path, train: Any) -> None:
+def test_a_run_that_succeeds_prints_nothing_on_standard_error(planted: Path, train: Any) -> None:
     run = train("recipe=planted", "cluster.processes=2")
     assert (run.code, run.error) == (0, "")

@@ -1,4 +1,4 @@
-"""A launcher of one's own: one file, one YAML, nothing changed elsewhere."""
+"""A launcher of one's own needs one file and one YAML, and no change elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that are printed for torchrun, started as printed."""
+"""The commands that are printed for torchrun train when they are started as printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOSTS = ("cluster.nodes=2", "cluster.processes_per_node=2", "cluster.first=127.0
 
 
 def started(output: str, environment: dict[str, str], folder: Path) -> Path:
-    """Run what was printed, and give the run's folder."""
+    """Run the printed commands, and return the run's folder."""
     commands = re.findall(r"# on node \d\n(.+)", output)
     nodes = [subprocess.Popen(["bash", "-c", command], cwd=folder, env=environment) for command in commands]
     assert [node.wait(240) for node in nodes] == [0] * len(commands)
@@ -22,19 +22,19 @@ def started(output: str, environment: dict[str, str], folder: Path) -> Path:
     return result.parent
 
 
-def test_what_is_printed_trains_to_the_bits_of_the_laptop(
+def test_the_printed_commands_train_to_the_bits_of_the_laptop(
     train: Any, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
-    worldsize = tmp_path / "worldsize"  # the command as it is installed, warm
+    worldsize = tmp_path / "worldsize"  # stands in for the installed command, and starts the warm Python
     worldsize.write_text(f'#!/bin/sh\nexec {warm_python} -m worldsize "$@"\n')
     worldsize.chmod(0o755)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{environment_without_wandb['PATH']}"
-    environment = {**environment_without_wandb, "PATH": path, "PYTHON_EXEC": str(warm_python)}  # of torchrun's workers
+    environment = {**environment_without_wandb, "PATH": path, "PYTHON_EXEC": str(warm_python)}  # for its workers
     for strategy in (("strategy=ddp",), ("strategy=parameter_server", "strategy.servers=2")):
         run = train(*DIGITS, *HOSTS, *strategy)
         assert run.code == 0, run.error
         folder = started(run.output, environment, run.folder)
-        found = json.loads((folder / "result.json").read_text())["state_digest"]
-        assert found == train(*DIGITS[:4], "cluster.processes=4").json("result.json")["state_digest"]
+        digest = json.loads((folder / "result.json").read_text())["state_digest"]
+        assert digest == train(*DIGITS[:4], "cluster.processes=4").json("result.json")["state_digest"]
         (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
         assert attempt["exit_reason"] == "completed"

@@ -1,4 +1,4 @@
-"""Headless Chromium, spoken to by its DevTools protocol over a pipe: JSON messages that end with a zero byte."""
+"""Drive headless Chromium by its DevTools protocol over a pipe: JSON messages that end with a zero byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ _PIPES = 'exec "${@:3}" 3<&"$1" 4>&"$2"'  # Chromium reads descriptor 3 and writ
 
 @dataclass
 class Page:
-    """One tab. ``complaints``: what its console said; ``requests``: addresses that it asked for."""
+    """A browser tab.
+
+    Attributes:
+        complaints: messages on its console.
+        requests: addresses that it has requested.
+    """
 
     to: BinaryIO
     back: BinaryIO
@@ -39,8 +44,8 @@ class Page:
     def call(self, method: str, **parameters: Any) -> Any:
         self.asked += 1
         message = {"id": self.asked, "method": method, "params": parameters}
-        told = {**message, "sessionId": self.session} if self.session else message
-        self.to.write(json.dumps(told).encode() + b"\0")
+        addressed = {**message, "sessionId": self.session} if self.session else message
+        self.to.write(json.dumps(addressed).encode() + b"\0")
         self.to.flush()
         while (answer := self._next()).get("id") != self.asked:
             pass
@@ -66,7 +71,7 @@ class Page:
                 self.loaded = True
 
     def show(self, path: Path, *, theme: str, width: int, height: int = 900) -> None:
-        """Load a file anew and wait until it is there."""
+        """Load a file and wait until it is loaded."""
         self.complaints, self.requests, self.loaded = [], [], False
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)

@@ -1,4 +1,4 @@
-"""Run folders as runs leave them, made by hand: figures are known and nothing has to train."""
+"""Write run folders as runs leave them, so that figures are known and nothing has to train."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_run(
     metric: str = "accuracy",
     **manifest: Any,
 ) -> Path:
-    """A run of ``steps`` steps, every one logged; the last rank computes 20 % longer."""
+    """Write a run of ``steps`` steps, all of them logged; its last rank computes 20 % longer."""
     (folder / "timing").mkdir(parents=True)
     (folder / "config.yaml").write_text("key: never-to-be-shown\n")
     own = [0.010 * (1.2 if rank == ranks - 1 else 1 + 0.01 * rank) for rank in range(ranks)]
@@ -75,13 +75,13 @@ def _timing(step: int, own: float, slowest: float, phases: bool) -> dict[str, An
 
 def _load(index: int) -> dict[str, Any]:
     table = {"rows": 900, "evicted": 0, "missed": 0, "hottest": [[7, 30 + index], [3, 11]]}
-    done = {"pushes": 4, "pulls": 4, "bytes_in": 80_000, "bytes_out": 70_000 + 9000 * index}
-    told = {"step": 1, "lost_updates": 0, "refused": 0, "longest_queue": 1 + index, "seconds": 0.02}
-    return {**told, **done, "tables": {"words": table}}
+    traffic = {"pushes": 4, "pulls": 4, "bytes_in": 80_000, "bytes_out": 70_000 + 9000 * index}
+    state = {"step": 1, "lost_updates": 0, "refused": 0, "longest_queue": 1 + index, "seconds": 0.02}
+    return {**state, **traffic, "tables": {"words": table}}
 
 
 def attempt(number: int, *, steps: Sequence[int] | None, reason: str = "completed", **facts: Any) -> dict[str, Any]:
-    """Attempts of 60 s, 5 s apart, that reach their first step after 4 s."""
+    """Return the record of an attempt: each lasts 60 s, starts 5 s after the last, and takes 4 s to its first step."""
     begun = START + 65 * (number - 1)
     return {
         "number": number,

@@ -1,4 +1,4 @@
-"""When links are measured, and whose is found slow."""
+"""Links are measured when waits are long, and slow ones are named."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from worldsize.observe.stragglers import Slow
 
 
 def ring(nodes: int, distance: int, slow: Iterable[int]) -> dict[tuple[int, int], Link]:
-    """From node to node of 1 Gbit/s, but for some of 50 Mbit/s."""
+    """Return links of 1 Gbit/s from node to node in a ring, those of the ``slow`` nodes of 50 Mbit/s."""
     edges = [(node, (node + distance) % nodes) for node in range(nodes)]
     return {ends: Link(6.25e6 if {*ends} & {*slow} else 125e6, 1e-4) for ends in edges}
 
 
-def told(
+def looks_of(
     links: Links, waits: Iterable[float | None], slow: Iterable[int] = (), *, nodes: int = 4, first: int = 0
 ) -> Iterator[tuple[int, list[Slow]]]:
-    """Logged steps of one second after which there is a look, and who is named."""
+    """Log steps of one second, and yield the steps after which links are measured with the ranks that are named."""
     for step, exposed in enumerate(waits, first + 1):
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.9, 1.0), 1.0, exposed_seconds=exposed)
         if links.are_worth_a_look(done):
@@ -33,21 +33,21 @@ def told(
     [
         ([0.4] * 10, []),
         ([0.6] * 20, [3]),
-        ([0.9, 0.1, 0.1] * 4, []),  # slow now and then
+        ([0.9, 0.1, 0.1] * 4, []),  # slow only now and then
         ([0.2] * 5 + [0.35] * 20, [7]),
         ([0.6] * 5 + [0.7] * 20, [3]),
         ([0.01] * 5 + [0.05] * 20, []),  # a small part of a step
-        ([None] * 10, []),  # without anatomy
+        ([None] * 10, []),  # no phases are measured
     ],
 )
 def test_a_look_follows_three_windows_of_long_waits(waits: list[float | None], expected: list[int]) -> None:
-    assert [step for step, _ in told(Links(1), waits)] == expected
+    assert [step for step, _ in looks_of(Links(1), waits)] == expected
 
 
 def test_looks_that_find_nothing_become_rare() -> None:
-    found = [step for step, _ in told(Links(1), ([0.1] * 3 + [0.9] * 3) * 100)]
-    assert 3 < len(found) < 10
-    assert found[-1] - found[-2] > 100
+    looks = [step for step, _ in looks_of(Links(1), ([0.1] * 3 + [0.9] * 3) * 100)]
+    assert 3 < len(looks) < 10
+    assert looks[-1] - looks[-2] > 100
 
 
 def test_short_windows_are_looked_at_as_one() -> None:
@@ -57,37 +57,37 @@ def test_short_windows_are_looked_at_as_one() -> None:
         if links.are_worth_a_look(done):
             looks.append(step)
             links.judge(ring(4, 1, []))
-    assert looks == [pytest.approx(150, abs=3)]  # three times half a second
+    assert looks == [pytest.approx(150, abs=3)]  # three windows of half a second
 
 
 @pytest.mark.parametrize(("nodes", "slow"), [(3, [2]), (4, [0]), (7, [1, 3]), (7, [2, 3])])
 def test_hosts_are_named_by_their_first_ranks_when_two_looks_find_them_slow(nodes: int, slow: list[int]) -> None:
-    (first, nobody), (second, found) = told(Links(per_node=2), [0.7] * 20, slow, nodes=nodes)
+    (first, nobody), (second, named) = looks_of(Links(per_node=2), [0.7] * 20, slow, nodes=nodes)
     assert (first, nobody, second) == (3, [], 6)
-    assert [(each.rank, each.cause, each.since) for each in found] == [(2 * node, "network", 1) for node in slow]
-    assert all(10 < each.slower <= 20 for each in found)
+    assert [(one.rank, one.cause, one.since) for one in named] == [(2 * node, "network", 1) for node in slow]
+    assert all(10 < one.slower <= 20 for one in named)
 
 
-def test_what_one_look_finds_and_the_next_does_not_is_not_said() -> None:
+def test_a_link_that_is_slow_in_one_look_only_is_not_named() -> None:
     links = Links(1)
-    assert list(told(links, [0.6] * 3, [1])) == [(3, [])]
-    assert list(told(links, [0.6] * 20, [0], first=3)) == [(6, [])]
+    assert list(looks_of(links, [0.6] * 3, [1])) == [(3, [])]
+    assert list(looks_of(links, [0.6] * 20, [0], first=3)) == [(6, [])]
 
 
 def test_a_host_that_was_well_in_between_is_named_again() -> None:
-    links, first, said = Links(1), 0, []
+    links, first, reports = Links(1), 0, []
     for waits, slow in (([0.2] * 5, []), ([0.9] * 20, [3]), ([0.2] * 20, []), ([0.9] * 20, [3])):
-        said.append([[each.rank for each in found] for _, found in told(links, waits, slow, first=first)])
+        reports.append([[one.rank for one in ranks] for _, ranks in looks_of(links, waits, slow, first=first)])
         first += len(waits)
-    assert said == [[], [[], [3]], [], [[], [3]]]
+    assert reports == [[], [[], [3]], [], [[], [3]]]
 
 
 @pytest.mark.parametrize(("nodes", "slow"), [(4, [0, 1, 2, 3]), (2, [1])])
-def test_links_that_are_all_as_slow_or_of_two_hosts_blame_nobody(nodes: int, slow: list[int]) -> None:
-    assert [found for _, found in told(Links(1), [0.2] * 3 + [0.9] * 9, slow, nodes=nodes)] == [[]]
+def test_nobody_is_named_if_all_links_are_equally_slow_or_only_two_hosts_share_one(nodes: int, slow: list[int]) -> None:
+    assert [named for _, named in looks_of(Links(1), [0.2] * 3 + [0.9] * 9, slow, nodes=nodes)] == [[]]
 
 
 def test_the_event_says_how_much_less_the_link_carries() -> None:
-    said = described(Straggling(40, 4, "h3", "cpu", "network", 20.0, 10))
-    assert "the link of h3, where rank 4 is, carries 5% of what most do" in said
-    assert "since step 10" in said
+    text = described(Straggling(40, 4, "h3", "cpu", "network", 20.0, 10))
+    assert "the link of h3, where rank 4 is, carries 5% of what most do" in text
+    assert "since step 10" in text

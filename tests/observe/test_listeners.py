@@ -1,4 +1,4 @@
-"""Listeners and the views that follow their files."""
+"""Listeners write what happens, and views follow their files."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_progress_without_a_terminal_shows_the_last_step_and_every_evaluation(tm
 
 
 class Recorder:
-    """Writes what it is told, and by which process."""
+    """A listener that writes down each event and the process that it is in."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a", buffering=1)
@@ -110,7 +110,8 @@ class Recorder:
         self.file.write(f"{os.getpid()} {type(event).__name__}\n")
 
 
-def told(path: Path) -> list[str]:
+def events(path: Path) -> list[str]:
+    """Return the names of the events that a recorder has written."""
     return [line.split()[1] for line in path.read_text().splitlines()]
 
 
@@ -118,7 +119,7 @@ def test_a_listener_aside_is_told_everything_in_order_by_another_process(tmp_pat
     aside = Aside(lambda: Recorder(tmp_path / "told"))
     for event in (step(1), Evaluated(1, {}), RunEnded(1, "completed")):
         aside(event)
-    assert told(tmp_path / "told") == ["StepDone", "Evaluated", "RunEnded"]
+    assert events(tmp_path / "told") == ["StepDone", "Evaluated", "RunEnded"]
     assert str(os.getpid()) not in (tmp_path / "told").read_text()
 
 
@@ -127,11 +128,11 @@ def test_a_listener_aside_learns_that_its_run_died(tmp_path: Path) -> None:
     if child == 0:
         aside = Aside(lambda: Recorder(tmp_path / "told"))
         aside(step(1))
-        os._exit(9)  # without a word, as SIGKILL would
+        os._exit(9)  # ends at once, as SIGKILL would
     os.waitpid(child, 0)
-    while not (tmp_path / "told").exists() or len(told(tmp_path / "told")) < 2:
+    while not (tmp_path / "told").exists() or len(events(tmp_path / "told")) < 2:
         pass
-    assert told(tmp_path / "told") == ["StepDone", "RunFailed"]
+    assert events(tmp_path / "told") == ["StepDone", "RunFailed"]
 
 
 def test_a_listener_that_cannot_be_made_costs_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
@@ -153,20 +154,20 @@ def test_a_listener_that_hangs_does_not_hold_up_the_end(capfd: pytest.CaptureFix
     assert "did not finish within 0.1 s" in capfd.readouterr().err
 
 
-def blocked(door: Path, told_to: Path) -> Listener:
-    """A listener that is made once somebody opens ``door``, a named pipe, to write."""
+def blocked(door: Path, path: Path) -> Listener:
+    """Return a listener that is created only when somebody opens the named pipe ``door`` to write."""
     door.open().close()
-    return Recorder(told_to)
+    return Recorder(path)
 
 
 def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "door")
     aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "told"))
-    for number in range(1, 2001):  # several times what a pipe holds
+    for number in range(1, 2001):  # several times as many as fit into a pipe
         aside(step(number))
     (tmp_path / "door").open("w").close()
     aside(RunEnded(2000, "completed"))
-    assert told(tmp_path / "told") == ["StepDone"] * 2000 + ["RunEnded"]
+    assert events(tmp_path / "told") == ["StepDone"] * 2000 + ["RunEnded"]
 
 
 def test_the_end_is_bounded_even_when_the_listener_took_nothing(
@@ -184,4 +185,4 @@ def test_a_failure_after_the_end_is_not_hidden_by_the_listener(tmp_path: Path) -
     aside = Aside(lambda: Recorder(tmp_path / "told"))
     aside(RunEnded(1, "completed"))
     aside(RunFailed("closing the replica failed"))
-    assert told(tmp_path / "told") == ["RunEnded"]
+    assert events(tmp_path / "told") == ["RunEnded"]

@@ -1,4 +1,4 @@
-"""Traces of chosen steps, read back as the JSON that Perfetto takes."""
+"""Traces of chosen steps can be read back as the JSON that Perfetto takes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def names(path: Path) -> set[str]:
     return {str(event["name"]) for event in trace["traceEvents"]}
 
 
-def steps(found: set[str]) -> list[str]:
-    return sorted(name for name in found if name.startswith("step "))
+def steps(names: set[str]) -> list[str]:
+    return sorted(name for name in names if name.startswith("step "))
 
 
 def data() -> Iterator[str]:
@@ -34,7 +34,7 @@ def data() -> Iterator[str]:
         yield f"batch {number}"
 
 
-def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
+def test_exactly_the_chosen_steps_are_traced(tmp_path: Path) -> None:
     path = tmp_path / "profile" / "worker.json"
     with closing(traced(data(), path, first=0, span=(2, 3), device=CPU)) as batches:
         seen = []
@@ -42,13 +42,13 @@ def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
             seen.append(batch)
             torch.ones(2).exp()
     assert seen == [f"batch {number}" for number in range(1, 6)]
-    found = names(path)
-    assert steps(found) == ["step 2", "step 3"]
-    assert {"aten::cumsum", "aten::exp"} <= found
+    traced_names = names(path)
+    assert steps(traced_names) == ["step 2", "step 3"]
+    assert {"aten::cumsum", "aten::exp"} <= traced_names
 
 
 @pytest.mark.parametrize(("first", "span", "expected"), [(0, (3, 9), ["step 3", "step 4"]), (5, (2, 7), ["step 6"])])
-def test_a_run_that_ends_or_goes_on_within_leaves_what_it_did(
+def test_a_run_that_ends_or_resumes_within_the_chosen_steps_traces_those_it_takes(
     tmp_path: Path, first: int, span: tuple[int, int], expected: list[str]
 ) -> None:
     path = tmp_path / "worker.json"
@@ -58,7 +58,7 @@ def test_a_run_that_ends_or_goes_on_within_leaves_what_it_did(
     assert steps(names(path)) == expected
 
 
-def test_a_run_that_goes_on_behind_them_traces_nothing(tmp_path: Path) -> None:
+def test_a_run_that_resumes_after_the_chosen_steps_traces_nothing(tmp_path: Path) -> None:
     with closing(traced(repeat(None), tmp_path / "worker.json", first=5, span=(2, 4), device=CPU)) as batches:
         list(islice(batches, 3))
     assert not (tmp_path / "worker.json").exists()

@@ -1,4 +1,4 @@
-"""The page of a run, a sweep and a scaling study: what it says, and that a browser shows it without a word."""
+"""The page of a run, a sweep or a scaling study has the right figures, and a browser shows it without complaints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worldsize.records.lock import RunLock
 
 
 class Shown(HTMLParser):
-    """Elements, ids and texts of a page."""
+    """The elements, ids and text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Shown(HTMLParser):
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two failures, servers, a straggler, and names that are markup."""
+    """A run with two failures, servers, a straggler, and names that are markup."""
     attempts = [
         attempt(1, steps=[0, 90], reason="failed"),
         attempt(2, steps=[80, 150], reason="failed", hosts=[HOSTILE, "gpu-b"]),
@@ -102,19 +102,19 @@ def test_many_rows_become_means_of_neighbours_without_those_that_are_missing() -
     assert means(values_nk, at_most=4).tolist() == np.array(expected).tolist()
 
 
-def test_the_time_line_has_attempts_where_they_were_and_says_what_a_failure_cost(eventful: Path) -> None:
-    found = timeline(read_run(eventful))
-    assert found is not None
-    assert found.seconds == 190
-    assert [(bar.start, bar.first, bar.end) for bar in found.bars] == [
+def test_the_time_line_shows_when_attempts_ran_and_what_a_failure_cost(eventful: Path) -> None:
+    line = timeline(read_run(eventful))
+    assert line is not None
+    assert line.seconds == 190
+    assert [(bar.start, bar.first, bar.end) for bar in line.bars] == [
         (0.0, 2.11, 31.58),
         (34.21, 36.32, 65.79),
         (68.42, 70.53, 100.0),
     ]
-    told = {round(mark.seconds): mark.text for mark in found.marks}
-    assert told[60] == "attempt 1 ends: failed after step 90 (exit code 1)"
-    assert told[30].startswith("step 40: straggling, rank 5, 1.2 × as slow as the others, host gpu-b, cause compute")
-    assert "recovered in 9.0 s; 10 steps are done again" in [mark.text for mark in found.marks]
+    texts = {round(mark.seconds): mark.text for mark in line.marks}
+    assert texts[60] == "attempt 1 ends: failed after step 90 (exit code 1)"
+    assert texts[30].startswith("step 40: straggling, rank 5, 1.2 × as slow as the others, host gpu-b, cause compute")
+    assert "recovered in 9.0 s; 10 steps are done again" in [mark.text for mark in line.marks]
 
 
 def test_the_anatomy_has_the_phases_that_ranks_measured(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_without_phases_the_anatomy_is_the_step_and_the_wait_for_data(tmp_path: 
     assert [label for label, _ in chart.key] == ["data 1 ms", "step 15 ms"]
 
 
-def test_runs_of_a_sweep_are_named_by_what_was_typed_for_each_alone(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_are_named_by_the_overrides_in_which_they_differ(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / f"{rate}", overrides=["recipe=digits", f"lr={rate}"], steps=3) for rate in (1, 2)]
     folders.append(write_run(tmp_path / "again", overrides=["recipe=digits", "lr=2"], steps=3))
     sweep = read_sweep([*folders, tmp_path / "absent"])
@@ -170,11 +170,11 @@ def test_names_that_are_markup_are_shown_as_text(text: str) -> None:
     assert "never-to-be-shown" not in text
 
 
-def test_a_page_is_a_function_of_the_run(eventful: Path, text: str) -> None:
+def test_the_same_run_always_gives_the_same_page(eventful: Path, text: str) -> None:
     assert page([eventful]) == text
 
 
-def test_every_colour_of_a_chart_is_the_pages_and_no_id_is_there_twice(text: str) -> None:
+def test_charts_take_their_colours_from_the_page_and_ids_are_unique(text: str) -> None:
     charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(charts) >= 10
     assert all(re.findall(r"(?:fill|stroke): #\w+", chart) == [] for chart in charts)
@@ -184,7 +184,7 @@ def test_every_colour_of_a_chart_is_the_pages_and_no_id_is_there_twice(text: str
 
 
 @pytest.mark.parametrize("state", ["not started", "running", "killed", "failed", "cut off"])
-def test_a_run_is_shown_in_whatever_state_it_is(tmp_path: Path, state: str) -> None:
+def test_a_run_is_shown_in_any_state(tmp_path: Path, state: str) -> None:
     unended = {"end_at": None, "exit_code": None}
     attempts = {
         "not started": [],
@@ -210,7 +210,7 @@ def test_without_matplotlib_the_extra_is_named(eventful: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
-def test_a_browser_shows_the_pages_at_any_width_and_asks_for_nothing(
+def test_a_browser_shows_the_pages_at_any_width_and_requests_nothing_else(
     eventful: Path, study: Path, tmp_path: Path
 ) -> None:
     for rate in (1, 2):

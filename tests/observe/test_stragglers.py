@@ -1,4 +1,4 @@
-"""Who is named as slow, on noisy series; and in a run with a rank that a fault slows down."""
+"""Slow ranks are named in noisy series, and in a run with ranks that faults slow down."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ RANKS, EVERY = 4, 10
 
 
 def noisy(seed: int, steps: int, *, noise: float = 0.1, ranks: int = RANKS) -> Figures:
-    """[ranks, steps, 4] of steps of 100 ms: heavy tails (Student's t, 3 degrees), some steps ten times as long, and
-    now and then a rank that something else slows down by half for a while. All wait for the slowest.
+    """Return splits [ranks, steps, 4] of noisy steps of about 100 ms in which all wait for the slowest rank.
+
+    Times have heavy tails (Student's t, 3 degrees), some steps take ten times as long, and now and then something else
+    slows down a rank by half for a while.
     """
     draw = np.random.default_rng(seed)
     busy_rs = 0.09 * (1 + noise * abs(draw.standard_t(3, (ranks, steps))))
@@ -34,20 +36,20 @@ def filled(busy_rs: Figures) -> Figures:
     return np.stack([0.05 * busy_rs, 0.85 * busy_rs, wait_rs, 0.1 * busy_rs], 2)
 
 
-def told(stragglers: Stragglers, splits: Figures, first: int = 0) -> list[tuple[int, Slow]]:
-    """What is said, and after which step, of steps that are logged every ten."""
-    found = []
+def reports(stragglers: Stragglers, splits: Figures, first: int = 0) -> list[tuple[int, Slow]]:
+    """Return the slow ranks that are named and the step after which each is; every tenth step is logged."""
+    named = []
     for begin in range(0, splits.shape[1], EVERY):
         step = first + begin + EVERY
-        found += [(step, slow) for slow in stragglers.judge(step, splits[:, begin : begin + EVERY].tolist())]
-    return found
+        named += [(step, slow) for slow in stragglers.judge(step, splits[:, begin : begin + EVERY].tolist())]
+    return named
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_that_becomes_slower_by_a_fifth_is_named_within_50_steps(seed: int) -> None:
     splits = noisy(seed, 300)
     splits[2, 200:, :] *= [1.2, 1.2, 0, 1.2]
-    ((step, slow),) = told(Stragglers([range(RANKS)]), splits)
+    ((step, slow),) = reports(Stragglers([range(RANKS)]), splits)
     assert (slow.rank, slow.cause) == (2, "compute")
     assert 200 < step <= 250
     assert 1.1 < slow.slower < 1.4
@@ -56,37 +58,37 @@ def test_a_rank_that_becomes_slower_by_a_fifth_is_named_within_50_steps(seed: in
 
 def test_without_a_slow_rank_nobody_is_named_whatever_the_noise() -> None:
     for seed in range(20):
-        assert told(Stragglers([range(RANKS)]), noisy(seed, 1000, noise=0.05 * (1 + seed % 8))) == []
+        assert reports(Stragglers([range(RANKS)]), noisy(seed, 1000, noise=0.05 * (1 + seed % 8))) == []
 
 
-def test_slow_data_are_told_from_slow_computing() -> None:
+def test_slow_data_are_distinguished_from_slow_computing() -> None:
     splits = noisy(0, 100)
     splits[1, :, 0] += 0.05
-    ((_, slow),) = told(Stragglers([range(RANKS)]), splits)
+    ((_, slow),) = reports(Stragglers([range(RANKS)]), splits)
     assert (slow.rank, slow.cause) == (1, "data")
 
 
 def test_a_rank_is_compared_with_those_that_have_equal_work() -> None:
     splits = noisy(0, 100)
     splits[[1, 3]] *= 2  # the second stage of a pipeline
-    assert told(Stragglers([[0, 2], [1, 3]]), splits) == []
+    assert reports(Stragglers([[0, 2], [1, 3]]), splits) == []
     splits[3] *= 1.5
-    assert [slow.rank for _, slow in told(Stragglers([[0, 2], [1, 3]]), splits)] == [3]
+    assert [slow.rank for _, slow in reports(Stragglers([[0, 2], [1, 3]]), splits)] == [3]
 
 
 def test_a_rank_that_recovers_and_becomes_slow_again_is_named_again() -> None:
     stragglers, slow, well = Stragglers([range(RANKS)], first=400), noisy(1, 100), noisy(2, 100)
     slow[0] *= 1.5
-    said = [told(stragglers, splits, 400 + 100 * part) for part, splits in enumerate((slow, well, slow))]
-    assert [[each.rank for _, each in found] for found in said] == [[0], [], [0]]
-    assert [found[0][1].since > first for found, first in ((said[0], 400), (said[2], 590))] == [True, True]
+    parts = [reports(stragglers, splits, 400 + 100 * part) for part, splits in enumerate((slow, well, slow))]
+    assert [[slow_rank.rank for _, slow_rank in named] for named in parts] == [[0], [], [0]]
+    assert [named[0][1].since > first for named, first in ((parts[0], 400), (parts[2], 590))] == [True, True]
 
 
-def test_steps_of_a_millisecond_are_looked_at_for_half_a_second() -> None:
+def test_steps_of_a_millisecond_are_judged_after_half_a_second() -> None:
     splits = noisy(0, 700) / 100
     splits[0] *= 1.5
-    ((step, _),) = told(Stragglers([range(RANKS)]), splits)
-    assert 280 <= step <= 400  # 0.5 s of steps of 1.8 ms
+    ((step, _),) = reports(Stragglers([range(RANKS)]), splits)
+    assert 280 <= step <= 400  # 0.5 s at 1.8 ms a step
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
@@ -96,7 +98,9 @@ def test_the_median_of_the_others_is_that_of_the_rest_of_the_row(count: int) -> 
     assert median_of_others(values).tolist() == expected
 
 
-def test_an_event_is_a_line_that_says_who_where_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_event_is_a_line_with_the_rank_its_host_and_the_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     event = Straggling(250, rank=2, host="n3", device="cuda:1", cause="data", slower=1.234, since=210)
     EventLog(tmp_path / "events.jsonl")(event)
     line = json.loads((tmp_path / "events.jsonl").read_text())

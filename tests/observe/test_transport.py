@@ -1,4 +1,4 @@
-"""NCCL's own words, of machines with and without a fast fabric."""
+"""The transport is read from NCCL's own log, on machines with and without a fast fabric."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def test_transports_and_interface_are_read(text: str, transports: list[str], int
     assert heard(text) == {"transports": transports, "interface": interface}
 
 
-def test_sockets_where_the_cluster_declares_a_fabric_are_told() -> None:
+def test_sockets_where_the_cluster_declares_a_fabric_give_a_warning() -> None:
     fast = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=12.5e9, latency=5e-6)})
     slow = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=1.25e9, latency=5e-5)})
     ethernet: dict[str, Any] = {"backend": "nccl", **heard(ETHERNET)}
-    said = disappointment(ethernet, fast)
-    assert said is not None
-    assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in said
+    warning = disappointment(ethernet, fast)
+    assert warning is not None
+    assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in warning
     assert disappointment(ethernet, slow) is None
     assert disappointment({"backend": "nccl", **heard(FABRIC)}, fast) is None
 
 
-def test_the_record_says_what_was_used(train: Any) -> None:
+def test_the_manifest_records_the_transport(train: Any) -> None:
     run = train("recipe=digits", "steps=3", "cluster.processes=2")
     assert run.code == 0, run.error
     (attempt,) = run.json("run_manifest.json")["attempts"]

@@ -1,4 +1,4 @@
-"""The wandb run that a training run leaves, read back from its file."""
+"""The wandb run that a training run leaves is read back from its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``worldsize watch``: what it says of a run that goes on, fails, starts again and ends."""
+"""``worldsize watch`` follows a run that trains, fails, restarts and ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from worldsize.records.run_directory import RunDirectory
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    """At step 30 of 200, in its first attempt, by this process."""
+    """A run at step 30 of 200, in its first attempt, which this process holds the lock of."""
     folder = write_run(tmp_path / "digits" / "run", steps=30, ranks=20, attempts=[])
     begin_attempt(folder / "run_manifest.json", hosts=["gpu-a"], world_size=20)
     with RunLock(folder):
         yield RunDirectory(folder)
 
 
-def told(run: RunDirectory, **facts: object) -> None:
+def append(run: RunDirectory, **facts: object) -> None:
+    """Append a line to the run's metrics."""
     with run.metrics.open("a") as file:
         file.write(json.dumps(facts) + "\n")
 
@@ -39,29 +40,29 @@ def end(run: RunDirectory, reason: str, code: int) -> None:
     end_attempt(run.manifest, {}, exit_reason=reason, exit_code=code, steps=None, first_step_at=None)
 
 
-def acts(*each: Callable[[], object]) -> Callable[[float], None]:
-    """A wait in which the next of these things happens."""
-    left = iter(each)
-    return lambda _: (next(left)(), None)[1]
+def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
+    """Return a function that does the next of these actions instead of waiting."""
+    remaining = iter(actions)
+    return lambda _: (next(remaining)(), None)[1]
 
 
-def test_the_slowest_is_the_rank_that_takes_longest_itself(run: RunDirectory) -> None:
+def test_the_slowest_rank_is_the_one_that_computes_longest(run: RunDirectory) -> None:
     watched, out = Watched(run.path), io.StringIO()
     watched.look()
     Console(file=out, width=160).print(screen(watched, look(run.path), "running"))
     (line,) = [line for line in out.getvalue().splitlines() if line.endswith("slowest")]
-    assert line.split()[0] == "19"  # whose computing write_run makes longer
+    assert line.split()[0] == "19"  # write_run makes this rank compute longer
     assert "the slowest 16 of 20" in out.getvalue()
     assert "step 30/200" in out.getvalue()
 
 
-def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_the_runs(run: RunDirectory) -> None:
+def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_the_run(run: RunDirectory) -> None:
     out = io.StringIO()
     event = {"event": "straggling", "step": 31, "rank": 19, "host": "gpu-b\x1b[31m", "cause": "data", "slower": 1.3}
 
     def straggles() -> None:
         (run.path / "events.jsonl").write_text(json.dumps({**event, "time": 1.0}) + "\n")
-        told(run, event="evaluation", step=31, metrics={"accuracy": 0.25})
+        append(run, event="evaluation", step=31, metrics={"accuracy": 0.25})
 
     def again() -> None:
         begin_attempt(run.manifest, hosts=["gpu-a"], world_size=20)
@@ -100,14 +101,14 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, reason: str, code: i
     assert watch(RunDirectory(folder), Console(file=io.StringIO()), wait=acts()) == expected
 
 
-def test_a_failed_run_lives_as_long_as_its_launcher_may_start_it_again(run: RunDirectory) -> None:
+def test_a_failed_run_is_alive_while_its_launcher_may_restart_it(run: RunDirectory) -> None:
     end(run, "failed", 1)
     assert is_alive(run, Scheduler(run))
     end(run, "completed", 0)
     assert not is_alive(run, Scheduler(run))
 
 
-def test_a_file_that_another_took_the_place_of_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("one\ntwo\n")
     tail = Tail(tmp_path / "file", whole=True)
     assert tail.read() == ["one", "two"]

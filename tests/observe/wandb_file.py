@@ -1,4 +1,4 @@
-"""Reads a ``.wandb`` file: a LevelDB-style log (github.com/google/leveldb, doc/log_format.md) of protobuf records."""
+"""Read a ``.wandb`` file: a LevelDB-style log (github.com/google/leveldb, doc/log_format.md) of protobuf records."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FULL, _LAST = 1, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    from wandb.proto import wandb_internal_pb2  # takes a second
+    from wandb.proto import wandb_internal_pb2  # slow import
 
-    messages: Any = wandb_internal_pb2  # generated, without types
+    messages: Any = wandb_internal_pb2  # generated code has no types
     data, place, whole = path.read_bytes(), _FILE_HEADER, b""
     while place + _CHUNK_HEADER <= len(data):
         left = _BLOCK - place % _BLOCK
@@ -33,7 +33,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def histories(file: Path) -> Iterator[dict[str, Any]]:
-    """What was logged, a row at a time, values decoded."""
+    """Yield what was logged, one row at a time, with decoded values."""
     for record in records(file):
         if record.HasField("history"):
             items = record.history.item
