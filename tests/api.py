@@ -29,7 +29,7 @@ EVERYTHING = (
 BLOCKS = {  # parts that strategies are built from
     "worldsize.collectives.exact": ("reduce_metrics",),
     "worldsize.collectives.per_rank": ("own", "stacked"),
-    "worldsize.collectives.step_timer": ("phase",),
+    "worldsize.collectives.step_timer": ("phase", "wait"),
     "worldsize.reproducibility.seeds": ("seed_generators",),
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),
     "worldsize.strategies.train_state": ("TrainState",),

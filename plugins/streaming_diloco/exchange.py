@@ -8,11 +8,11 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
 
 from plugins.local_sgd.exchange import Begun, Exchange
 from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
 from worldsize.collectives.ordered import finish
+from worldsize.collectives.step_timer import wait
 
 
 @final
@@ -28,7 +28,7 @@ class Gathered(Exchange):
         work = dist.all_gather_into_tensor(theirs_kp.view(-1), mine.view(-1), group=self.group, async_op=True)
 
         def mean() -> Tensor:
-            _wait(work)
+            wait(work)
             return (finish(decode(theirs_kp, padded.shape[1]).unbind()) / self.size)[:numel]
 
         return lambda: mean
@@ -51,7 +51,7 @@ class Scattered(Exchange):
         work = dist.all_to_all_single(theirs_kp, sent_kp, group=self.group, async_op=True)
 
         def second() -> Callable[[], Tensor]:
-            _wait(work)
+            wait(work)
             shard = mine_ks.shape[1]
             mean_1s = (finish(decode(theirs_kp, shard).unbind()) / self.size)[None]
             gathered_kp = torch.empty_like(theirs_kp)
@@ -60,7 +60,7 @@ class Scattered(Exchange):
             )
 
             def whole() -> Tensor:
-                _wait(last)
+                wait(last)
                 return decode(gathered_kp, shard).flatten()[:numel]
 
             return whole
@@ -75,8 +75,3 @@ def _blocks(row_n: Tensor, rows: int) -> Tensor:
     """``row_n`` as float32 [rows, whole blocks], with zeros at its end."""
     length = -(-row_n.numel() // (rows * BLOCK)) * BLOCK
     return torch.nn.functional.pad(row_n.float(), (0, rows * length - row_n.numel())).view(rows, length)
-
-
-def _wait(work: Work | None) -> None:
-    assert work is not None, "only members of the group take part"
-    work.wait()

@@ -65,13 +65,14 @@ class StdlibLM(Recipe):
         return Windows(text[: len(text) // self.context * self.context], self.context)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs_bt, targets_bt = batch
-        return F.cross_entropy(model(inputs_bt).flatten(0, 1), targets_bt.flatten(), ignore_index=IGNORED)
+        _, targets_bt = batch
+        logits = model(*self.model_inputs(batch)).flatten(0, 1)
+        return F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Return bits per byte: the cross entropy in base 2 over every predicted byte."""
-        inputs_bt, targets_bt = batch
-        logits = model(inputs_bt).float().flatten(0, 1)
+        _, targets_bt = batch
+        logits = model(*self.model_inputs(batch)).float().flatten(0, 1)
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
         return {"bits_per_byte": (nats / math.log(2), (targets_bt != IGNORED).sum())}
 
@@ -82,6 +83,9 @@ class StdlibLM(Recipe):
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         assert isinstance(model, GPT)
         return [model.embedding, *model.blocks, Logits(model)]
+
+    def model_inputs(self, batch: Any) -> tuple[Tensor]:
+        return (batch[0],)
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         """Split attention by heads and the wide layer by features."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by a clock that ticks once whenever it is asked."""
+"""Where the time of a step goes, by a timer that ticks once whenever it is asked."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from itertools import count, islice
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import Work
+from torch.distributed import _functional_collectives as functional
 
 from plugins.local_sgd.strategy import LocalSGD
-from worldsize.collectives.step_timer import Clock, Phase, phase
+from worldsize.collectives.step_timer import Phase, StepTimer, phase
 from worldsize.core import RunContext, Strategy, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
@@ -27,40 +30,45 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
     """Whose moments are 0, 1, 2 ..."""
     monkeypatch.setattr(time, "perf_counter", map(float, count()).__next__)
-    return Clock(CPU)
+    return StepTimer(CPU)
 
 
-def test_what_is_done_within_a_phase_counts_there_and_everything_else_is_computing(clock: Clock) -> None:
-    with clock.opened():
-        clock.start(data=7.0)  # at 0
+def test_what_is_done_within_a_phase_counts_there_and_everything_else_is_computing(timer: StepTimer) -> None:
+    with timer.opened():
+        timer.start(data=7.0)  # at 0
         with phase("update"), phase("communication"):  # at 1 and 2, until 3 and 4
             pass
-        clock.end()  # at 5
-    assert clock.take().tolist() == [[7.0, 2.0, 1.0, 2.0]]
-    assert clock.take().tolist() == []
+        timer.end()  # at 5
+    assert timer.take().tolist() == [[7.0, 2.0, 1.0, 2.0]]
+    assert timer.take().tolist() == []
 
 
-def test_a_phase_that_fails_ends_and_one_that_nobody_measures_asks_for_no_time(clock: Clock) -> None:
+def test_a_phase_that_fails_ends_and_one_that_nobody_measures_asks_for_no_time(timer: StepTimer) -> None:
     with phase("update"):
         pass
-    with clock.opened():
+    with timer.opened():
         with phase("update"):
             pass
-        clock.start(data=0.0)
+        timer.start(data=0.0)
         with suppress(ValueError), phase("update"):
             raise ValueError
-        clock.end()
-    assert clock.take().tolist() == [[0.0, 2.0, 0.0, 1.0]]
+        timer.end()
+    assert timer.take().tolist() == [[0.0, 2.0, 0.0, 1.0]]
 
 
-def test_pytorch_is_as_it_was_when_the_clock_is_closed(clock: Clock) -> None:
-    before = torch.futures.Future.wait
-    with clock.opened():
-        assert torch.futures.Future.wait is not before
-    assert torch.futures.Future.wait is before
+def test_nothing_of_pytorch_is_replaced_while_a_timer_is_open(timer: StepTimer) -> None:
+    def waits() -> list[object]:
+        places = (Work, torch.futures.Future, functional, dist)
+        return [value for place in places for name, value in vars(place).items() if "wait" in name or "cast" in name]
+
+    before = waits()
+    with timer.opened():
+        timer.start(data=0.0)
+        assert waits() == before
+        timer.end()
 
 
 STRATEGIES: Sequence[Strategy] = (
@@ -79,14 +87,14 @@ STRATEGIES: Sequence[Strategy] = (
 def measured(strategy: Strategy, world: World) -> list[float]:
     """Moments spent in each phase of three steps, the last of them."""
     replica, order = strategy.replica(Chain(), RunContext(world)), Order(0, 8, 4, (world.rank, 2 + world.rank))
-    clock = Clock(world.device)
-    with clock.opened():
+    timer = StepTimer(world.device)
+    with timer.opened():
         for batches in islice(micro_batches(Chain().data("train"), order, world.device), 3):
-            clock.start(data=0.0)
+            timer.start(data=0.0)
             replica.step(batches)
-            clock.end()
+            timer.end()
     replica.close(complete=True)
-    return [float(seconds) for seconds in clock.take()[-1]]
+    return [float(seconds) for seconds in timer.take()[-1]]
 
 
 def test_every_strategy_is_seen_computing_waiting_for_others_and_updating() -> None:
@@ -104,12 +112,12 @@ def test_what_ddps_reducer_waits_for_begins_when_the_last_gradient_is_there() ->
             Chain(depth=300), RunContext(world)
         )  # too large to be gathered: the reducer in C++ sums it
         assert isinstance(replica, SynchronousReplica)
-        order, clock, seen = Order(0, 8, 2, (world.rank,)), Clock(world.device), list[str]()
-        _note(replica.model, clock, seen)
-        with clock.opened():
-            clock.start(data=0.0)
+        order, timer, seen = Order(0, 8, 2, (world.rank,)), StepTimer(world.device), list[str]()
+        _note(replica.model, timer, seen)
+        with timer.opened():
+            timer.start(data=0.0)
             replica.step(next(micro_batches(Chain().data("train"), order, world.device)))
-            clock.end()
+            timer.end()
         return seen
 
     for seen in run_in_worlds(body, 2):
@@ -118,14 +126,14 @@ def test_what_ddps_reducer_waits_for_begins_when_the_last_gradient_is_there() ->
         assert "gradient" not in backward[backward.index("communication") :]
 
 
-def _note(model: nn.Module, clock: Clock, seen: list[str]) -> None:
+def _note(model: nn.Module, timer: StepTimer, seen: list[str]) -> None:
     """What happens, in order: gradients, and changes of phase."""
-    switch = clock.switch
+    switch = timer.switch
 
     def noted(phase: Phase) -> Phase:
         seen.append(phase)
         return switch(phase)
 
-    clock.switch = noted  # type: ignore[method-assign]
+    timer.switch = noted  # type: ignore[method-assign]
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from tests.observe.run_folders import HOSTILE, START, attempt, write_run
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.curves import means
 from worldsize.observe.report.page import page, run_page
-from worldsize.observe.report.ranks import anatomy
+from worldsize.observe.report.ranks import step_breakdown
 from worldsize.observe.report.read import read_run, rows, runs_below
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.sweep import read_sweep
@@ -117,13 +117,13 @@ def test_the_time_line_shows_when_attempts_ran_and_what_a_failure_cost(eventful:
     assert "recovered in 9.0 s; 10 steps are done again" in [mark.text for mark in line.marks]
 
 
-def test_the_anatomy_has_the_phases_that_ranks_measured(tmp_path: Path) -> None:
-    (chart,) = anatomy(read_run(write_run(tmp_path / "run", ranks=2)))
+def test_the_breakdown_has_the_phases_that_ranks_measured(tmp_path: Path) -> None:
+    (chart,) = step_breakdown(read_run(write_run(tmp_path / "run", ranks=2)))
     assert [label for label, _ in chart.key] == ["data 1 ms", "compute 11 ms", "communication 3 ms", "update 1 ms"]
 
 
-def test_without_phases_the_anatomy_is_the_step_and_the_wait_for_data(tmp_path: Path) -> None:
-    (chart,) = anatomy(read_run(write_run(tmp_path / "run", ranks=2, phases=False)))
+def test_without_phases_the_breakdown_is_the_step_and_the_wait_for_data(tmp_path: Path) -> None:
+    (chart,) = step_breakdown(read_run(write_run(tmp_path / "run", ranks=2, phases=False)))
     assert [label for label, _ in chart.key] == ["data 1 ms", "step 15 ms"]
 
 

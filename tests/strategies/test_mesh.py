@@ -41,7 +41,7 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.partition import balanced
-from worldsize.strategies.mesh.stage import Answer, inputs_of
+from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
 
@@ -174,7 +174,7 @@ class Tangled(nn.Module):
         self.unused = nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_buffer("shift", torch.randn(6))
 
-    def forward(self, tokens_bt: Tensor, *, factor: float) -> Tensor:
+    def forward(self, tokens_bt: Tensor, factor: float) -> Tensor:
         hidden_btw = self.hidden(self.embedding(tokens_bt) * factor).tanh()
         logits_btv: Tensor = self.head(hidden_btw + self.get_buffer("shift"))
         return logits_btv
@@ -185,7 +185,7 @@ class First(nn.Module):
         super().__init__()
         self.embedding = model.embedding
 
-    def forward(self, tokens_bt: Tensor, *, factor: float) -> Tensor:
+    def forward(self, tokens_bt: Tensor, factor: float) -> Tensor:
         embedded_btw: Tensor = self.embedding(tokens_bt) * factor
         return embedded_btw
 
@@ -216,7 +216,7 @@ class TangledRecipe(Recipe):
         return ()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0], factor=3.0).flatten(0, 1), batch[1].flatten())
+        return nn.functional.cross_entropy(model(*self.model_inputs(batch)).flatten(0, 1), batch[1].flatten())
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         return {"loss": (self.loss(model, batch) * len(batch[0]), torch.tensor(len(batch[0])))}
@@ -224,6 +224,9 @@ class TangledRecipe(Recipe):
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         assert isinstance(model, Tangled)
         return [First(model), nn.Sequential(model.hidden, nn.Tanh()), Last(model)]
+
+    def model_inputs(self, batch: Any) -> tuple[Tensor, float]:
+        return batch[0], 3.0
 
 
 @pytest.mark.parametrize("strategy", [Mesh(pipeline=3), Mesh(data=2, pipeline=2)], ids=["three stages", "sharded"])
@@ -279,14 +282,30 @@ def test_an_optimizer_may_take_all_tensors_at_once() -> None:
     assert run_in_worlds(body, 2)[0] == pytest.approx(reference()[0][:4], rel=1e-5)
 
 
-def test_a_recipe_that_does_not_call_its_model_once_is_refused() -> None:
-    answer = Answer(torch.ones(2))
-    assert answer(torch.ones(3), more=1).sum() == 2
+def test_a_recipe_that_calls_its_model_twice_is_refused() -> None:
+    output = KnownOutput(torch.ones(2))
+    assert output(torch.ones(3), more=1).sum() == 2
     with pytest.raises(ConfigError, match="calls its model twice"):
-        answer()
-    with pytest.raises(ConfigError, match="does not call its model"):
-        inputs_of(lambda model, batch: batch, 1)
-    assert inputs_of(lambda model, batch: model(batch, key=2), 1) == ((1,), {"key": 2})
+        output()
+
+
+class Plain(Recipe):
+    """Defines what every recipe must, and nothing for pipelines."""
+
+    model = optimizer = data = loss = evaluate = None  # type: ignore[assignment]
+
+
+class Layered(Plain):
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.children())
+
+
+@pytest.mark.parametrize(("own", "missing"), [(Plain(), "Recipe.layers"), (Layered(), "Recipe.model_inputs")])
+def test_a_recipe_that_does_not_say_how_it_pipelines_is_refused_before_the_start(own: Recipe, missing: str) -> None:
+    Mesh(tensor=2).check_recipe(own)
+    Mesh(pipeline=2).check_recipe(recipe())
+    with pytest.raises(ConfigError, match=f"Define {missing}, or set strategy.pipeline=1"):
+        Mesh(pipeline=2).check_recipe(own)
 
 
 def test_bfloat16_is_that_of_one_process() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worldsize.collectives.step_timer import wait
 from worldsize.core import World
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
@@ -30,7 +31,7 @@ def share(table: Tensor, world: World) -> Callable[[], Tensor]:
     work = dist.all_reduce(table := table.to(world.device), group=world.group, async_op=True)
 
     def whole() -> Tensor:
-        work.wait()
+        wait(work)
         return table.cpu()
 
     return whole
@@ -44,8 +45,7 @@ def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
     work = dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=world.group, async_op=True)
 
     def whole() -> Tensor:
-        assert work is not None, "only members of the group take part"
-        work.wait()
+        wait(work)
         return parts.cpu()
 
     return whole

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from worldsize.collectives.ordered import finish
+from worldsize.collectives.step_timer import phase
 
 LARGEST = 1 << 20  # bytes of all rows together
 
@@ -27,5 +28,6 @@ def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
     """The mean over ranks in place of each rank's flat ``row_n``; the same bits on every rank."""
     size = dist.get_world_size(group)
     rows_pn = row_n.new_empty(size * row_n.numel())
-    dist.all_gather_into_tensor(rows_pn, row_n, group=group)
+    with phase("communication"):
+        dist.all_gather_into_tensor(rows_pn, row_n, group=group)
     return torch.div(finish(rows_pn.view(size, -1).unbind()), size, out=row_n)

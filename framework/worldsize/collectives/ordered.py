@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.staged import Phases, started
+from worldsize.collectives.staged import Phases
+from worldsize.collectives.step_timer import wait
 
 
 @final
@@ -132,14 +133,14 @@ def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup) -> Phases:
     for node, row in enumerate(rows):
         _spread(row, mine_pns[:, node])
     theirs_pns = torch.empty_like(mine_pns)
-    work = started(dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True))
+    work = dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True)
     yield
-    work.wait()
+    wait(work)
     total_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
     whole = total_s.new_empty(size * shard)
-    work = started(dist.all_gather_into_tensor(whole, total_s, group=group, async_op=True))
+    work = dist.all_gather_into_tensor(whole, total_s, group=group, async_op=True)
     yield
-    work.wait()
+    wait(work)
     return whole[:length]
 
 

@@ -11,16 +11,17 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from worldsize.collectives.codecs import Codec
-from worldsize.collectives.staged import Phases, started
+from worldsize.collectives.staged import Phases
+from worldsize.collectives.step_timer import wait
 
 Sum = Callable[[Tensor, ProcessGroup], Phases]  # of a flat tensor; may reuse its memory
 
 
 def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
     """Torch's own sum."""
-    work = started(dist.all_reduce(flat_n, group=group, async_op=True))
+    work = dist.all_reduce(flat_n, group=group, async_op=True)
     yield
-    work.wait()
+    wait(work)
     return flat_n
 
 
@@ -32,9 +33,9 @@ def hierarchical(flat_n: Tensor, node: ProcessGroup, across: ProcessGroup, total
     padded = F.pad(flat_n, (0, padding)) if padding else flat_n
     part = yield from _scattered(padded, node)
     part = yield from total(part, across)
-    work = started(dist.all_gather_into_tensor(padded, part, group=node, async_op=True))
+    work = dist.all_gather_into_tensor(padded, part, group=node, async_op=True)
     yield
-    work.wait()
+    wait(work)
     return padded[: flat_n.numel()] if padding else flat_n
 
 
@@ -43,14 +44,14 @@ def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
     size = dist.get_world_size(group)
     if flat_n.device.type == "cpu":
         theirs_n = torch.empty_like(flat_n)
-        work = started(dist.all_to_all_single(theirs_n, flat_n, group=group, async_op=True))
+        work = dist.all_to_all_single(theirs_n, flat_n, group=group, async_op=True)
         yield
-        work.wait()
+        wait(work)
         return theirs_n.view(size, -1).sum(0)
     part = flat_n.new_empty(flat_n.numel() // size)
-    work = started(dist.reduce_scatter_tensor(part, flat_n, group=group, async_op=True))
+    work = dist.reduce_scatter_tensor(part, flat_n, group=group, async_op=True)
     yield
-    work.wait()
+    wait(work)
     return part
 
 
@@ -68,23 +69,23 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
     count = parts_pn.shape[1]
     wire = codec.encode(parts_pn)
     theirs = torch.empty_like(wire)
-    work = started(dist.all_to_all_single(theirs, wire, group=group, async_op=True))
+    work = dist.all_to_all_single(theirs, wire, group=group, async_op=True)
     yield
     if error_n is not None:
         for columns, sent_pk in codec.pieces(wire, count):
             parts_pn[:, columns].sub_(sent_pk)
-    work.wait()
+    wait(work)
     sum_n = flat_n.new_empty(count)
     for columns, summands_pk in codec.pieces(theirs, count):
         torch.sum(summands_pk, 0, out=sum_n[columns])
     wire = codec.encode(sum_n[None])
     whole = wire.new_empty(size, wire.shape[1])
-    work = started(dist.all_gather_into_tensor(whole, wire, group=group, async_op=True))
+    work = dist.all_gather_into_tensor(whole, wire, group=group, async_op=True)
     yield
     if error_n is not None:
         parts_pn[dist.get_rank(group)] += sum_n - codec.decode(wire, count)[0]
         _put_back(parts_pn, error_n)
-    work.wait()
+    wait(work)
     sums_pn = _in_parts(flat_n, size)
     for columns, sums_pk in codec.pieces(whole, count):
         sums_pn[:, columns] = sums_pk

@@ -10,7 +10,6 @@ from collections.abc import Generator
 from typing import final
 
 from torch import Tensor
-from torch.distributed import Work
 from torch.futures import Future
 
 Phases = Generator[None, None, Tensor]
@@ -24,11 +23,6 @@ def finished(phases: Phases) -> Tensor:
         except StopIteration as end:
             result: Tensor = end.value
             return result
-
-
-def started(work: Work | None) -> Work:
-    assert work is not None, "only members of the group take part"
-    return work
 
 
 @final

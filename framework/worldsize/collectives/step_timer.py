@@ -1,11 +1,21 @@
-"""Where the time of a step goes: one clock a process, which says what a step is busy with at each moment.
+"""Measures where the time of a step goes: how long it computes, waits for other processes, and updates parameters.
 
-A step begins as "compute". What updates parameters says so, ``with phase("update")``. Waiting for other processes is
-"communication" wherever PyTorch waits in Python (:data:`_WAITS` has the places), so that strategies and plugins need
-no marks of their own for it; what waits by other means says ``with phase("communication")``. Only waiting counts:
-communication that goes on behind a computation costs no time.
+A step begins as "compute". Code that updates parameters runs inside ``with phase("update")``. Code that waits for
+other processes calls ``wait(work)``, or runs inside ``with phase("communication")``. Only waiting counts as
+communication: a collective that runs behind a computation costs no time.
 
-On CUDA a moment is an event on the stream of the step, and nothing waits for it here.
+Nothing of PyTorch is replaced. Where PyTorch waits by itself, its own hooks say when:
+
+============================== =====================================================================================
+DistributedDataParallel        :func:`backward` for the gradients, :func:`time_buffers` for the buffers
+ZeroRedundancyOptimizer        :func:`time_parameters`
+``fully_shard``                :mod:`worldsize.collectives.timed_sharding`
+tensor parallelism, pipelines  :mod:`worldsize.strategies.mesh.timing`
+============================== =====================================================================================
+
+What waits without any of these counts as the phase in which it happens. docs/observing.md lists what is not separated.
+
+On CUDA a moment is an event on the stream of the step, and nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -15,36 +25,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import Work
-from torch.distributed import _functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 Phase = Literal["compute", "communication", "update"]
 PHASES: tuple[Phase, ...] = ("compute", "communication", "update")
-
-# where Python waits for a collective; a reducer in C++ waits at the end of a backward pass, see backward()
-_WAITS: tuple[tuple[Any, str], ...] = (
-    (Work, "wait"),
-    (torch.futures.Future, "wait"),
-    (functional, "wait_tensor"),
-    (functional, "wait_tensors"),
-    (dist, "_broadcast_coalesced"),
-)
 
 
 @final
 @dataclass
 class _Step:
-    """``data``: seconds for which its data were waited for; ``marks``: moments, and what began there."""
+    """The moments of one step at which its phase changed."""
 
-    data: float
-    marks: list[tuple[Any, Phase]] = field(default_factory=list)
+    data: float  # seconds that the step waited for its data
+    marks: list[tuple[Any, Phase]] = field(default_factory=list)  # a moment, and the phase that began there
 
     def split(self, between: Callable[[Any, Any], float]) -> list[float]:
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -54,8 +54,8 @@ class _Step:
 
 
 @final
-class Clock:
-    """Measures steps, from :meth:`start` to :meth:`end`, on ``device``; one of a process is open at a time."""
+class StepTimer:
+    """Measures steps on ``device``, each from :meth:`start` to :meth:`end`. A process has one open timer at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -63,25 +63,20 @@ class Clock:
         self._thread = threading.get_ident()
         self._step: _Step | None = None
         self._done: list[_Step] = []
-        self._before: list[_Step] = []  # on CUDA: of the call of take() before
+        self._before: list[_Step] = []  # on CUDA: the steps that ended before the last call of take()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within, :func:`phase` is heard, and PyTorch's waits are timed."""
+        """Receive the phases that code marks while the context is open."""
         global _open
-        kept = [(place, name, getattr(place, name)) for place, name in _WAITS]
-        for place, name, wait in kept:
-            setattr(place, name, _timed(wait))
         _open = self
         try:
             yield
         finally:
             _open = None
-            for place, name, wait in kept:
-                setattr(place, name, wait)
 
     def start(self, *, data: float) -> None:
-        """A step begins, whose data were waited for ``data`` seconds."""
+        """Begin to measure a step that waited ``data`` seconds for its data."""
         self._step = _Step(data)
         self.switch("compute")
 
@@ -92,10 +87,10 @@ class Clock:
             self._step = None
 
     def take(self) -> Tensor:
-        """float64 [steps, 4]: seconds of data and of :data:`PHASES`, of each step that ended since the last call.
+        """Return the seconds of data and of each of :data:`PHASES`: float64 [steps, 4], a row for each measured step.
 
-        On CUDA since the call before that, up to the last: the device has passed those steps if it has passed what
-        came after them, and is not waited for.
+        On the CPU these are the steps since the last call. On CUDA they are those that ended before the last call: the
+        device has passed them by now, so that nothing needs to wait for it.
         """
         ready, self._before = (self._before, self._done) if self._stream else (self._done, [])
         self._done = []
@@ -103,7 +98,7 @@ class Clock:
         return torch.tensor([step.split(between) for step in ready], dtype=torch.float64).view(-1, 1 + len(PHASES))
 
     def switch(self, phase: Phase) -> Phase:
-        """From now on it is ``phase``; what it was before."""
+        """Begin ``phase`` and return the phase before it."""
         if self._step is None:
             return phase
         marks = self._step.marks
@@ -112,7 +107,10 @@ class Clock:
         return before
 
     def hears(self) -> bool:
-        """Whether a step is measured, and this thread computes it: that of the clock, or one of CUDA's backward."""
+        """Tell whether a step is measured and the calling thread computes it.
+
+        That is the thread that made the timer, or one that CUDA's backward pass runs in.
+        """
         if self._step is None or threading.get_ident() == self._thread:
             return self._step is not None
         # a thread that Python has not started
@@ -133,57 +131,76 @@ def _device_seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     return milliseconds / 1e3
 
 
-_open: Clock | None = None
+_open: StepTimer | None = None  # one of a process: hooks run in autograd's threads too, which see no context variables
 
 
 def phase(name: Phase) -> AbstractContextManager[None]:
-    """What is done within counts as ``name``, unless something inside says otherwise."""
-    clock = _open
-    return _switched(clock, name) if clock is not None and clock.hears() else _UNHEARD
+    """Count the time inside the context as ``name``, except what a phase inside it counts."""
+    timer = _open
+    return _switched(timer, name) if timer is not None and timer.hears() else _UNMEASURED
 
 
-_UNHEARD = nullcontext()  # costs a tenth of a generator, where frames are small and many
+_UNMEASURED = nullcontext()  # ten times cheaper than a generator, where frames are small and many
 
 
 @contextmanager
-def _switched(clock: Clock, name: Phase) -> Iterator[None]:
-    before = clock.switch(name)
+def _switched(timer: StepTimer, name: Phase) -> Iterator[None]:
+    before = timer.switch(name)
     try:
         yield
     finally:
-        clock.switch(before)
+        timer.switch(before)
+
+
+def mark(name: Phase) -> None:
+    """Count the time from now on as ``name``; for a pair of hooks, which cannot share a context."""
+    timer = _open
+    if timer is not None and timer.hears():
+        timer.switch(name)
+
+
+def wait(work: Work | None) -> None:
+    """Wait for a collective that was started with ``async_op=True``, and count the wait as communication."""
+    assert work is not None, "only members of the group take part"
+    timer = _open
+    if timer is None or not timer.hears():
+        work.wait()
+        return
+    before = timer.switch("communication")
+    try:
+        work.wait()
+    finally:
+        timer.switch(before)
 
 
 def backward(loss: Tensor) -> None:
-    """``loss.backward()`` of a model whose gradients a reducer in C++ sums, such as DistributedDataParallel's.
+    """Run ``loss.backward()`` for a model whose gradients DistributedDataParallel sums.
 
-    What is left once the last gradient is there is communication: the engine calls back when it has computed all,
-    and the reducer, which asked later for the same, waits after that.
+    What is left of the pass once the last gradient is computed counts as communication: autograd then calls back what
+    was queued, first the change of phase, then the reducer, which queued later and waits for its buckets.
     """
-    clock = _open
-    if clock is None or not clock.hears():
+    timer = _open
+    if timer is None or not timer.hears():
         loss.backward()  # type: ignore[no-untyped-call]
         return
 
     def computed() -> None:
-        clock.switch("communication")
+        timer.switch("communication")
 
     loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[no-untyped-call]
-    before = clock.switch("compute")
+    before = timer.switch("compute")
     loss.backward()  # type: ignore[no-untyped-call]
-    clock.switch(before)
+    timer.switch(before)
 
 
-def _timed(wait: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(wait)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        clock = _open
-        if clock is None or not clock.hears():
-            return wait(*args, **kwargs)
-        before = clock.switch("communication")
-        try:
-            return wait(*args, **kwargs)
-        finally:
-            clock.switch(before)
+def time_buffers(module: DistributedDataParallel) -> None:
+    """Count as communication what ``module`` does before it calls its model, if it broadcasts buffers there."""
+    if any(True for _ in module.buffers()):
+        module.register_forward_pre_hook(lambda *_: mark("communication"))
+        module.module.register_forward_pre_hook(lambda *_: mark("compute"), prepend=True)
 
-    return timed
+
+def time_parameters(optimizer: Optimizer, local: Optimizer) -> None:
+    """Count as communication what ``optimizer`` does once its part ``local`` has stepped: it sends the parameters."""
+    local.register_step_post_hook(lambda *_: mark("communication"))
+    optimizer.register_step_post_hook(lambda *_: mark("update"))

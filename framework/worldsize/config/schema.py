@@ -87,9 +87,9 @@ class CheckpointSchema:
 
 @dataclass
 class ObserveSchema:
-    """``anatomy``: measure where each step's time goes, which finds stragglers too."""
+    """``step_breakdown``: measure where each step's time goes, which finds stragglers too."""
 
-    anatomy: bool = True
+    step_breakdown: bool = True
 
 
 @dataclass

@@ -62,9 +62,9 @@ class Settings:
         return bool(self.config["launcher"].get("exclude_slow", False))
 
     @property
-    def anatomy(self) -> bool:
+    def step_breakdown(self) -> bool:
         """Whether it is measured where the time of steps goes."""
-        return bool(self.config["observe"]["anatomy"])
+        return bool(self.config["observe"]["step_breakdown"])
 
     @property
     def profiled(self) -> tuple[int, int] | None:

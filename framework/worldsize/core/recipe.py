@@ -56,10 +56,19 @@ class Recipe(ABC):
         return ()
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """``model`` as a chain, for pipelines: the first takes what ``loss`` gives to the model, each further one
-        what the one before returns (one tensor), the last returns what the model does. Parameters may be shared.
+        """Return ``model`` as a chain of modules, for pipelines.
+
+        The first takes :meth:`model_inputs`, each further one what the one before returns (one tensor), and the last
+        returns what the model does. They may share parameters.
         """
         return ()
+
+    def model_inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments that ``loss`` and ``evaluate`` call the model with, once for each batch.
+
+        Only a pipeline asks: its first rank computes with them, and its last one has the output.
+        """
+        raise NotImplementedError
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         """How tensor parallelism divides modules, by name: a linear layer by its output ("column") or input features

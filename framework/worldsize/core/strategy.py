@@ -142,6 +142,9 @@ class Strategy(ABC):
     def check_micro_batches(self, count: int) -> None:  # noqa: B027 - most strategies take any number
         """Raise ConfigError if a step of ``count`` logical ranks in each part of the data cannot be computed."""
 
+    def check_recipe(self, recipe: Recipe) -> None:  # noqa: B027 - most strategies take any recipe
+        """Raise ConfigError if ``recipe`` does not define what this strategy asks of it."""
+
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         """Axes along which processes that train work together: for each, disjoint groups of global ranks. A rank's
         coordinate on an axis is its place in its group.

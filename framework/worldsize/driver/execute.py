@@ -39,6 +39,7 @@ def execute(cfg: DictConfig) -> int:
     """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
+    settings.strategy.check_recipe(settings.recipe)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = _plan(settings, run)
     if cfg.launch == "show":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives.exact import gather
-from worldsize.collectives.step_timer import PHASES, Clock
+from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import (
     Emit,
     Evaluated,
@@ -28,7 +28,7 @@ from worldsize.core import (
 from worldsize.data.loader import Order
 from worldsize.engine.agreement import Agreement
 
-_MEASURED = 50  # steps whose anatomy is taken between two logged ones, at most
+_MEASURED = 50  # steps that are measured between two logged ones, at most
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,17 @@ def fit(
     calls: Calls,
     first: Position = Position(),
     stop_on_nonfinite: bool = True,
-    clock: Clock | None = None,
+    timer: StepTimer | None = None,
 ) -> Position:
     """Run the steps after ``first`` up to ``pace.steps``; ``batches`` starts at the first of them.
 
     Ends earlier, on all ranks after the same step and with a save, once any rank wants to stop. Nothing here waits for
-    the device or for other ranks between logged steps. ``clock`` measures where their time goes.
+    the device or for other ranks between logged steps. ``timer`` measures where their time goes.
 
     Raises:
         NonfiniteLossError: on every rank alike, at the first logged step after the loss became NaN or infinite.
     """
-    window = _Window(world, order, clock, skipped=first.skipped)
+    window = _Window(world, order, timer, skipped=first.skipped)
     return _Loop(replica, world, pace, calls, window, stop_on_nonfinite).run(iter(batches), first)
 
 
@@ -189,7 +189,7 @@ class _Window:
 
     world: World
     order: Order
-    clock: Clock | None
+    timer: StepTimer | None
     results: list[StepResult] = field(default_factory=list)
     skipped: int = 0  # since the run began
     waited: float = 0.0
@@ -202,12 +202,12 @@ class _Window:
     def stepping(self, *, measured: bool) -> None:
         seconds = time.perf_counter() - self.mark
         self.waited += seconds
-        if self.clock and measured:
-            self.clock.start(data=seconds)
+        if self.timer and measured:
+            self.timer.start(data=seconds)
 
     def stepped(self) -> None:
-        if self.clock:
-            self.clock.end()
+        if self.timer:
+            self.timer.end()
 
     def add(self, result: StepResult) -> None:
         self.results.append(result)
@@ -224,7 +224,7 @@ class _Window:
         """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
         elapsed = time.perf_counter() - self.opened
         steps = len(self.results)
-        splits_s4 = self.clock.take() if self.clock else torch.empty(0, _PARTS, dtype=torch.float64)
+        splits_s4 = self.timer.take() if self.timer else torch.empty(0, _PARTS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self.waited) / steps, elapsed / steps], dtype=torch.float64)
         losses = torch.stack([loss for result in self.results for loss in result.losses]).double()
         flat = torch.cat([torch.cat([splits_s4.flatten(), times]).to(losses.device), losses])

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from worldsize.collectives.step_timer import Clock
+from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.records.metrics import rewind
 
@@ -58,7 +58,7 @@ class UnitTimes:
     """
 
     def __init__(self, timing: Timing, device: torch.device, *, every: int) -> None:
-        self._timing, self._clock, self._every = timing, Clock(device), every
+        self._timing, self._timer, self._every = timing, StepTimer(device), every
         self._data = self._compute = self._update = 0.0
         self._last, self._since = -1, 0.0  # step of the last line, and when it was written
 
@@ -75,11 +75,11 @@ class UnitTimes:
         if self._last < 0:
             self._timing.begin(step - 1)
             self._last, self._since = step - 1, time.perf_counter() - self._data
-        with self._clock.opened():
-            self._clock.start(data=0.0)
+        with self._timer.opened():
+            self._timer.start(data=0.0)
             yield
-            self._clock.end()
-        _, compute, _, update = self._clock.take().sum(0).tolist()
+            self._timer.end()
+        _, compute, _, update = self._timer.take().sum(0).tolist()
         self._compute, self._update = self._compute + compute, self._update + update
         if step // self._every > self._last // self._every:
             self._write(step, time.perf_counter())

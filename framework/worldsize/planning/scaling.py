@@ -65,7 +65,10 @@ def spread(seconds: Sequence[float]) -> float:
 
 
 def read_timed(run: Path, batch_size: int) -> Timed:
-    """Of a run folder; without the times of ranks (``observe.anatomy=false``, servers) from its throughput alone."""
+    """Read the times of a run folder: those of its ranks, or its throughput alone where no rank wrote any.
+
+    Ranks write none with ``observe.step_breakdown=false`` and where servers lead.
+    """
     files = sorted((run / "timing").glob("worker_*.jsonl"))
     if files:
         return timed([[json.loads(line) for line in file.read_text().splitlines()] for file in files])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.gathered import LARGEST
+from worldsize.collectives.step_timer import time_buffers
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -144,6 +145,8 @@ class DDP(Strategy):
 def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:
     """``model`` on ``world.device``, its gradients averaged over ``world.group`` during backward."""
     devices = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(
+    module = DistributedDataParallel(
         model, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **options
     )
+    time_buffers(module)
+    return module

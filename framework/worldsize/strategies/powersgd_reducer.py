@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.per_rank import own, stacked
+from worldsize.collectives.step_timer import phase
 from worldsize.core import StateDict, World
 from worldsize.strategies.gradient_reducer import Flat
 
@@ -48,10 +49,12 @@ class PowerSGD(Flat):
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         if self._node is not None:
             bucket.buffer().div_(dist.get_world_size(self._node))
-            dist.all_reduce(bucket.buffer(), group=self._node)
+            with phase("communication"):
+                dist.all_reduce(bucket.buffer(), group=self._node)
         future: Future[Tensor] = powerSGD_hook(self._torch, bucket)
         if bucket.buffer().device.type == "cpu":
-            future.wait()  # it begins collectives in callbacks, which must not meet those of the next bucket
+            with phase("communication"):
+                future.wait()  # it begins collectives in callbacks, which must not meet those of the next bucket
         return future
 
     def _settle(self, backward: Callable[[float], Tensor]) -> None:

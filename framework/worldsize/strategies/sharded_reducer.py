@@ -14,6 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.ordered import Counter, Tree, finish
+from worldsize.collectives.step_timer import phase
+from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import MicroBatch, Reduction, World
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, Statistics, gradient_reducer
 
@@ -24,6 +26,7 @@ def sharded_reducer(
     """For ``model``, sharded if it is an FSDPModule; ``copies``: the ranks that hold the same shards."""
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
+    time_sharding(model, world.device, copies=copies is not None and reduce != "ordered")
     return OrderedShards(model, world, copies) if reduce == "ordered" else FlatShards(model, world)
 
 
@@ -51,7 +54,9 @@ class FlatShards(GradientReducer):
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         norm = nn.utils.get_total_norm([found.grad for found in parameters if found.grad is not None])
         assert isinstance(norm, DTensor)
-        return _clipped(parameters, limit, norm.full_tensor())
+        with phase("communication"):
+            norm = norm.full_tensor()
+        return _clipped(parameters, limit, norm)
 
 
 @final
@@ -90,9 +95,14 @@ class OrderedShards(GradientReducer):
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """The norm of whole gradients, one at a time: the bits that it has where nothing is sharded."""
-        whole = (found.grad.full_tensor() for found in parameters if isinstance(found.grad, DTensor))
+        whole = (_gathered(found.grad) for found in parameters if isinstance(found.grad, DTensor))
         norms = [torch._foreach_norm([gradient])[0] for gradient in whole]  # as clip_grad_norm_ does
         return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _gathered(gradient: DTensor) -> Tensor:
+    with phase("communication"):
+        return gradient.full_tensor()
 
 
 def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
@@ -141,10 +151,12 @@ class _OrderedScatter(ReduceScatter):
             for copy, piece in enumerate(torch.split(row, part, dim=1)):
                 mine[copy, :, node, : piece.shape[1]] = piece
         theirs_pns = torch.empty_like(mine.flatten(0, 1))
-        dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group)
+        with phase("communication"):
+            dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group)
         mean_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind()) / self._tree.logical_ranks
         if self._copies is None:
             return mean_s
         whole = mean_s.new_empty(copies * part)
-        dist.all_gather_into_tensor(whole, mean_s, group=self._copies)
+        with phase("communication"):
+            dist.all_gather_into_tensor(whole, mean_s, group=self._copies)
         return whole[:length]

@@ -11,6 +11,7 @@ from typing import final
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from worldsize.collectives.step_timer import time_parameters
 from worldsize.core import Cluster, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload, World
 from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.cost.collectives import bucketed_exposed_seconds
@@ -72,5 +73,6 @@ def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     known = inspect.signature(type(plain)).parameters  # AdamW keeps a default that it does not take
     defaults = {name: value for name, value in plain.defaults.items() if name in known}
     sharded = ZeroRedundancyOptimizer(groups, type(plain), process_group=world.group, **defaults)
+    time_parameters(sharded, sharded.optim)
     whole = meta_state(recipe, model)["optimizer"]
     return ShardedTrainState(model, sharded, recipe.schedule(sharded), own=sharded.optim, whole=whole)

@@ -37,18 +37,23 @@ class Chain(Recipe):
         return TensorDataset(inputs, inputs[:, :3].sin() + inputs[:, 3:6])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = batch
-        return nn.functional.mse_loss(model(inputs), targets)
+        _, targets = batch
+        return nn.functional.mse_loss(model(*self.model_inputs(batch)), targets)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        inputs, targets = batch
-        return {"error": ((model(inputs) - targets).abs().double().sum(), torch.tensor(targets.numel()))}
+        _, targets = batch
+        return {
+            "error": ((model(*self.model_inputs(batch)) - targets).abs().double().sum(), torch.tensor(targets.numel()))
+        }
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return [module for module in model.modules() if isinstance(module, _Block)]
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         return list(model.children())
+
+    def model_inputs(self, batch: Any) -> tuple[Tensor]:
+        return (batch[0],)
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         blocks = [name for name, module in model.named_modules() if isinstance(module, _Block)]

@@ -87,10 +87,10 @@ class _UnitTiming(StepTiming):
 
     def drawing(self) -> AbstractContextManager[None]:
         """Time the wait for data within the block."""
-        return self._times.drawing() if self._settings.anatomy else nullcontext()
+        return self._times.drawing() if self._settings.step_breakdown else nullcontext()
 
     def measured(self, step: int) -> AbstractContextManager[None]:
-        return self._times.measured(step) if self._settings.anatomy else nullcontext()
+        return self._times.measured(step) if self._settings.step_breakdown else nullcontext()
 
 
 @final

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.save import Saver
-from worldsize.collectives.step_timer import Clock
+from worldsize.collectives.step_timer import StepTimer
 from worldsize.collectives.whole import whole
 from worldsize.config.settings import Settings
 from worldsize.core import (
@@ -106,7 +106,7 @@ class Training:
         """Train; the exit code."""
         steps, replica = self._settings.pace.steps, self._replica
         first = self._resume(replica)
-        if self._settings.anatomy and self._world.size > 1:
+        if self._settings.step_breakdown and self._world.size > 1:
             self._stragglers, self._places = Stragglers(self._settings.peers(), first.step), places(self._world)
             self._links = links_between(self._world)
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
@@ -196,12 +196,12 @@ class Training:
             begins=partial(settings.faults.at, "step:compute"),
             examine=self._examine,
         )
-        clock = Clock(world.device) if settings.anatomy else None
+        timer = StepTimer(world.device) if settings.step_breakdown else None
         watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
         if settings.profiled:
             trace = self._run.profile(world.rank)
             watched = traced(watched, trace, first=first.step, span=settings.profiled, device=world.device)
-        with closing(watched), clock.opened() if clock else nullcontext():
+        with closing(watched), timer.opened() if timer else nullcontext():
             return fit(
                 replica,
                 watched,
@@ -211,7 +211,7 @@ class Training:
                 calls=calls,
                 first=first,
                 stop_on_nonfinite=settings.stops_on_nonfinite,
-                clock=clock,
+                timer=timer,
             )
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PHASES = ("data", "compute", "communication", "update")
 _COLUMNS = 80  # of a heat map
-_AREAS = 150  # of the anatomy
+_AREAS = 150  # of the step breakdown
 
 
 def rank_charts(record: Record) -> list[Chart]:
@@ -32,7 +32,7 @@ def rank_charts(record: Record) -> list[Chart]:
     return [
         *heat_map("Step time by rank", steps, record.stragglers, waits),
         *heat_map("Own time by rank", dict(sorted(own.items())), record.stragglers, "Data and compute alone."),
-        *anatomy(record),
+        *step_breakdown(record),
     ]
 
 
@@ -69,7 +69,7 @@ def heat_map(
     return [Chart(title, draw(title, paint, height=min(150 + 8 * ranks, 420)), note)]
 
 
-def anatomy(record: Record) -> list[Chart]:
+def step_breakdown(record: Record) -> list[Chart]:
     """Phases of a step, stacked: means over ranks. Without its parts a step is one phase beside the wait for data."""
     lines = [line for timing in record.timing.values() for line in timing] or list(record.steps)
     names = PHASES if any("compute_seconds" in line for line in lines) else ("data", "step")
@@ -93,7 +93,7 @@ def anatomy(record: Record) -> list[Chart]:
         (f"{name} {middle:.3g} ms", f"c{index + 1}")
         for index, (name, middle) in enumerate(zip(names, typical, strict=True))
     )
-    return [Chart("Anatomy of a step", draw("Anatomy of a step", paint), "Mean over ranks; medians in the key.", key)]
+    return [Chart("Step breakdown", draw("Step breakdown", paint), "Mean over ranks; medians in the key.", key)]
 
 
 def _by_step(lines: Sequence[Line], names: Sequence[str]) -> tuple[list[int], Numbers]:

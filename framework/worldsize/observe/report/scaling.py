@@ -106,7 +106,7 @@ def study_charts(study: Study) -> list[Chart]:
     return [
         Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), _LEGEND, key),
         Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), _RELATIVE, key),
-        *(_anatomy(name, points) for name, points in study.series.items() if any(point.phases for point in points)),
+        *(_breakdown(name, points) for name, points in study.series.items() if any(point.phases for point in points)),
     ]
 
 
@@ -165,9 +165,9 @@ def _world_sizes(axes: Axes, study: Study) -> None:
     axes.set_xlabel("processes")
 
 
-def _anatomy(name: str, points: Sequence[Point]) -> Chart:
+def _breakdown(name: str, points: Sequence[Point]) -> Chart:
     """The phases that were measured; what they leave of the step, where that is not all."""
-    title = f"Anatomy of a step: {plain(name)}"
+    title = f"Step breakdown: {plain(name)}"
     known = [phase for phase in PHASES if any(phase in point.phases for point in points)]
     shades = {phase: f"c{PHASES.index(phase) + 1}" for phase in known}
     shades |= {"rest": "muted"} if len(known) < len(PHASES) else {}

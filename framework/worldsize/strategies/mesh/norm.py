@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import phase
 from worldsize.core import World
 from worldsize.strategies.clipping import clip_factor
 
@@ -51,5 +52,6 @@ class MeshNorm:
         squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if gradients:
             squares += torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-        dist.all_reduce(squares, group=self._world.group)
+        with phase("communication"):
+            dist.all_reduce(squares, group=self._world.group)
         return squares.sqrt().float()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
+from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Recipe, TensorStyle
+from worldsize.strategies.mesh.timing import time_column, time_row
 from worldsize.strategies.wrapping import Wrap, units
 
 
@@ -41,6 +44,8 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
         whole = units(recipe, model, sharding.wrap, sharding.wrap_parameters)
         for module in (*(unit for unit in whole if unit in mine and unit not in roots), *roots):
             fully_shard(module, mesh=mesh["data"], reshard_after_forward=sharding.reshard_after_forward)
+        for root in roots:
+            time_sharding(root, torch.device(mesh.device_type), copies=False)
     for root in roots:
         root.to(mesh.device_type)
 
@@ -59,6 +64,9 @@ def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module]
     held = {name: styles[style]() for name, style in plan.items() if model.get_submodule(name) in mine}
     # every rank has built the same model: nothing need be sent
     parallelize_module(model, mesh, held, src_data_rank=None)
+    for name in held:
+        time = time_column if plan[name] == "column" else time_row
+        time(model.get_submodule(name))
 
 
 def _check_divides(name: str, module: nn.Module, style: TensorStyle, ranks: int) -> None:

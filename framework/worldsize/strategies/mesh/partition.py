@@ -30,17 +30,24 @@ def balanced(weights: Sequence[int], stages: int) -> list[range]:
     return [range(*ends) for ends in pairwise((0, *best(0, stages)[1]))]
 
 
+def check_pipelines(recipe: Recipe) -> None:
+    """Raise ConfigError if ``recipe`` does not define what a pipeline asks of it."""
+    for method, misses in (
+        ("layers", "is not divided into layers"),
+        ("model_inputs", "does not say what its model takes"),
+    ):
+        if getattr(type(recipe), method) is getattr(Recipe, method):
+            raise ConfigError(f"{type(recipe).__name__} {misses}. Define Recipe.{method}, or set strategy.pipeline=1.")
+
+
 def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:
-    """The layers of each stage: balanced by parameters, or beginning anew at each layer of ``split``.
+    """Return the layers of each stage: balanced by parameters, or beginning anew at each layer of ``split``.
 
     Raises:
-        ConfigError: the recipe has no layers, too few of them, or none where ``split`` says.
+        ConfigError: the recipe does not define what a pipeline needs, has too few layers, or none where ``split`` says.
     """
+    check_pipelines(recipe)
     chain = list(recipe.layers(model))
-    if not chain:
-        raise ConfigError(
-            f"{type(recipe).__name__} is not divided into layers. Define Recipe.layers, or set strategy.pipeline=1."
-        )
     if len(chain) < stages:
         raise ConfigError(
             f"{type(recipe).__name__} has {len(chain)} layers, too few for {stages} stages. "

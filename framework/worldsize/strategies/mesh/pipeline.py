@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from worldsize.collectives.per_rank import local
-from worldsize.core import Batch, MicroBatch, Recipe
+from worldsize.collectives.step_timer import phase
+from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.passing import receive, send
 from worldsize.strategies.mesh.stage import Stage
+from worldsize.strategies.mesh.timing import TimedStage
 
 Kind = Literal["gpipe", "1f1b", "interleaved"]
 _SCHEDULES: Mapping[str, Any] = {
@@ -70,21 +72,23 @@ class Pipeline(GradientReducer):
         numbers = torch.arange(count)
         args = (numbers,) if self.stages[0].index == 0 else ()
         target = numbers if self.is_last else None
-        self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
-        self._agree()
-        return self._shared_losses(count)
+        with phase("communication"):  # between the passes of its stages, a schedule waits for their neighbours
+            self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
+            self._agree()
+            return self._shared_losses(count)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)
 
     def _scheduled(self, count: int) -> Any:
-        stages = [PipelineStage(stage, stage.index, self.total, self.device, group=self.group) for stage in self.stages]
+        stages = [TimedStage(stage, stage.index, self.total, self.device, group=self.group) for stage in self.stages]
         given: Any = stages if self.kind == "interleaved" else stages[0]
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
-            found = self.stages[-1].loss(output, number)
-            self._losses[int(number)] = found.detach()
-            return found / count
+            with phase("compute"):
+                found = self.stages[-1].loss(output, number)
+                self._losses[int(number)] = found.detach()
+                return found / count
 
         return _SCHEDULES[self.kind](given, count, loss_fn=loss, scale_grads=False)
 
@@ -113,13 +117,13 @@ class Pipeline(GradientReducer):
         dist.broadcast(losses, group=self.group, group_src=(self.total - 1) % self.group.size())
         return list(losses.unbind())
 
-    def output(self, recipe: Recipe, batch: Batch) -> Tensor | None:
-        """The model's output for a batch of evaluation, on the last stage; None elsewhere."""
+    def output(self, batch: Batch) -> Tensor | None:
+        """Return the model's output for a batch of evaluation on the rank of the last stage, and None on the others."""
         rank, size = self.group.rank(), self.group.size()
         output: Tensor | None = None
         for stage in self.stages:
             if stage.index == 0:
-                stage.feed(recipe.evaluate, batch)
+                stage.feed(batch)
                 output = stage()
             else:
                 output = stage(receive(self.group, (rank - 1) % size, self.device))

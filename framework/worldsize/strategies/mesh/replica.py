@@ -11,7 +11,7 @@ import torch.distributed as dist
 from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.strategies.mesh.pipeline import Pipeline
-from worldsize.strategies.mesh.stage import Answer
+from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.synchronous import SynchronousReplica, autocast, evaluating
 
 
@@ -46,9 +46,9 @@ class PipelineReplica(Replica):
             autocast(self._data.device, self._inner.numerics.precision),
         ):
             for batch in batches:
-                output = self._pipeline.output(self._recipe, batch.data)
+                output = self._pipeline.output(batch.data)
                 if output is not None:
-                    metrics = self._recipe.evaluate(Answer(output), batch.data)
+                    metrics = self._recipe.evaluate(KnownOutput(output), batch.data)
                     names = tuple(sorted(metrics))
                     sums |= {batch.index: metrics} if batch.counted else {}
         return sums, names

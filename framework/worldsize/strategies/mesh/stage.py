@@ -1,9 +1,9 @@
-"""One stage of a pipeline, and stand-ins with which a recipe that knows of no stages feeds and judges it."""
+"""One stage of a pipeline, for a recipe that knows of no stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, final
+from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +12,12 @@ from worldsize.core import Batch, ConfigError, MicroBatch, Precision, Recipe
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.synchronous import autocast
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-Use = Callable[[nn.Module, Batch], Any]  # Recipe.loss or Recipe.evaluate
-
-
-class _TakenError(Exception):
-    """What the model was called with is known, and nothing after it matters."""
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @final
-class _Recorder(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.inputs: Inputs = (args, kwargs)
-        raise _TakenError
-
-
-@final
-class Answer(nn.Module):
-    """Stands for a model whose output is known already; of one pass, that of the batch."""
+class KnownOutput(nn.Module):
+    """Stands for the model where the stages have computed its output already: returns it, once."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -44,22 +32,13 @@ class Answer(nn.Module):
         return output
 
 
-def inputs_of(use: Use, batch: Batch) -> Inputs:
-    """What ``use`` would call a model with."""
-    recorder = _Recorder()
-    try:
-        use(recorder, batch)
-    except _TakenError:
-        return recorder.inputs
-    raise ConfigError("the recipe does not call its model. Set strategy.pipeline=1.")
-
-
 @final
 class Stage(nn.Module):
-    """Consecutive layers. The first stage calls them with what the recipe would call its model with.
+    """Consecutive layers of the model; those of the first stage take ``Recipe.model_inputs``.
 
-    Each stage draws from a stream of its own, or dropout would draw one mask for all; the first from that of the
-    micro-batch, so that what the recipe draws before the model is what it is without a pipeline.
+    The first stage draws random numbers from the stream of the micro-batch, so that what the recipe draws before the
+    model is what it is without a pipeline. Each other stage has a stream of its own: with one for all, dropout would
+    draw the same mask in each.
     """
 
     def __init__(
@@ -70,43 +49,46 @@ class Stage(nn.Module):
         self.index = index
         self._recipe, self._device, self._precision = recipe, device, precision
         self._batches: Sequence[MicroBatch] = ()
-        self._inputs: Inputs | None = None
+        self._inputs: tuple[Any, ...] | None = None
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """The micro-batches of the step that the next passes belong to."""
+        """Begin a step of these micro-batches; the passes that follow name theirs by its number."""
         self._batches = batches
 
     def listen(self) -> None:
-        """Take each pass's micro-batch number from its arguments; first of all hooks, while it is on the CPU."""
+        """Let each pass take its micro-batch's number from its arguments.
+
+        This hook has to be the first one, which sees the number while it is on the CPU.
+        """
         self.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if "number" not in kwargs:
             return None
         batch = self._batches[int(kwargs["number"])]
         seed_generators(stream(batch.seed, "stage", self.index) if self.index else batch.seed, self._device)
         if self.index > 0:
             return args, {}
-        self.feed(self._recipe.loss, batch.data)
+        self.feed(batch.data)
         return (), {}
 
-    def feed(self, use: Use, batch: Batch) -> None:
-        """On the first stage: the next pass computes with what ``use`` would call a model with."""
-        self._inputs = inputs_of(use, batch)
+    def feed(self, batch: Batch) -> None:
+        """Let the next pass of the first stage compute ``batch``."""
+        self._inputs = self._recipe.model_inputs(batch)
 
     def forward(self, *hidden: Tensor) -> Tensor:
-        args, kwargs = self._inputs or (hidden, {})
+        args = hidden if self._inputs is None else self._inputs
         self._inputs = None
         with autocast(self._device, self._precision):
             first, *others = self.layers
-            output: Tensor = first(*args, **kwargs)
+            output: Tensor = first(*args)
             for layer in others:
                 output = layer(output)
         return output.contiguous()
 
     def loss(self, output: Tensor, number: Tensor) -> Tensor:
-        """On the last stage: of micro-batch ``number``, whose ``output`` this is."""
+        """Return the loss of micro-batch ``number``, whose ``output`` the last stage has computed."""
         batch = self._batches[int(number)]
         seed_generators(batch.seed, self._device)  # the recipe draws what it drew on the first stage
         with autocast(self._device, self._precision):
-            return self._recipe.loss(Answer(output), batch.data)
+            return self._recipe.loss(KnownOutput(output), batch.data)

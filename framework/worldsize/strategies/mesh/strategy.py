@@ -30,6 +30,7 @@ from worldsize.cost.collectives import (
 )
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding
+from worldsize.strategies.mesh.partition import check_pipelines
 from worldsize.strategies.mesh.pipeline import Kind
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.synchronous import alone
@@ -121,6 +122,10 @@ class Mesh(Strategy):
                 f"{count} micro-batches a data part do not divide into {rounds} rounds of an interleaved pipeline. "
                 f"Set logical_ranks to a multiple of {self.pipeline} × strategy.data."
             )
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        if self.pipeline > 1:
+            check_pipelines(recipe)
 
     def layout(self, processes: int) -> Layout:
         """The mesh of so many processes.

@@ -1,7 +1,7 @@
 """Measure what the step timer costs, and what it shows of length-balanced batches.
 
-uv run python benchmarks/anatomy.py cost           # steps that are measured and that are not
-uv run python benchmarks/anatomy.py balanced       # plain and balanced batches of samples of different length
+uv run python benchmarks/step_breakdown.py cost           # steps that are measured and that are not
+uv run python benchmarks/step_breakdown.py balanced       # plain and balanced batches of samples of different length
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from worldsize.collectives.step_timer import Clock
+from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, Recipe, RunContext, StepDone, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.engine.fit import Calls, Pace, Position, fit
@@ -45,9 +45,9 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
 
     Odd parts are measured, and the first rank then searches for stragglers; even ones are not.
     """
-    replica, clock, stragglers = (
+    replica, timer, stragglers = (
         DDP().replica(recipe, RunContext(world)),
-        Clock(world.device),
+        StepTimer(world.device),
         Stragglers([range(world.size)]),
     )
     batches = micro_batches(recipe.data("train"), order_of(world), world.device)
@@ -59,7 +59,7 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
     seconds = []
     for part in range(number):
         measured = part % 2 == 1
-        with clock.opened() if measured else nullcontext():
+        with timer.opened() if measured else nullcontext():
             begun = time.perf_counter()
             fit(
                 replica,
@@ -69,7 +69,7 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
                 pace=Pace((part + 1) * PART),
                 calls=Calls(dict, emit),
                 first=Position(part * PART),
-                clock=clock if measured else None,
+                timer=timer if measured else None,
             )
             seconds.append((time.perf_counter() - begun) / PART)
     return seconds
@@ -129,17 +129,17 @@ class Reading(Recipe):
 
 def splits(steps: int, world: World) -> list[Tensor]:
     """Return splits [steps, 4] of plain and of balanced batches, which alternate step by step."""
-    replica, clocks = DDP().replica(Reading(), RunContext(world)), [Clock(world.device), Clock(world.device)]
+    replica, timers = DDP().replica(Reading(), RunContext(world)), [StepTimer(world.device), StepTimer(world.device)]
     sources = [micro_batches(Texts(), order_of(world, balanced=balanced), world.device) for balanced in (False, True)]
     for _ in range(steps):
-        for clock, batches in zip(clocks, sources, strict=True):
+        for timer, batches in zip(timers, sources, strict=True):
             begun = time.perf_counter()
             batch = next(batches)
-            with clock.opened():
-                clock.start(data=time.perf_counter() - begun)
+            with timer.opened():
+                timer.start(data=time.perf_counter() - begun)
                 replica.step(batch)
-                clock.end()
-    return [clock.take() for clock in clocks]
+                timer.end()
+    return [timer.take() for timer in timers]
 
 
 def balanced(steps: int = 320, size: int = 2) -> None:

@@ -1,0 +1,63 @@
+"""Measures what a model that ``fully_shard`` has divided waits for, by communication of our own that does the same.
+
+On the CPU these collectives block, so that the call is the wait. On CUDA they run on streams of their own and return at
+once; the computation waits for them between streams, which no hook of PyTorch tells, so that the wait counts as the
+phase in which it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from worldsize.collectives.step_timer import mark, phase
+
+_Size = Sequence[int | torch.SymInt]
+
+
+def time_sharding(model: nn.Module, device: torch.device, *, copies: bool) -> None:
+    """Measure the waits of every part of ``model`` that is sharded; ``copies``: its gradients cross copies too."""
+    if device.type != "cpu":
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_TimedAllGather())
+            module.set_custom_reduce_scatter(_TimedReduceScatter(then_all_reduce=copies))
+            if copies:
+                module.set_all_reduce_hook(lambda _: mark("compute"))  # called when copies have been summed
+
+
+@final
+class _TimedAllGather(AllGather):
+    def allocate(self, size: _Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        with phase("communication"):
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@final
+class _TimedReduceScatter(ReduceScatter):
+    def __init__(self, *, then_all_reduce: bool) -> None:
+        self._then_all_reduce = then_all_reduce
+
+    def allocate(self, size: _Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._then_all_reduce:  # which follows even where a copy is not divided; the hook after it ends the phase
+            mark("communication")
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Work | None:
+        with phase("communication"):
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
