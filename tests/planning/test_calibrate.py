@@ -1,4 +1,4 @@
-"""What becomes of a recipe whose steps this machine cannot take."""
+"""Calibration explains why this machine cannot take the recipe's steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worldsize.planning.calibrate import calibrate
 
 
 class Unbuilt(Recipe):
-    """Whose model is never made."""
+    """A recipe whose model can never be built."""
 
     def __init__(self, build: Callable[[], NoReturn]) -> None:
         self.model = build  # type: ignore[method-assign]
@@ -45,7 +45,7 @@ def _too_much() -> NoReturn:
 
 
 def _killed() -> NoReturn:
-    """As the kernel does to who takes too much memory."""
+    """Kill this process, as the kernel does if it takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -60,6 +60,6 @@ def test_too_little_memory_is_an_error_with_a_remedy(build: Callable[[], NoRetur
         calibrate(Unbuilt(build), Numerics(), Order(0, 4, 1, (0,)), "cpu", at_once=2)
 
 
-def test_another_error_stays_as_it_is() -> None:
+def test_another_error_is_raised_unchanged() -> None:
     with pytest.raises(ValueError, match="of its own"):
         calibrate(Unbuilt(_broken), Numerics(), Order(0, 4, 1, (0,)), "cpu")

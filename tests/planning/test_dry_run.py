@@ -1,4 +1,4 @@
-"""What a strategy computes when nobody else is there."""
+"""A strategy computes a step in one process, without the ranks that it would communicate with."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ CPU, RANKS = torch.device("cpu"), 4
 SHAPE = ("cluster.nodes=2", f"cluster.processes={RANKS}", "cluster.threads=1", "optimizer=sgd", "clip_norm=null")
 
 
-def elsewhere(work: Callable[[Settings], Any], *options: str) -> Any:
-    """In a process whose groups and threads are its own."""
+def isolated(work: Callable[[Settings], Any], *options: str) -> Any:
+    """Call ``work`` in a process with process groups and threads of its own."""
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         return pool.submit(_composed, work, options).result()
 
 
 def _composed(work: Callable[[Settings], Any], options: tuple[str, ...]) -> Any:
-    found = []
+    results = []
 
     def task(cfg: DictConfig) -> None:
-        found.append(work(settings_of(cfg)))
+        results.append(work(settings_of(cfg)))
 
     compose_and_call(task, ["recipe=digits", *SHAPE, *options])
-    return found[0]
+    return results[0]
 
 
 def _steps(settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
-    """By how much one step changes each parameter: of one process alone, and of DDP's first rank."""
+    """Return how much one step changes each parameter: in one process alone, and on DDP's first rank."""
     recipe = settings.recipe
     with silent_world(settings.cluster, CPU) as world:
         data = next(micro_batches(recipe.data("train"), settings.order(0, world.size), CPU))
@@ -58,9 +58,9 @@ def _changed(replica: Replica, data: Any) -> list[Tensor]:
     return [new - old for new, old in zip(replica.state()["model"].values(), before, strict=True)]
 
 
-@pytest.mark.parametrize("width", [32, 128])  # gathered in one round; all-reduced
-def test_a_rank_whose_peers_have_the_same_takes_the_step_of_one_process(width: int) -> None:
-    single, first = elsewhere(_steps, "strategy=ddp", "recipe=stdlib_lm", "recipe.depth=1", f"recipe.width={width}")
+@pytest.mark.parametrize("width", [32, 128])  # small gradients are gathered in one round, large ones all-reduced
+def test_a_rank_whose_peers_have_equal_gradients_takes_the_step_of_one_process(width: int) -> None:
+    single, first = isolated(_steps, "strategy=ddp", "recipe=stdlib_lm", "recipe.depth=1", f"recipe.width={width}")
     for one, other in zip(single, first, strict=True):
         torch.testing.assert_close(other, one)
     assert max(one.abs().max() for one in single) > 0
@@ -81,12 +81,12 @@ def _slowdown(settings: Settings) -> float:
     ],
     ids=" ".join,
 )
-def test_a_strategy_is_tried_without_others(options: tuple[str, ...]) -> None:
-    assert elsewhere(_slowdown, *options) > 0
+def test_a_strategy_can_be_timed_without_other_ranks(options: tuple[str, ...]) -> None:
+    assert isolated(_slowdown, *options) > 0
 
 
-def test_pipelines_cannot_be_tried() -> None:
+def test_pipelines_cannot_be_timed_without_other_ranks() -> None:
     with pytest.raises(RuntimeError, match="No backend"):
-        elsewhere(
+        isolated(
             _slowdown, "strategy=mesh", "strategy.pipeline=2", "recipe=stdlib_lm", "recipe.depth=2", "recipe.width=32"
         )

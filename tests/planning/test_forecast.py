@@ -1,4 +1,4 @@
-"""Steps of strategies by their formulas, worked out by hand, and what is advised."""
+"""Steps of strategies are predicted as formulas worked out by hand say, and advice follows from them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LINKS = {"node": Link(10e9, 0.0), "network": Link(1e9, 0.0)}
 WORK = Workload(8e8, 1.6e9, compute_seconds=0.4, update_seconds=0.04, overlap=0.5)
 
 
-def cluster(nodes: int, each: int, device: str = "cpu") -> Cluster:
+def cluster(nodes: int, per_node: int, device: str = "cpu") -> Cluster:
     backend = "gloo" if device == "cpu" else "nccl"
-    return Cluster("test", nodes, nodes * each, device, backend, links=LINKS)  # type: ignore[arg-type]
+    return Cluster("test", nodes, nodes * per_node, device, backend, links=LINKS)  # type: ignore[arg-type]
 
 
-def test_a_rank_with_more_micro_batches_updates_once_and_hides_behind_the_last() -> None:
+def test_a_rank_with_more_micro_batches_updates_once_and_overlaps_with_the_last_backward_pass() -> None:
     twice = accumulated(WORK, 2)
     assert twice.compute_seconds == pytest.approx(0.36 * 2 + 0.04)
     assert twice.overlap * twice.compute_seconds == pytest.approx(WORK.overlap * WORK.compute_seconds)
@@ -33,66 +33,68 @@ def test_a_rank_with_more_micro_batches_updates_once_and_hides_behind_the_last()
     assert half.overlap * half.compute_seconds == pytest.approx(WORK.overlap * WORK.compute_seconds / 2)
 
 
-def test_gloo_reduces_where_others_scatter() -> None:
-    """3 × 7/8 of the bytes with a reduce-scatter, 4 × 7/8 where it is an all-reduce; behind 0.2 s of backward pass."""
+def test_gloo_all_reduces_where_other_backends_reduce_scatter() -> None:
+    """A step sends 3 × 7/8 of the bytes with a reduce-scatter and 4 × 7/8 without; 0.2 s of backward pass hide some."""
     on_gpus = forecast(FSDP().cost(WORK, cluster(8, 1, "cuda")), WORK)
     assert on_gpus.exposed_seconds == pytest.approx(3 * 7 / 8 * 0.8 - 0.2)
     on_cpus = forecast(FSDP().cost(WORK, cluster(8, 1)), WORK)
     assert on_cpus.exposed_seconds == pytest.approx(4 * 7 / 8 * 0.8)
-    assert on_cpus.step_seconds == pytest.approx(0.4 - 7 / 8 * 0.04 + 2.8)  # a rank updates an eighth
+    assert on_cpus.step_seconds == pytest.approx(0.4 - 7 / 8 * 0.04 + 2.8)  # each rank updates an eighth
 
 
 def test_compressed_sums_are_an_all_to_all_and_an_all_gather() -> None:
-    found = DDP(compress="bf16").cost(WORK, cluster(4, 2))
-    assert found is not None
-    assert found.communication_seconds == pytest.approx(4e8 * (2 * 6 / 8 + 7 / 8) / 1e9)
+    cost = DDP(compress="bf16").cost(WORK, cluster(4, 2))
+    assert cost is not None
+    assert cost.communication_seconds == pytest.approx(4e8 * (2 * 6 / 8 + 7 / 8) / 1e9)
 
 
-def test_what_was_measured_under_the_strategy_stands_for_what_the_workload_has() -> None:
+def test_compute_measured_under_the_strategy_replaces_that_of_the_workload() -> None:
     cost = Cost(0.0, 0.0, 0.0, 1.0, idle=0.2, exposed_seconds=0.3, added_seconds=0.1)
     assert forecast(cost, WORK).step_seconds == pytest.approx((0.4 + 0.1) / 0.8 + 0.3)
     assert forecast(cost, WORK, 0.6).step_seconds == pytest.approx(0.6 / 0.8 + 0.3)
 
 
 def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:
-    """Two nodes of two servers each, two of two workers: every worker's push leaves by the link of its node."""
+    """Two nodes hold two servers each, two hold two workers each, whose pushes leave by the link of their node."""
     assert served_bytes(1e8, range(4, 8), range(4), cluster(4, 2)) == pytest.approx(2e8)
-    # one server beside a worker: three workers elsewhere
+    # one server shares a node with a worker
     assert served_bytes(1e8, range(1, 4), range(1), cluster(2, 2)) == pytest.approx(2e8)
     assert served_bytes(1e8, range(1, 4), range(1), cluster(1, 4)) == pytest.approx(3e8)
-    found = ParameterServer(servers=4, nodes=4).cost(WORK, cluster(4, 2))
-    assert found.communication_seconds == pytest.approx(2 * 1.6)
-    assert found.exposed_seconds == pytest.approx(1.6 + 1.6 - 0.2)
-    assert found.added_seconds == pytest.approx(0.01 - 0.04)
+    cost = ParameterServer(servers=4, nodes=4).cost(WORK, cluster(4, 2))
+    assert cost.communication_seconds == pytest.approx(2 * 1.6)
+    assert cost.exposed_seconds == pytest.approx(1.6 + 1.6 - 0.2)
+    assert cost.added_seconds == pytest.approx(0.01 - 0.04)
 
 
-def test_what_fewer_bits_save_is_counted_where_they_are_sent() -> None:
-    """On GPUs: two gathers of bf16 parameters, a reduce-scatter of float32 gradients; one bit a number to servers."""
+def test_fewer_bits_reduce_only_the_messages_that_are_sent_with_them() -> None:
+    """FSDP on GPUs gathers bf16 parameters twice and scatters float32 gradients; servers get one bit a number."""
     assert FSDP(param_dtype="bf16", reduce_dtype="fp32").cost(WORK, cluster(8, 1, "cuda")).sent_bytes == pytest.approx(
         (2 * 0.5 + 1) * 7 / 8 * 8e8
     )
-    found = ParameterServer(servers=4, nodes=4, compression="onebit").cost(WORK, cluster(4, 2))
-    assert found.communication_seconds == pytest.approx(1.6 + 1.6 / 32, rel=1e-6)
+    cost = ParameterServer(servers=4, nodes=4, compression="onebit").cost(WORK, cluster(4, 2))
+    assert cost.communication_seconds == pytest.approx(1.6 + 1.6 / 32, rel=1e-6)
     assert DDP(compress="powersgd").cost(WORK, cluster(4, 2)) is None, "that depends on the matrices"
 
 
-def test_a_pipeline_is_idle_by_the_micro_batches_of_the_run() -> None:
-    """Four stages: 3 / (64 + 3) of the step, and 3 / (8 + 3) by default."""
-    found = Mesh(pipeline=4).cost(replace(WORK, micro_batches=64), cluster(4, 1))
-    assert found.idle == pytest.approx(3 / 67)
+def test_the_idle_share_of_a_pipeline_follows_from_the_micro_batches_of_the_run() -> None:
+    """Four stages are idle for 3 / (64 + 3) of the step, and by default for 3 / (8 + 3)."""
+    cost = Mesh(pipeline=4).cost(replace(WORK, micro_batches=64), cluster(4, 1))
+    assert cost.idle == pytest.approx(3 / 67)
     assert Mesh(pipeline=4).cost(WORK, cluster(4, 1)).idle == pytest.approx(3 / 11)
 
 
 def test_rings_along_data_share_the_link_of_their_node() -> None:
-    """Two nodes of four, two data parts of four tensor ranks: four rings of a quarter of the parameters cross, at a
-    quarter of the bandwidth each. One tensor rank: one ring crosses, as of fsdp.
+    """Two nodes of four ranks hold two data parts of four tensor ranks.
+
+    Four rings of a quarter of the parameters cross the link, at a quarter of its bandwidth each. With one tensor
+    rank, one ring crosses, as with fsdp.
     """
     crossed = Mesh(data=2, tensor=4).cost(WORK, cluster(2, 4, "cuda"))
     assert crossed.communication_seconds == pytest.approx(3 * 1 / 2 * 2e8 / (1e9 / 4))
     assert crossed.across_bytes == pytest.approx(4 * 3 * 1 / 2 * 2e8)
-    whole, fsdp = (each.cost(WORK, cluster(2, 4, "cuda")) for each in (Mesh(), FSDP()))
+    whole, fsdp = (strategy.cost(WORK, cluster(2, 4, "cuda")) for strategy in (Mesh(), FSDP()))
     assert whole.across_bytes == pytest.approx(fsdp.across_bytes)
-    # a stage a node: its data parts meet inside, its four ranks hand outputs on
+    # one stage per node: data parts communicate inside, and four ranks send outputs to the next node
     stages = Mesh(data=4, pipeline=2).cost(replace(WORK, boundary_bytes=1e6, micro_batches=8), cluster(2, 4, "cuda"))
     assert stages.across_bytes == pytest.approx(4 * 2 * 8 * 1e6)
 
@@ -102,20 +104,26 @@ def made(seconds: float, *, memory: float = 1e9, same: bool = True) -> Forecast:
 
 
 def test_the_best_is_the_fastest_that_fits_and_computes_the_same() -> None:
-    found = {"slow": made(1.0), "near": made(0.26), "best": made(0.2), "large": made(0.1), "apart": made(0, same=False)}
-    text = best_text(found, {"large"})
+    rivals = {
+        "slow": made(1.0),
+        "near": made(0.26),
+        "best": made(0.2),
+        "large": made(0.1),
+        "apart": made(0, same=False),
+    }
+    text = best_text(rivals, {"large"})
     assert text.startswith("Best: best, 1200.00 ms a step. near is too near to tell (5.0% slower): ")
     assert "Faster, but too large: large." in text
     assert "Faster, but another algorithm, to be tried on the loss: apart." in text
     text = best_text({"slow": made(1.0), "slower": made(2.0)}, ())
     assert "slower, the next, takes 1.50 ×: it waits 2000.00 ms for communication, not 1000.00 ms." in text
     assert "Only 50.0% of the time computes: 80% needs 4000.00 ms of compute a step, 4.0 × as much." in text
-    assert best_text(found, set(found)).startswith("None of them fits.")
+    assert best_text(rivals, set(rivals)).startswith("None of them fits.")
     assert best_text({"apart": made(0, same=False)}, ()).endswith("to be tried on the loss: apart.")
     assert best_text({}, ()) == "Nothing could be predicted, for the reasons below."
 
 
-def test_what_is_too_large_and_what_a_larger_batch_asks_for() -> None:
+def test_advice_names_what_is_too_large_and_how_to_change_the_rate_for_a_larger_batch() -> None:
     assert unfit(made(1.0, memory=3e9), 2e9) == (
         "it needs 3.00 GB a rank, and there are 2.00 GB. Shard it over more ranks."
     )

@@ -1,4 +1,4 @@
-"""What runs at several world sizes say together, by arithmetic."""
+"""A scaling study of runs at several world sizes agrees with arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def test_a_step_is_as_long_as_on_its_slowest_rank_and_warm_up_does_not_count() -
     line = {"data_seconds": 0.1, "compute_seconds": 0.2, "communication_seconds": 0.3, "update_seconds": 0.1}
     slow = [{**line, "step": step, "step_seconds": 0.9 if step < 2 else 0.6 + step / 100} for step in range(10)]
     quick = [{**line, "step": step, "step_seconds": 0.6, "data_seconds": 0.0} for step in range(12)]
-    found = timed([quick, slow])
-    assert found.step_seconds == pytest.approx(0.7 + 0.055)  # steps 2 to 9: 0.72 to 0.79
-    assert found.spread_seconds == pytest.approx(0.045)
-    assert found.phases == pytest.approx({"data": 0.05, "compute": 0.2, "communication": 0.3, "update": 0.1})
+    timing = timed([quick, slow])
+    assert timing.step_seconds == pytest.approx(0.7 + 0.055)  # steps 2 to 9: 0.72 to 0.79
+    assert timing.spread_seconds == pytest.approx(0.045)
+    assert timing.phases == pytest.approx({"data": 0.05, "compute": 0.2, "communication": 0.3, "update": 0.1})
     assert timed([[{"step": step, "step_seconds": 1.0, "data_seconds": 0.5} for step in range(5)]]).phases == {
         "data": 0.5
     }
@@ -34,7 +34,7 @@ def test_efficiency_is_throughput_a_process_against_one_process() -> None:
 
 
 def test_the_knee_is_where_efficiency_times_speedup_is_largest() -> None:
-    """By Amdahl's law with a serial share f, S²/n is largest at n = (1 − f) / f."""
+    """Amdahl's law with a serial share f has the largest S²/n at n = (1 − f) / f."""
     rates = {n: 100 / (0.2 + 0.8 / n) for n in (1, 2, 4, 8, 16)}
     points = [point(n, rate) for n, rate in rates.items()]
     points += [point(n, 100, strategy="stuck") for n in (1, 2, 4)]

@@ -1,4 +1,4 @@
-"""Processes that measure at the same time."""
+"""Processes that measure at the same time wait for each other."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ CPU = torch.device("cpu")
 
 
 def _one_is_slow(folder: Path) -> list[float]:
-    """Only the first process to come sleeps; each of them writes down what it has measured."""
+    """Sleep in the process that comes first only, and write down what each process has measured."""
     try:
         (folder / "slow").mkdir()
         seconds = 0.05
     except FileExistsError:
         seconds = 0.0
-    found = medians(repeat([partial(time.sleep, seconds), lambda: None]), CPU, 0.0)
-    (folder / f"{os.getpid()}").write_text(str(found))
-    return found
+    measured = medians(repeat([partial(time.sleep, seconds), lambda: None]), CPU, 0.0)
+    (folder / f"{os.getpid()}").write_text(str(measured))
+    return measured
 
 
-def test_each_turn_takes_as_long_as_the_slowest_and_all_know_it(tmp_path: Path) -> None:
+def test_each_turn_takes_as_long_as_its_slowest_process_and_all_agree_on_it(tmp_path: Path) -> None:
     slow, idle = together(3, 1, _one_is_slow, tmp_path)
     assert slow >= 0.05 > idle
     assert [file.read_text() for file in tmp_path.iterdir() if file.is_file()] == [str([slow, idle])] * 3
@@ -46,13 +46,13 @@ def _count(least_seconds: float) -> int:
     return turns
 
 
-def test_it_goes_on_until_it_has_measured_for_long_enough() -> None:
+def test_measuring_goes_on_until_it_has_taken_long_enough() -> None:
     assert together(1, 1, _count, 0.0) == 2 + 11
     assert 2 + 11 < together(1, 1, _count, 0.3) <= 2 + 300
 
 
 def _fails_once(folder: Path) -> None:
-    (folder / "failed").mkdir()  # all but the first fail
+    (folder / "failed").mkdir()  # succeeds for the first process only
     medians(repeat([lambda: None]), CPU, 0.0)
 
 

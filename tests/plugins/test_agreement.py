@@ -1,4 +1,4 @@
-"""Local SGD, DiLoCo and streaming DiLoCo against plain PyTorch on one process, which trains the workers in turn."""
+"""Local SGD, DiLoCo and streaming DiLoCo agree with plain PyTorch that trains the workers in turn in one process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 
-STEPS, EVERY, BATCH, SAMPLES = 30, 7, 24, 101  # batches straddle epochs, and the last round is not over
+STEPS, EVERY, BATCH, SAMPLES = 30, 7, 24, 101  # batches straddle epochs, and the last round is incomplete
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in the processes that the reference is compared with; two that wait for a busy core would spin, too."""
+    """Use one thread, as the processes that are compared do; two would also spin for a busy core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Regression(Recipe):
-    """Four blocks, and a BatchNorm that has buffers."""
+    """A regression with four blocks, and with a BatchNorm that has buffers."""
 
     sgd: bool = False
 
@@ -71,7 +71,7 @@ Rule = Callable[[int, list[Weights], list[Optimizer]], None]  # (step, weights o
 
 
 def reference(workers: int, rule: Rule, recipe: Regression, steps: int = STEPS) -> Weights:
-    """The mean over workers, which train one after the other in each step; ``rule`` makes them agree."""
+    """Train the workers one after the other in each step, let ``rule`` synchronise them, and return their mean."""
     models = [recipe.model() for _ in range(workers)]
     optimizers = [recipe.optimizer(model) for model in models]
     inputs, targets = recipe.data("train").tensors
@@ -102,7 +102,7 @@ def averaging(every: int, optimizer_state: str = "local") -> Rule:
             return
         rows = [list(weights.values()) for weights in workers]
         if optimizer_state == "mean":
-            states = [[value for kept in each.state.values() for value in kept.values()] for each in optimizers]
+            states = [[value for kept in own.state.values() for value in kept.values()] for own in optimizers]
             rows = [[*row, *state] for row, state in zip(rows, states, strict=True)]
         for tensors in zip(*rows, strict=True):
             average = mean(tensors)
@@ -118,19 +118,19 @@ def averaging(every: int, optimizer_state: str = "local") -> Rule:
 class Options(NamedTuple):
     lr: float
     momentum: float
-    offsets: Mapping[str, int]  # by the beginning of a name
+    offsets: Mapping[str, int]  # by prefix of a parameter's name
     delay: int = 0
     mix: float = 0.0
-    rounded: Callable[[Tensor], Tensor] = torch.clone  # what a row becomes on the wire
+    rounded: Callable[[Tensor], Tensor] = torch.clone  # rounds a row as the wire format does
     twice: bool = False
 
 
 def outer_steps(every: int, options: Options) -> Rule:
-    """Algorithm 1 of arXiv 2311.08105, and with offsets and a delay algorithm 2 of arXiv 2501.18512."""
+    """Return algorithm 1 of arXiv 2311.08105, or with offsets and a delay algorithm 2 of arXiv 2501.18512."""
     first = weights_of(Regression().model())
     agreed = {name: tensor.clone() for name, tensor in first.items()}
     velocity = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
-    sent: dict[tuple[int, int], Weights] = {}  # by offset, and the step in which it is applied
+    sent: dict[tuple[int, int], Weights] = {}  # keys: offset, and the step in which it is applied
     is_buffer = {name: "running" in name for name in first}
 
     def names(offset: int, buffers: bool) -> list[str]:
@@ -143,15 +143,15 @@ def outer_steps(every: int, options: Options) -> Rule:
         return torch.cat([(agreed[name] - weights[name]).flatten() for name in chosen])
 
     def send(workers: list[Weights], offset: int) -> Weights:
-        found: Weights = {}
+        gradients: Weights = {}
         for buffers in (False, True):
             if chosen := names(offset, buffers):
                 rounded = torch.clone if buffers else options.rounded
                 total = mean([rounded(row(weights, chosen)) for weights in workers])
                 total = rounded(total) if options.twice else total
                 parts = torch.split(total, [first[name].numel() for name in chosen])
-                found |= {name: part.view(first[name].shape) for name, part in zip(chosen, parts, strict=True)}
-        return found
+                gradients |= {name: part.view(first[name].shape) for name, part in zip(chosen, parts, strict=True)}
+        return gradients
 
     def step_of(name: str, gradient: Tensor) -> None:
         lr, momentum = (1.0, 0.0) if is_buffer[name] else (options.lr, options.momentum)
@@ -171,7 +171,7 @@ def outer_steps(every: int, options: Options) -> Rule:
 
 
 def nearest(row: Tensor) -> Tensor:
-    """Each number as the nearest of ± 0, 2^-6 ... 1 times its block's scale, by trying all, even codes first."""
+    """Round each number to the nearest of ± 0, 2^-6 ... 1 times its block's scale; ties go to the even code."""
     codes = torch.tensor([0.0, *(2.0**power for power in range(-6, 1))])
     known = torch.cat([codes[::2], -codes[::2], codes[1::2], -codes[1::2]])
     powers = 2.0 ** torch.arange(126.0, -127.0, -1)
@@ -193,7 +193,7 @@ def trained(strategy: Strategy, world: World, recipe: Regression, steps: int = S
         replica.step(next(batches))
     state = replica.state()
     mine = own(state.get("strategy", {}).get("workers", {}).get("model", {}))
-    copied: dict[str, Any] = {name: {key: value.clone() for key, value in each.items()} for name, each in
+    copied: dict[str, Any] = {name: {key: value.clone() for key, value in weights.items()} for name, weights in
                               (("mean", state["model"]), ("own", mine))}  # fmt: skip
     return {**copied, "facts": replica.facts()}
 
@@ -202,38 +202,38 @@ def worlds(strategy: Strategy, size: int, recipe: Regression = Regression(), ste
     return run_in_worlds(lambda world: trained(strategy, world, recipe, steps), size)
 
 
-def assert_equal_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def assert_equal_weights(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     for name, tensor in expected.items():
         if not tensor.is_floating_point():
             continue
-        error = (found[name] - tensor).norm() / tensor.norm()
+        error = (actual[name] - tensor).norm() / tensor.norm()
         assert error < 1e-5, f"{name}: relative difference {error}"
 
 
 EVERYTHING = {"": 0}
-STRIDED = {"1.": 0, "3.": 0, "2.": 2, "4.": 2, "": 4}  # blocks 0 and 2, 1 and 3, the rest; 7 steps a round
+STRIDED = {"1.": 0, "3.": 0, "2.": 2, "4.": 2, "": 4}  # fragments: blocks 0 and 2, 1 and 3, the rest; 7 steps a round
 
 
 @pytest.mark.parametrize(("size", "optimizer_state"), [(1, "local"), (2, "zero"), (3, "local"), (3, "mean")])
 def test_local_sgd_agrees_with_the_reference(size: int, optimizer_state: Any) -> None:
     expected = reference(size, averaging(EVERY, optimizer_state), Regression())
-    for found in worlds(LocalSGD(inner_steps=EVERY, optimizer_state=optimizer_state), size):
-        assert_equal_weights(found["mean"], expected)
+    for worker in worlds(LocalSGD(inner_steps=EVERY, optimizer_state=optimizer_state), size):
+        assert_equal_weights(worker["mean"], expected)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_diloco_agrees_with_the_reference(size: int) -> None:
     expected = reference(size, outer_steps(EVERY, Options(0.7, 0.9, EVERYTHING)), Regression())
-    for found in worlds(DiLoCo(inner_steps=EVERY), size):
-        assert_equal_weights(found["mean"], expected)
+    for worker in worlds(DiLoCo(inner_steps=EVERY), size):
+        assert_equal_weights(worker["mean"], expected)
 
 
 @pytest.mark.parametrize(("size", "delay", "mix"), [(1, 3, 0.0), (2, 0, 0.0), (3, 3, 0.0), (3, 5, 0.5)])
 def test_streaming_diloco_agrees_with_the_reference(size: int, delay: int, mix: float) -> None:
     expected = reference(size, outer_steps(EVERY, Options(0.4, 0.9, STRIDED, delay, mix)), Regression())
     strategy = StreamingDiLoCo(inner_steps=EVERY, fragment_blocks=2, delay=delay, mix=mix, wire="fp32")
-    for found in worlds(strategy, size):
-        assert_equal_weights(found["mean"], expected)
+    for worker in worlds(strategy, size):
+        assert_equal_weights(worker["mean"], expected)
 
 
 @pytest.mark.parametrize(
@@ -244,9 +244,9 @@ def test_streaming_diloco_in_four_bits_agrees_with_the_reference(size: int, wire
     expected = reference(size, outer_steps(EVERY, options), Regression())
     exact = reference(size, outer_steps(EVERY, options._replace(rounded=torch.clone)), Regression())
     strategy = StreamingDiLoCo(inner_steps=EVERY, fragment_blocks=2, delay=2, mix=0.5, wire=wire)
-    for found in worlds(strategy, size):
-        assert_equal_weights(found["mean"], expected)
-    assert (exact["0.weight"] - expected["0.weight"]).norm() > 1e-3, "or the test would show nothing"
+    for worker in worlds(strategy, size):
+        assert_equal_weights(worker["mean"], expected)
+    assert (exact["0.weight"] - expected["0.weight"]).norm() > 1e-3, "otherwise the test would show nothing"
 
 
 def test_outer_steps_of_rate_one_without_momentum_average() -> None:
@@ -256,9 +256,9 @@ def test_outer_steps_of_rate_one_without_momentum_average() -> None:
 
 def test_averaging_after_every_step_of_plain_sgd_is_data_parallel_training() -> None:
     recipe = Regression(sgd=True)
-    (found, *_), (expected, *_) = worlds(LocalSGD(inner_steps=1), 2, recipe), worlds(DDP(), 2, recipe)
+    (averaged, *_), (expected, *_) = worlds(LocalSGD(inner_steps=1), 2, recipe), worlds(DDP(), 2, recipe)
     parameters = dict(recipe.model().named_parameters())
-    assert_equal_weights(found["mean"], {name: expected["mean"][name] for name in parameters})
+    assert_equal_weights(averaged["mean"], {name: expected["mean"][name] for name in parameters})
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_workers_are_equal_to_the_last_bit_after_a_round_and_not_before(strategy
 
 @dataclass(frozen=True)
 class Unequal(Regression):
-    """Builds other weights on every rank, as a recipe must not."""
+    """A recipe that, against the rules, builds different weights on every rank."""
 
     def model(self) -> nn.Module:
         model = Regression.model(self)
@@ -294,12 +294,12 @@ class Unequal(Regression):
 
 
 def test_workers_begin_with_the_weights_of_the_first() -> None:
-    found = worlds(DiLoCo(), 2, Unequal(), steps=0)
+    workers = worlds(DiLoCo(), 2, Unequal(), steps=0)
     for name, parameter in Regression().model().named_parameters():
-        assert all(torch.equal(each["own"][name], parameter) for each in found)
+        assert all(torch.equal(worker["own"][name], parameter) for worker in workers)
 
 
-def test_what_is_evaluated_is_the_mean_model_and_training_goes_on_as_if_nothing_had_been() -> None:
+def test_evaluation_uses_the_mean_model_and_leaves_training_unchanged() -> None:
     recipe = Regression()
     whole = EvaluationBatch(0, tuple(tensor[:20] for tensor in recipe.data("test").tensors))
     padding = EvaluationBatch(0, whole.data, counted=False)
@@ -312,9 +312,9 @@ def test_what_is_evaluated_is_the_mean_model_and_training_goes_on_as_if_nothing_
             replica.step(next(batches))
         before, mean_model = replica.state()["strategy"]["workers"]["model"], replica.state()["model"]
         kept = {name: tensor.clone() for name, tensor in own(before).items()}
-        found = [replica.evaluate([whole if world.rank == rank else padding])["error"] for rank in range(2)]
-        assert found[0] == found[1], "it does not matter who evaluates"
-        return found[0], mean_model, kept, list(own(replica.state()["strategy"]["workers"]["model"]).values())
+        errors = [replica.evaluate([whole if world.rank == rank else padding])["error"] for rank in range(2)]
+        assert errors[0] == errors[1], "it does not matter who evaluates"
+        return errors[0], mean_model, kept, list(own(replica.state()["strategy"]["workers"]["model"]).values())
 
     for error, weights, kept, after in run_in_worlds(body, 2):
         model = recipe.model()
@@ -329,7 +329,7 @@ def test_bytes_are_counted_by_the_formula() -> None:
     recipe = Regression()
     parameters = sum(parameter.numel() for parameter in recipe.model().parameters())
     buffers = 24
-    (found, _) = worlds(DiLoCo(inner_steps=EVERY), 2)
-    assert found["facts"] == {"sent_bytes": 4 * 2 * 4 * (-(-parameters // 2) + buffers // 2)}
-    (found, _) = worlds(StreamingDiLoCo(inner_steps=EVERY, fragment_blocks=4), 2, steps=EVERY)
-    assert found["facts"]["sent_bytes"] == pytest.approx(4 * parameters / 7.53 + 4 * buffers, rel=0.1)
+    (worker, _) = worlds(DiLoCo(inner_steps=EVERY), 2)
+    assert worker["facts"] == {"sent_bytes": 4 * 2 * 4 * (-(-parameters // 2) + buffers // 2)}
+    (worker, _) = worlds(StreamingDiLoCo(inner_steps=EVERY, fragment_blocks=4), 2, steps=EVERY)
+    assert worker["facts"]["sent_bytes"] == pytest.approx(4 * parameters / 7.53 + 4 * buffers, rel=0.1)

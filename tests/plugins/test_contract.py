@@ -1,4 +1,4 @@
-"""The contract of every strategy; another mathematics than that of one process, hence the tolerance."""
+"""The contract of strategies holds for those that synchronise rarely, whose losses differ within a tolerance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worldsize.testing.contract import StrategyContract
 
 class TestDiLoCo(StrategyContract):
     strategy = DiLoCo(inner_steps=3, outer_lr=0.9, outer_momentum=0.1)
-    sizes = (2, 3)  # the mean of two equal models has their bits; of three numbers the order of the sum decides
+    sizes = (2, 3)  # the mean of two equal models is exact; that of three depends on the order of the sum
     tolerance = 0.3
     partners = (DDP(), LocalSGD(inner_steps=3))
 
@@ -23,7 +23,7 @@ class TestLocalSGDWithAMeanOptimizer(StrategyContract):
 
 
 class TestStreamingDiLoCo(StrategyContract):
-    """A fragment is on its way when the checkpoint of step 4 is saved."""
+    """The checkpoint of step 4 is saved while a fragment is being sent."""
 
     strategy = StreamingDiLoCo(inner_steps=4, fragment_blocks=1, delay=3, mix=0.5, outer_lr=0.7)
     sizes = (3,)

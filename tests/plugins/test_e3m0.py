@@ -1,4 +1,4 @@
-"""Four bits a number: properties that follow from the definition, over many magnitudes."""
+"""The four-bit format has the properties that follow from its definition, over many magnitudes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def rows(scale: float, seed: int = 0) -> Tensor:
     return torch.randn(3, 8 * BLOCK, generator=generator) * scale
 
 
-def test_two_numbers_a_byte_and_a_byte_a_block() -> None:
+def test_a_byte_holds_two_numbers_and_each_block_adds_one_byte() -> None:
     assert encode(rows(1.0)).shape == (3, size(8 * BLOCK))
-    assert 8 * size(8 * BLOCK) / (8 * BLOCK) == 4.25  # bits a number
+    assert 8 * size(8 * BLOCK) / (8 * BLOCK) == 4.25  # bits per number
 
 
 @pytest.mark.parametrize("scale", [2.0**-120, 1e-20, 1e-3, 1.0, 7e4, 1e30])
-def test_every_number_becomes_the_nearest_that_can_be_told(scale: float) -> None:
-    found, wanted = there_and_back(rows(scale)), rows(scale)
-    for block, original in zip(found.view(-1, BLOCK), wanted.view(-1, BLOCK), strict=True):
+def test_every_number_becomes_the_nearest_representable_one(scale: float) -> None:
+    decoded, wanted = there_and_back(rows(scale)), rows(scale)
+    for block, original in zip(decoded.view(-1, BLOCK), wanted.view(-1, BLOCK), strict=True):
         top = 2.0 ** torch.arange(-126.0, 127.0)
         top = top[(top - original.abs().max()).abs().argmin()]
         distances = (original.abs()[:, None] / top - CODES).abs()
@@ -36,40 +36,40 @@ def test_every_number_becomes_the_nearest_that_can_be_told(scale: float) -> None
         assert bool((block * original >= 0).all())
 
 
-def test_what_can_be_told_stays_as_it_is_and_so_does_what_has_been_rounded() -> None:
+def test_representable_and_rounded_numbers_do_not_change() -> None:
     exact = torch.cat([CODES, -CODES, CODES, -CODES])[None] * 2.0**9
     assert torch.equal(there_and_back(exact), exact)
     once = there_and_back(rows(0.1))
     assert torch.equal(there_and_back(once), once)
 
 
-def test_of_two_as_near_the_even_code_is_taken() -> None:
-    """Means of two such numbers lie in the middle often; always up, or always down, would lean to one side."""
+def test_ties_go_to_the_even_code() -> None:
+    """Means of two such numbers are often ties; rounding them always up or always down would be biased."""
     middles = torch.cat([(CODES[1:] + CODES[:-1]) / 2, torch.ones(25)])[None]
     assert torch.equal(there_and_back(middles)[0, :7], CODES[[0, 2, 2, 4, 4, 6, 6]])
 
 
-def test_errors_are_at_most_a_third_above_the_smallest_and_do_not_lean_to_one_side() -> None:
+def test_errors_are_at_most_a_third_above_the_smallest_code_and_are_unbiased() -> None:
     wanted = rows(1.0, seed=4).abs()
-    found = there_and_back(wanted)
+    decoded = there_and_back(wanted)
     large = wanted > wanted.view(3, -1, BLOCK).amax(2).repeat_interleave(BLOCK, 1) / 64
     inside = large & (wanted < wanted.view(3, -1, BLOCK).amax(2).repeat_interleave(BLOCK, 1) / 2)
-    assert float(((found - wanted) / wanted)[inside].abs().max()) <= 1 / 3 + 1e-6
-    assert abs(float((found - wanted).mean() / wanted.mean())) < 0.05
+    assert float(((decoded - wanted) / wanted)[inside].abs().max()) <= 1 / 3 + 1e-6
+    assert abs(float((decoded - wanted).mean() / wanted.mean())) < 0.05
 
 
-def test_a_block_of_zeros_stays_and_one_that_is_not_finite_is_told() -> None:
+def test_a_block_of_zeros_stays_zero_and_one_that_is_not_finite_becomes_nan() -> None:
     values = rows(1.0)
     values[0, :BLOCK] = 0
     values[1, 5], values[2, 7] = torch.inf, torch.nan
-    found = there_and_back(values)
-    assert bool((found[0, :BLOCK] == 0).all())
-    assert bool(found[1, :BLOCK].isnan().all())
-    assert bool(found[2, :BLOCK].isnan().all())
-    assert bool(found[:, BLOCK:].isfinite().all())
+    decoded = there_and_back(values)
+    assert bool((decoded[0, :BLOCK] == 0).all())
+    assert bool(decoded[1, :BLOCK].isnan().all())
+    assert bool(decoded[2, :BLOCK].isnan().all())
+    assert bool(decoded[:, BLOCK:].isfinite().all())
 
 
-def test_the_largest_and_the_smallest_floats_do_no_harm() -> None:
+def test_the_largest_and_the_smallest_floats_stay_finite() -> None:
     values = torch.full((1, BLOCK), torch.finfo(torch.float32).max)
     assert bool(there_and_back(values).isfinite().all())
     assert float(there_and_back(torch.full((1, BLOCK), 1e-45)).abs().max()) <= 2.0**-127

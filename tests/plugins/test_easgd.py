@@ -1,4 +1,4 @@
-"""Elastic averaging: the paper's equations, the contract with a centre beside the workers, what is refused."""
+"""Elastic averaging follows the paper's equations, keeps the contract, and refuses what cannot run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worldsize.transport.channel import Channel
 
 @contextmanager
 def centre(strategy: EASGD, workers: int) -> Iterator[Rendezvous]:
-    """The process that a run would start beside ``workers`` workers; where they find it."""
+    """Run the centre for ``workers`` workers, and yield where they find it."""
     with tempfile.TemporaryDirectory() as name:
         meeting = Rendezvous(Path(name), timeout=60.0)
         context = RunContext(replace(ALONE, role="centre"), workers=workers, rendezvous=meeting)
@@ -39,7 +39,7 @@ def centre(strategy: EASGD, workers: int) -> Iterator[Rendezvous]:
 
 
 class TestEASGD(StrategyContract):
-    """Its mathematics is not that of one process, hence the tolerance."""
+    """Losses differ from those of one process by the algorithm, hence the tolerance."""
 
     strategy = EASGD(period=2)
     sizes = (2, 3)
@@ -53,8 +53,8 @@ class TestEASGD(StrategyContract):
             return super().run(size, lambda context: body(replace(context, rendezvous=meeting)))
 
     def test_centre_and_workers_move_as_the_paper_says(self) -> None:
-        """Equations 2 and 3 of arXiv 1412.6651, with AdamW in the place of SGD, in plain PyTorch."""
-        found = self.run(2, lambda context: train(self.strategy, context, 4))[0]
+        """The reference is equations 2 and 3 of arXiv 1412.6651 in plain PyTorch, with AdamW in the place of SGD."""
+        result = self.run(2, lambda context: train(self.strategy, context, 4))[0]
         models = [CHAIN.model() for _ in range(2)]
         optimizers = [CHAIN.optimizer(model) for model in models]
         middle = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
@@ -70,10 +70,10 @@ class TestEASGD(StrategyContract):
                     model.load_state_dict({n: p - pull[n] for n, p in model.state_dict().items()})
                 middle = {n: at + pulls[0][n] + pulls[1][n] for n, at in middle.items()}
         for name, tensor in middle.items():
-            torch.testing.assert_close(found.model[name], tensor, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(result.model[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_workers_that_come_apart_meet_the_centre_where_the_one_before_has_left_it() -> None:
+def test_workers_that_come_one_at_a_time_meet_the_centre_as_the_last_one_left_it() -> None:
     ends = [socket.socketpair() for _ in range(2)]
     middle = Centre([Channel(there) for _, there in ends], numel=2, elasticity=0.25)
     first, second = (CentreLink(Channel(here), 2) for here, _ in ends)
@@ -91,7 +91,7 @@ def test_workers_that_come_apart_meet_the_centre_where_the_one_before_has_left_i
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: EASGD(period=0), "strategy.period=0 must be 1 or more"),
         (lambda: EASGD(moving_rate=1.5), "strategy.moving_rate=1.5 must be above 0 and at most 1"),
@@ -100,8 +100,8 @@ def test_workers_that_come_apart_meet_the_centre_where_the_one_before_has_left_i
         (lambda: EASGD().replica(CHAIN, RunContext(ALONE)), "needs its centre"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_remedy(make: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_options_that_cannot_run_are_refused_with_the_remedy(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()
 
 

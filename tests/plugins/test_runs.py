@@ -1,4 +1,4 @@
-"""Runs that are killed, and go on under the same strategy, another one, or with another number of workers."""
+"""Runs that are killed resume under the same strategy, another one, or with another number of workers."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ STRATEGIES = {
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that has to be equal: weights, every logged figure, and the whole state in the last checkpoint."""
+    """Return all that has to be equal: weights, logged figures, and the whole state in the last checkpoint."""
     result = json.loads((folder / "result.json").read_text())
     state = json.loads((max((folder / "checkpoints").glob("step_*")) / "manifest.json").read_text())
-    found = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
-    return {**found, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
+    results = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
+    return {**results, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
 
 
-@pytest.mark.parametrize("name", ["diloco", "easgd"])  # the contract resumes the others
-def test_a_killed_worker_is_made_good_to_the_last_bit_in_the_middle_of_a_round(train: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["diloco", "easgd"])  # the contract covers resuming the others
+def test_a_run_whose_worker_is_killed_within_a_round_recovers_to_the_last_bit(train: Any, name: str) -> None:
     options = (*OPTIONS, f"strategy={name}", *STRATEGIES[name], "evaluate_every=6")
     undisturbed = train(*options)
     assert undisturbed.code == 0, undisturbed.error
     run = train(*options, "launcher.max_restarts=1", "faults=[{action: kill, rank: 1, step: 13}]")
     assert run.code == 0, run.error
-    assert [each["exit_reason"] for each in run.json("run_manifest.json")["attempts"]] == ["failed", "completed"]
+    assert [attempt["exit_reason"] for attempt in run.json("run_manifest.json")["attempts"]] == ["failed", "completed"]
     assert run.json("run_manifest.json")["attempts"][1]["steps"][0] in (8, 12)
     assert outcome(run.folder) == outcome(undisturbed.folder)
     assert undisturbed.steps()[-1]["facts"]["sent_bytes"] > 0
 
 
-def test_a_run_goes_on_under_other_strategies_and_with_another_number_of_workers(
+def test_a_run_resumes_under_other_strategies_and_with_another_number_of_workers(
     train: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     def asked_to_end(step: int, attempt: int) -> str:
@@ -67,7 +67,7 @@ def test_a_run_goes_on_under_other_strategies_and_with_another_number_of_workers
     ]
     assert [run.code, *(done.returncode for done in codes)] == [75, 75, 75, 0], codes
     attempts = run.json("run_manifest.json")["attempts"]
-    assert [each["steps"] for each in attempts] == [[0, 4], [4, 7], [7, 10], [10, 14]], "stopped in the step after"
+    assert [one["steps"] for one in attempts] == [[0, 4], [4, 7], [7, 10], [10, 14]], "stopped in the step after"
     losses = [step["loss"] for step in run.steps()]
     assert losses[-1] < losses[0]
 
@@ -88,23 +88,23 @@ def test_the_first_round_after_another_strategy_begins_at_its_model_with_its_opt
     def body(world: World) -> list[dict[str, Tensor]]:
         ddp = DDP().replica(RECIPE, RunContext(world))
         begun = stepped(ddp, world, 3)
-        found = [begun]
+        models = [begun]
         for strategy in (LocalSGD(inner_steps=100), DiLoCo(inner_steps=1)):
             replica = strategy.replica(RECIPE, RunContext(world))
             replica.load({**copy.deepcopy(ddp.state()), "strategy": replica.state()["strategy"]})
             assert all(torch.equal(tensor, begun[name]) for name, tensor in replica.state()["model"].items())
-            found.append(stepped(replica, world, 1))
-        return found
+            models.append(stepped(replica, world, 1))
+        return models
 
-    for begun, mean, found in run_in_worlds(body, 2):
+    for begun, mean, after in run_in_worlds(body, 2):
         for name, before in begun.items():
             expected = before - 0.7 * 1.9 * (before - mean[name])  # Nesterov's first step
-            assert (found[name] - expected).norm() <= 1e-5 * expected.norm()
+            assert (after[name] - expected).norm() <= 1e-5 * expected.norm()
             assert not torch.equal(mean[name], before)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: LocalSGD(inner_steps=0), r"strategy.inner_steps=0 must be 1 or more"),
         (lambda: LocalSGD(reduce="ordered"), r"Set reproducibility=deterministic"),
@@ -118,8 +118,8 @@ def test_the_first_round_after_another_strategy_begins_at_its_model_with_its_opt
         (lambda: StreamingDiLoCo(wire="int4"), r"'int4' is unknown. Known: fp32, e3m0_gather"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_run_is_refused_with_the_remedy(make: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_options_that_cannot_run_are_refused_with_the_remedy(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard's own reader finds what the run has logged."""
+"""TensorBoard's own reader reads what the run has logged."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_the_event_files_have_the_figures_of_the_run_once_each_also_if_it_was_ki
     run = train(*options, *kill, "cluster.processes=1", logger="tensorboard")
     assert run.code == 0, run.error
     events = read(run.folder)
-    assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")] == [
         (line["step"], pytest.approx(line["loss"])) for line in run.steps()
     ]
     lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     expected = [(line["step"], line["metrics"]["accuracy"]) for line in lines if line["event"] == "evaluation"]
-    found = {each.step: each.value for each in events.Scalars("test/accuracy")}
-    assert found == {step: pytest.approx(value) for step, value in expected}
+    accuracies = {scalar.step: scalar.value for scalar in events.Scalars("test/accuracy")}
+    assert accuracies == {step: pytest.approx(value) for step, value in expected}
     assert "recipe" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 

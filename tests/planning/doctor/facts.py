@@ -1,4 +1,4 @@
-"""What four hosts of which nothing is wrong would leave."""
+"""The facts that four healthy hosts report to doctor, with changes planted by tests."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def edge(tier: str, source: int, target: int, bandwidth: float, latency: float =
 
 
 def ring(rates: dict[int, float]) -> list[dict[str, Any]]:
-    """Of four nodes with two ranks each, a link of 1 Gbit/s each way, that of some nodes of another rate."""
+    """Return measured links around four nodes of two ranks: 1 Gbit/s each way, or the node's rate in ``rates``."""
     edges = []
     for node in range(4):
-        bandwidth = min(rates.get(each, GIGABIT) for each in (node, (node + 1) % 4))
+        bandwidth = min(rates.get(end, GIGABIT) for end in (node, (node + 1) % 4))
         edges += [edge("network", 2 * node + place, 2 * ((node + 1) % 4) + place, bandwidth / 2) for place in (0, 1)]
     return edges
 
 
-def found(*changed: dict[str, Any], **changes: Any) -> Found:
-    """Four hosts, ``changed`` in place of theirs; ``meeting`` adds to what the first has learned."""
+def findings(*changed: dict[str, Any], **changes: Any) -> Found:
+    """Return the findings of four hosts, with ``changed`` hosts and additions to what the first has gathered."""
     hosts = {node: host(node) for node in range(4)} | {facts["node"]: facts for facts in changed}
     meeting: dict[str, Any] = {
         "hosts": list(hosts.values()),
@@ -64,5 +64,5 @@ def found(*changed: dict[str, Any], **changes: Any) -> Found:
         "unreached": {str(node): {} for node in hosts},
     }
     meeting = {**meeting, "unseen": {}, "skipped": None, "outcome": {"failure": None}, **changes.pop("meeting", {})}
-    base: dict[str, Any] = {"nodes": 4, "hosts": hosts, "meeting": meeting, "ranks": [rank(each) for each in range(8)]}
+    base: dict[str, Any] = {"nodes": 4, "hosts": hosts, "meeting": meeting, "ranks": list(map(rank, range(8)))}
     return Found(**{**base, "edges": ring({}), **changes})

@@ -1,4 +1,4 @@
-"""Measured links against declared ones."""
+"""Measured links are compared with declared ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.doctor.facts import GIGABIT, cluster, edge, found, host, rank, ring
+from tests.planning.doctor.facts import GIGABIT, cluster, edge, findings, host, rank, ring
 from worldsize.core import Link
 from worldsize.planning.doctor.edges import measured
 from worldsize.planning.doctor.evaluate import evaluate
@@ -17,7 +17,7 @@ SLOW = 50e6 / 8  # 50 Mbit/s
 
 
 def bad(edges: list[dict[str, Any]], **changes: Any) -> list[Any]:
-    return [check for check in checks(found(edges=edges, **changes), cluster(network=GIGABIT)) if not check.ok]
+    return [check for check in checks(findings(edges=edges, **changes), cluster(network=GIGABIT)) if not check.ok]
 
 
 def test_ranks_of_a_node_share_its_link_and_the_slowest_link_bounds_a_tier() -> None:
@@ -35,43 +35,43 @@ def test_ranks_of_a_node_share_its_link_and_the_slowest_link_bounds_a_tier() -> 
 
 
 @pytest.mark.parametrize("node", range(4))
-def test_one_slow_link_in_a_ring_is_named_by_its_host_its_interface_and_what_else_there_is(node: int) -> None:
+def test_one_slow_link_in_a_ring_is_named_by_its_host_and_interface_with_alternatives(node: int) -> None:
     there = {**host(node)["interfaces"], "ib0": {"address": "10.9.0.9"}}
     changed = host(node, interfaces=there)
-    checks_ = checks(found(changed, edges=ring({node: SLOW})), cluster(network=GIGABIT))
-    (check,) = [check for check in checks_ if not check.ok]
+    results = checks(findings(changed, edges=ring({node: SLOW})), cluster(network=GIGABIT))
+    (check,) = [check for check in results if not check.ok]
     assert (check.check, check.host) == ("network link", f"h{node + 1}")
     assert check.detail == "6.25 MB/s over eth0, cluster.links.network declares 125 MB/s"
     assert "try another interface (ib0 10.9.0.9) with cluster.interface" in check.remedy
     assert "cluster.links.network.bandwidth=6.2e+06" in check.remedy
 
 
-def test_half_of_what_is_declared_is_enough_and_less_is_not() -> None:
+def test_a_link_passes_with_half_of_its_declared_bandwidth_and_not_with_less() -> None:
     assert not bad(ring({2: 0.51 * GIGABIT}))
     assert bad(ring({2: 0.49 * GIGABIT}))
 
 
-def test_slow_everywhere_is_said_once() -> None:
+def test_links_that_are_slow_everywhere_are_reported_once() -> None:
     (check,) = bad(ring({node: SLOW for node in range(4)}))
     assert check.host == "h1, h2, h3, h4"
 
 
-def test_a_slow_direction_between_two_hosts_is_no_hosts_fault() -> None:
+def test_a_single_slow_direction_between_two_hosts_is_blamed_on_neither() -> None:
     links = {ends: Link(1e8, 1e-4) for ends in [(0, 1), (1, 2), (2, 3), (3, 0)]}
-    found_ = slow({**links, (1, 2): Link(1e6, 1e-4)}, 5e7)
-    assert (found_.nodes, found_.links) == ([], [(1, 2)])
+    slow_links = slow({**links, (1, 2): Link(1e6, 1e-4)}, 5e7)
+    assert (slow_links.nodes, slow_links.links) == ([], [(1, 2)])
     two = {(0, 1): Link(1e6, 1e-4), (1, 0): Link(1e8, 1e-4)}
     assert slow(two, 5e7).links == [(0, 1)]
 
 
-def test_inside_a_node_the_host_is_named_and_only_gpus_are_judged() -> None:
+def test_a_slow_link_inside_a_node_names_its_host_and_only_gpus_are_judged() -> None:
     edges = [edge("node", 2 * node + place, 2 * node + 1 - place, 1e9) for node in range(4) for place in (0, 1)]
     edges[4] = edge("node", 4, 5, 1e8)
-    edges += [edge("device", each, each, 1e9 if each == 7 else 2e12) for each in range(8)]
-    facts = found(edges=edges)
-    said = [each for each in checks(facts, cluster("cuda", node=1e9, device=2e12)) if not each.ok]
-    assert [(check.check, check.host) for check in said] == [("node link", "h3"), ("device link", "h4")]
-    assert "cluster.links.node.bandwidth=1e+08" in said[0].remedy
+    edges += [edge("device", number, number, 1e9 if number == 7 else 2e12) for number in range(8)]
+    facts = findings(edges=edges)
+    failed = [check for check in checks(facts, cluster("cuda", node=1e9, device=2e12)) if not check.ok]
+    assert [(check.check, check.host) for check in failed] == [("node link", "h3"), ("device link", "h4")]
+    assert "cluster.links.node.bandwidth=1e+08" in failed[0].remedy
     unjudged = [*checks(facts, cluster(node=1e9, device=2e12))]
     assert all(check.ok for check in unjudged)
     assert [check.detail for check in unjudged if (check.check, check.host) == ("node link", "h3")] == [
@@ -79,16 +79,18 @@ def test_inside_a_node_the_host_is_named_and_only_gpus_are_judged() -> None:
     ]
 
 
-def test_plain_sockets_where_a_fabric_is_declared_are_a_red_line() -> None:
+def test_plain_sockets_where_a_fabric_is_declared_fail_the_check() -> None:
     transport = {"backend": "nccl", "transports": ["shm", "socket"], "interface": "eth0"}
-    ranks = [rank(each, transport=transport) for each in range(8)]
-    said = [each for each in checks(found(ranks=ranks, edges=[]), cluster("cuda", network=12.5e9)) if not each.ok]
-    assert [check.host for check in said] == ["h1", "h2", "h3", "h4"]
-    assert "plain sockets on eth0" in said[0].detail
+    ranks = [rank(number, transport=transport) for number in range(8)]
+    failed = [
+        check for check in checks(findings(ranks=ranks, edges=[]), cluster("cuda", network=12.5e9)) if not check.ok
+    ]
+    assert [check.host for check in failed] == ["h1", "h2", "h3", "h4"]
+    assert "plain sockets on eth0" in failed[0].detail
 
 
 def test_the_report_has_the_links_and_pairs_that_plan_reads() -> None:
-    written = evaluate(found(), cluster(network=GIGABIT), needed_bytes=0).as_json()
+    written = evaluate(findings(), cluster(network=GIGABIT), needed_bytes=0).as_json()
     assert written["schema"] == 1
     network = {"bandwidth": pytest.approx(GIGABIT), "latency": pytest.approx(1e-4), "gap": 0.0, "incast": 1.0}
     assert written["links"]["network"] == network
@@ -99,5 +101,5 @@ def test_the_report_has_the_links_and_pairs_that_plan_reads() -> None:
         ("h4", "h1"),
     ]
     assert {*written["checks"][0]} == {"check", "host", "ok", "detail", "remedy"}
-    assert [each["host"] for each in written["hosts"]] == ["h1", "h2", "h3", "h4"]
-    assert pairs(measured([], 2), found()) == []
+    assert [entry["host"] for entry in written["hosts"]] == ["h1", "h2", "h3", "h4"]
+    assert pairs(measured([], 2), findings()) == []
