@@ -34,18 +34,25 @@ from torch.distributed import rpc
 
 from links import trained_on
 from worldsize.core import RowValues
-from worldsize.strategies.parameter_server.client import Dialer, ShardLink
-from worldsize.strategies.parameter_server.coordinator import Peer
-from worldsize.strategies.parameter_server.layout import plan_shards
-from worldsize.strategies.parameter_server.rows import RowRule, Rows, Table
-from worldsize.strategies.parameter_server.server import Server
+from worldsize.strategies.parameter_server.all_shards import Peer
+from worldsize.strategies.parameter_server.mastership import SoleMastership
+from worldsize.strategies.parameter_server.operations import Operation, shard_service
+from worldsize.strategies.parameter_server.push_receiver import PushReceiver
+from worldsize.strategies.parameter_server.replication import ReplicationLog
+from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table
+from worldsize.strategies.parameter_server.server import ShardServer
+from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.parameter_server.shard_link import ShardLink
+from worldsize.strategies.parameter_server.shard_master import ShardMaster
+from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.hosts import running
-from worldsize.transport.certificates import Keys, mint, mint_authority
-from worldsize.transport.channel import address_of, listen
-from worldsize.transport.frames import Operation, view
-from worldsize.transport.registry import Directory
+from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
+from worldsize.transport.dialer import Dialer
+from worldsize.transport.endpoints import address_of, listen
+from worldsize.transport.frames import view
+from worldsize.transport.registry import Registry
 
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4
@@ -61,17 +68,18 @@ Round = Callable[[], object]
 
 def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
     torch.set_num_threads(1)
-    keys = mint(folder / "keys", "server-0") if wire == "tls" else None
+    keys = issue_certificate(folder / "keys", "server-0") if wire == "tls" else None
     listener = listen("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
     model = nn.ParameterList([torch.zeros(0 if sparse else EACH) for _ in range(1 if sparse else PARAMETERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
     tables = [Rows(TABLE, RowRule(seed=0), 0, optimizer, optimizer.param_groups[0])] if sparse else []
-    shard = Shard(TrainState(model, optimizer, None), owned, Rule(1, approves=not sparse), tables=tables)
-    server = Server(shard, listener, keys, timeout=60.0)
+    shard = Shard(TrainState(model, optimizer, None), owned, Rule(1, requires_commit=not sparse), tables=tables)
+    log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
+    server = ShardServer(ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=60.0), listener, keys)
     server.start()
-    Directory(folder / "directory", 60.0).claim(0, 1, address_of(listener), "server-0")
-    server.ended.wait()
+    Registry(folder / "directory", 60.0).acquire(shard_service(0), 1, address_of(listener), "server-0")
+    log.ended.wait()
 
 
 TABLE = Table("words.weight", ROWS, DIM, None, RowValues())
@@ -84,14 +92,14 @@ def ours(wire: str, *, touched: int = 0) -> Iterator[Round]:
         folder = Path(name)
         (folder / "directory").mkdir()
         if wire == "tls":
-            mint_authority(folder / "keys")
+            create_authority(folder / "keys")
         process = get_context("fork").Process(target=_serve, args=(folder, wire), kwargs={"sparse": touched > 0})
         process.start()
-        keys = mint(folder / "keys", "worker-0") if wire == "tls" else None
-        directory = Directory(folder / "directory", 60.0)
-        link = ShardLink(Dialer("worker-0", directory, keys, 60.0), 0, epoch=1)
-        leads = mint(folder / "keys", "server-1") if wire == "tls" else None
-        peer = Peer(Dialer("server-1", directory, leads, 60.0), 0)
+        keys = issue_certificate(folder / "keys", "worker-0") if wire == "tls" else None
+        directory = Registry(folder / "directory", 60.0)
+        link = ShardLink(Dialer("worker-0", directory, keys, 60.0, Operation), 0, epoch=1)
+        leads = issue_certificate(folder / "keys", "server-1") if wire == "tls" else None
+        peer = Peer(Dialer("server-1", directory, leads, 60.0, Operation), 0)
         yield _sparse_rounds(link, touched) if touched else _dense_rounds(link, peer)
         link.close()
         process.kill()
@@ -108,7 +116,7 @@ def _dense_rounds(link: ShardLink, peer: Peer) -> Round:
         for table, gradient in enumerate(gradients):
             link.push(table, torch.float32, [view(gradient)], step=step, width=1, node=0)
         link.settle()
-        peer.tell(Operation.APPLY, {"step": step, "factor": 1.0})
+        peer.command(Operation.APPLY, {"step": step, "factor": 1.0})
         link.ask(step)
         link.receive(memory)
 
@@ -142,10 +150,10 @@ def bare(wire: str) -> Iterator[Round]:
     """Yield a round with a bare socket, whose other end receives as many bytes as are pushed and sends as many back."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        keys: Keys | None = None
+        keys: Credentials | None = None
         if wire == "tls":
-            mint_authority(folder)
-            keys = mint(folder, "server-0")
+            create_authority(folder)
+            keys = issue_certificate(folder, "server-0")
         listener = listen("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
         process = get_context("fork").Process(target=_bare_server, args=(listener, keys))
         process.start()
@@ -153,7 +161,7 @@ def bare(wire: str) -> Iterator[Round]:
         _roomy(connection)
         connection.connect(listener.getsockname())
         if wire == "tls":
-            connection = mint(folder, "worker-0").context(server=False).wrap_socket(connection)
+            connection = issue_certificate(folder, "worker-0").tls_context(server=False).wrap_socket(connection)
         buffer = memoryview(bytearray(BYTES))
 
         def once() -> None:
@@ -167,11 +175,11 @@ def bare(wire: str) -> Iterator[Round]:
         listener.close()
 
 
-def _bare_server(listener: socket.socket, keys: Keys | None) -> None:
+def _bare_server(listener: socket.socket, keys: Credentials | None) -> None:
     connection, _ = listener.accept()
     _roomy(connection)
     if keys:
-        connection = keys.context(server=True).wrap_socket(connection, server_side=True)
+        connection = keys.tls_context(server=True).wrap_socket(connection, server_side=True)
     buffer = memoryview(bytearray(BYTES))
     while True:
         _fill(connection, buffer)

@@ -6,19 +6,30 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import IntEnum
 from typing import final
 
 import torch
 from torch import Tensor
 
 from worldsize.errors import WorldsizeError
-from worldsize.transport.certificates import Keys
-from worldsize.transport.channel import Channel, LostError, accepted
-from worldsize.transport.frames import Header, Operation, RefusedError, view
+from worldsize.transport.certificates import Credentials
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.endpoints import accept_channel, accept_join
+from worldsize.transport.frames import CommonOperation, Header, RefusedError, tensor_frame, view
+
+
+class Operation(IntEnum):
+    """What a worker and the centre say to each other, beside the operations that every protocol has."""
+
+    PUT = 32  # a row, where the centre is from now on; answered by DONE
+    MEET = 33  # a row that the centre is pulled towards; answered by CENTRE
+    LOOK = 34  # answered by CENTRE
+    CENTRE = 35  # the row of the centre
 
 
 def _send(channel: Channel, operation: Operation, row_n: Tensor) -> None:
-    channel.send(Header(operation, dtype=row_n.dtype, shape=tuple(row_n.shape)), [view(row_n)])
+    channel.send(*tensor_frame(operation, row_n))
 
 
 @final
@@ -30,22 +41,22 @@ class Link:
 
     def put(self, row_n: Tensor) -> None:
         """The centre is there from now on."""
-        _send(self._channel, Operation.APPLY, row_n)
-        self._channel.answer(Operation.DONE)
+        _send(self._channel, Operation.PUT, row_n)
+        self._channel.answer(CommonOperation.DONE)
 
     def meet(self, row_n: Tensor) -> Tensor:
         """Pull the centre towards ``row_n``; where it was."""
-        _send(self._channel, Operation.PUSH, row_n)
+        _send(self._channel, Operation.MEET, row_n)
         return self._received()
 
     def look(self) -> Tensor:
         """Where the centre is."""
-        self._channel.send(Header(Operation.PULL))
+        self._channel.send(Header(Operation.LOOK))
         return self._received()
 
     def _received(self) -> Tensor:
         centre_n = torch.empty(self._numel)
-        self._channel.answer(Operation.WEIGHTS).require(torch.float32, (self._numel,))
+        self._channel.answer(Operation.CENTRE).require(torch.float32, (self._numel,))
         self._channel.fill([view(centre_n)])
         return centre_n
 
@@ -53,7 +64,7 @@ class Link:
         self._channel.close()
 
 
-def joined(listener: socket.socket, keys: Keys | None, workers: int, timeout: float) -> list[Channel]:
+def joined(listener: socket.socket, credentials: Credentials | None, workers: int, timeout: float) -> list[Channel]:
     """The channel of every worker, by rank.
 
     Raises:
@@ -68,16 +79,16 @@ def joined(listener: socket.socket, keys: Keys | None, workers: int, timeout: fl
         except TimeoutError:
             raise WorldsizeError(f"{', '.join(missing)} did not come within {timeout:g} s (cluster.timeout).") from None
         try:
-            channel = accepted(connection, keys, seconds=timeout)
+            channel = accept_channel(connection, credentials, seconds=timeout, operations=Operation)
             channel.wait_at_most(timeout)
-            name = str(channel.message(channel.answer(Operation.JOIN))["name"])
-            if name not in missing or (keys is not None and channel.identity != name):
-                raise RefusedError(f"{channel.identity} says that it is {name}")
+            name = accept_join(channel)["name"]
+            if name not in missing:
+                raise RefusedError(f"{name} is not expected")
         except (LostError, RefusedError) as error:
             print(f"refused a connection: {error}", flush=True)
             connection.close()
             continue
-        channel.tell(Operation.WELCOME, {})
+        channel.send_message(CommonOperation.WELCOME, {})
         found[name] = channel
     return [found[name] for name in names]
 
@@ -98,7 +109,7 @@ class Centre:
                 pull_n = torch.zeros_like(self._row_n)
                 for worker in self._workers:
                     pull_n += self._next(worker) - self._row_n
-                    _send(worker, Operation.WEIGHTS, self._row_n)
+                    _send(worker, Operation.CENTRE, self._row_n)
                 self._row_n += self._elasticity * pull_n
 
     def serve_asynchronously(self) -> None:
@@ -116,16 +127,16 @@ class Centre:
                 with self._moving:
                     before_n = self._row_n.clone()
                     self._row_n += self._elasticity * (row_n - before_n)
-                _send(worker, Operation.WEIGHTS, before_n)
+                _send(worker, Operation.CENTRE, before_n)
 
     def _next(self, worker: Channel) -> Tensor:
         """The next row that the worker pulls with; what it asks before that is answered. Raises LostError."""
-        while (header := worker.header()).operation != Operation.PUSH:
-            if header.operation == Operation.PULL:
-                _send(worker, Operation.WEIGHTS, self._row_n)
-            elif header.operation == Operation.APPLY:
+        while (header := worker.header()).operation != Operation.MEET:
+            if header.operation == Operation.LOOK:
+                _send(worker, Operation.CENTRE, self._row_n)
+            elif header.operation == Operation.PUT:
                 self._row_n = self._row(worker, header)
-                worker.send(Header(Operation.DONE))
+                worker.send(Header(CommonOperation.DONE))
             else:
                 raise RefusedError(f"{header.operation.name} means nothing to a centre")
         return self._row(worker, header)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from plugins.easgd.centre import Centre, Link, joined
+from plugins.easgd.centre import Centre, Link, Operation, joined
 from plugins.easgd.replica import ElasticReplica
 from plugins.local_sgd.apart import trained
 from worldsize.core import (
@@ -25,13 +25,13 @@ from worldsize.core import (
 )
 from worldsize.cost.cluster import across, served_bytes, served_seconds, whole_bytes
 from worldsize.records.run_directory import private
-from worldsize.strategies.parameter_server.client import Dialer
 from worldsize.strategies.synchronous import alone
-from worldsize.transport.certificates import Keys, mint, mint_authority
-from worldsize.transport.channel import address_of, listen
-from worldsize.transport.registry import Directory
+from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
+from worldsize.transport.dialer import Dialer
+from worldsize.transport.endpoints import address_of, listen
+from worldsize.transport.registry import Registry
 
-_CENTRE = "centre-0"
+_SERVICE, _CENTRE = "centre", "centre-0"
 Rounds = Literal["synchronous", "asynchronous"]
 
 
@@ -81,17 +81,17 @@ class EASGD(Strategy):
 
     def prepare(self, folder: Path) -> None:
         if self.nodes > 1:
-            mint_authority(private(folder) / "keys")
+            create_authority(private(folder) / "keys")
 
     def serve(self, recipe: Recipe, context: RunContext) -> None:
         """The centre: a Unix socket inside a host, mutual TLS between hosts."""
         workers, model = context.workers, recipe.model()
         meeting = context.meeting_place(needs="easgd's centre needs its workers")
-        keys = self._keys(_CENTRE, meeting.folder)
+        credentials = self._credentials(_CENTRE, meeting.folder)
         with tempfile.TemporaryDirectory(prefix="worldsize_") as folder:
-            listener = listen(f"tcp:{meeting.address}:0" if keys else f"unix:{folder}/centre", keys)
-            Directory(meeting.folder, meeting.timeout).claim(0, 1, address_of(listener), _CENTRE)
-            channels = joined(listener, keys, workers, meeting.timeout)
+            listener = listen(f"tcp:{meeting.address}:0" if credentials else f"unix:{folder}/centre", credentials)
+            Registry(meeting.folder, meeting.timeout).acquire(_SERVICE, 1, address_of(listener), _CENTRE)
+            channels = joined(listener, credentials, workers, meeting.timeout)
             listener.close()
         numel = sum(parameter.numel() for parameter in trained(model))
         centre = Centre(channels, numel=numel, elasticity=self.moving_rate / workers)
@@ -102,12 +102,13 @@ class EASGD(Strategy):
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world, meeting = context.world, context.meeting_place(needs="easgd needs its centre")
-        name, folder = f"worker-{world.rank}", Directory(meeting.folder, meeting.timeout)
-        channel, _ = Dialer(name, folder, self._keys(name, meeting.folder), meeting.timeout).connect(0, "worker")
+        name, registry = f"worker-{world.rank}", Registry(meeting.folder, meeting.timeout)
+        credentials = self._credentials(name, meeting.folder)
+        channel, _ = Dialer(name, registry, credentials, meeting.timeout, Operation).connect(_SERVICE, "worker")
         model = recipe.model().to(world.device)
         link = Link(channel, sum(parameter.numel() for parameter in trained(model)))
         inner = alone(recipe, model, context)
         return ElasticReplica(inner, world, link, period=self.period, elasticity=self.moving_rate / world.size)
 
-    def _keys(self, name: str, folder: Path) -> Keys | None:
-        return mint(folder / "keys", name) if self.nodes > 1 else None
+    def _credentials(self, name: str, folder: Path) -> Credentials | None:
+        return issue_certificate(folder / "keys", name) if self.nodes > 1 else None

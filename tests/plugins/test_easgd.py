@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.easgd.centre import Centre
+from plugins.easgd.centre import Centre, Operation
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
 from worldsize.core import Cluster, ConfigError, Link, Numerics, Rendezvous, RunContext, Workload
@@ -75,8 +75,8 @@ class TestEASGD(StrategyContract):
 
 def test_workers_that_come_one_at_a_time_meet_the_centre_as_the_last_one_left_it() -> None:
     ends = [socket.socketpair() for _ in range(2)]
-    middle = Centre([Channel(there) for _, there in ends], numel=2, elasticity=0.25)
-    first, second = (CentreLink(Channel(here), 2) for here, _ in ends)
+    middle = Centre([Channel(there, operations=Operation) for _, there in ends], numel=2, elasticity=0.25)
+    first, second = (CentreLink(Channel(here, operations=Operation), 2) for here, _ in ends)
     serving = threading.Thread(target=middle.serve_asynchronously)
     serving.start()
     first.put(torch.tensor([1.0, 2.0]))

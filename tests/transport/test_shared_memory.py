@@ -6,22 +6,27 @@ import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 
 import pytest
 import torch
 
 from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.frames import Header, Operation, RefusedError, view
+from worldsize.transport.frames import CommonOperation, Header, RefusedError, view
 
 Pair = tuple[Channel, Channel]
+
+
+class Operation(IntEnum):
+    WEIGHTS = 32
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """Two ends that share memory."""
-    here, there = map(Channel, socket.socketpair())
+    here, there = (Channel(end, operations=Operation) for end in socket.socketpair())
     here.share(5.0)
-    assert there.header().operation == Operation.SHARE
+    assert there.header().operation == CommonOperation.SHARE
     there.accept_share(5.0)
     yield here, there
     here.close()
@@ -72,7 +77,7 @@ def test_memory_that_could_be_cut_under_the_server_is_refused() -> None:
         with here, there:
             socket.send_fds(here, [b"\0"], descriptors)
             with pytest.raises(RefusedError, match="shares no memory|could be cut"):
-                Channel(there).accept_share(5.0)
+                Channel(there, operations=Operation).accept_share(5.0)
     for descriptor in (loose, *pipe):
         os.close(descriptor)
     for end in ends:

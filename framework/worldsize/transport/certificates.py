@@ -1,6 +1,7 @@
-"""Certificates of one run: an authority that the launching process makes, and a key for every process.
+"""Certificates of one run: an authority made by the launching process, and a certificate and a key for every process.
 
-All of it lies in a private folder of the run, every key with mode 0600. Whoever may read that folder is a member.
+All of them lie in a private folder of the run, every key with mode 0600. Whoever can read that folder is a member of
+the run and can issue further certificates; nobody else can connect where credentials are asked for.
 """
 
 from __future__ import annotations
@@ -32,25 +33,35 @@ authorityKeyIdentifier = keyid
 
 @final
 @dataclass(frozen=True)
-class Keys:
-    """The keys of the process ``name`` ("worker-0", "server-1") in ``folder``."""
+class Credentials:
+    """The certificate and key by which one process proves that it is a member of the run.
+
+    Attributes:
+        folder: The run's private folder of certificates, see :func:`create_authority`.
+        name: The process's name, such as "worker-0" or "server-1". It is the common name of the certificate, so that
+            peers know which process they talk to, and the stem of the two files.
+    """
 
     folder: Path
     name: str
 
     def check(self) -> None:
-        """Raise ConfigError if a file is missing, or if others than its owner may read the key."""
+        """Raise ConfigError if a file is missing, or if users other than its owner may read the key."""
         for path in (self._authority, self._certificate, self._key):
             if not path.is_file():
                 raise ConfigError(f"{path} is missing, so that this process is no member of the run.")
         if self._key.stat().st_mode & 0o077:
             raise ConfigError(f"others may read {self._key}. Run chmod 600 on it.")
 
-    def context(self, *, server: bool) -> ssl.SSLContext:
-        """TLS 1.3 only; both sides must show a certificate of this run's authority."""
+    def tls_context(self, *, server: bool) -> ssl.SSLContext:
+        """Make a TLS context for the listening (``server=True``) or the connecting side.
+
+        It allows TLS 1.3 only, and both sides must show a certificate that this run's authority has signed. Host names
+        are not checked, since a certificate names a process: compare ``Channel.identity`` with the expected name.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the certificate names a process, not a host; see connect()
+        context.check_hostname = False  # connect() compares the process's name instead
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(self._authority)
         context.load_cert_chain(self._certificate, self._key)
@@ -69,30 +80,36 @@ class Keys:
         return self.folder / f"{self.name}.key"
 
 
-def mint_authority(folder: Path) -> None:
-    """Make the run's own authority, unless it is there.
+def create_authority(folder: Path) -> None:
+    """Create the run's own certificate authority in ``folder``, unless it is there already.
+
+    Call it in the launching process (``Strategy.prepare``). The folder is created with mode 0700.
 
     Raises:
-        ConfigError: there is no openssl, version 3 or later, or it fails.
+        ConfigError: There is no openssl of version 3 or later, or it fails.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (folder / _AUTHORITY_KEY).exists():
         extensions = ["-extensions", "authority", "-subj", "/CN=authority"]
-        _run(folder, extensions, folder / _AUTHORITY_KEY, folder / "authority.pem")
+        _run_openssl(folder, extensions, folder / _AUTHORITY_KEY, folder / "authority.pem")
 
 
-def mint(folder: Path, name: str) -> Keys:
-    """The keys of one process, made if they are missing. Raises ConfigError as above, or if there is no authority."""
-    keys = Keys(folder, name)
+def issue_certificate(folder: Path, name: str) -> Credentials:
+    """Give the process ``name`` its credentials, and sign a certificate for it if it has none yet.
+
+    Raises:
+        ConfigError: There is no authority in ``folder``, others may read the key, or openssl fails.
+    """
+    credentials = Credentials(folder, name)
     if not (folder / f"{name}.pem").exists() and (folder / _AUTHORITY_KEY).exists():
         issuer = ["-CA", str(folder / "authority.pem"), "-CAkey", str(folder / _AUTHORITY_KEY)]
         extensions = ["-extensions", "process", "-subj", f"/CN={name}"]
-        _run(folder, [*issuer, *extensions], folder / f"{name}.key", folder / f"{name}.pem")
-    keys.check()
-    return keys
+        _run_openssl(folder, [*issuer, *extensions], folder / f"{name}.key", folder / f"{name}.pem")
+    credentials.check()
+    return credentials
 
 
-def _run(folder: Path, options: list[str], key: Path, certificate: Path) -> None:
+def _run_openssl(folder: Path, options: list[str], key: Path, certificate: Path) -> None:
     config = folder / f".{certificate.stem}.config"
     config.write_text(_CONFIG)
     command = ["openssl", "req", "-x509", "-config", str(config), "-days", str(_DAYS), "-nodes", *options]

@@ -1,8 +1,7 @@
-"""Frames over a socket: Unix-domain inside a host, TCP with mutual TLS 1.3 between hosts.
+"""A channel: frames over a connected socket, Unix-domain inside a host or TCP with mutual TLS 1.3 between hosts.
 
-Addresses are texts, ``unix:/folder/name`` or ``tcp:host:port``. Nothing is copied on the way between a socket
-and a tensor: buffers are handed to the kernel as lists (scatter-gather). Inside a host large ones go through memory
-that both ends map, see :mod:`lane`.
+Nothing is copied on the way between a socket and a tensor: buffers are handed to the kernel as lists (scatter-gather).
+Inside a host large payloads go through memory that both ends map, see :mod:`worldsize.transport.shared_memory`.
 """
 
 from __future__ import annotations
@@ -13,28 +12,31 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from ipaddress import ip_address
-from os import getuid
-from pathlib import Path
+from enum import IntEnum
 from typing import Any, final
 
 from worldsize.collectives.step_timer import phase
-from worldsize.errors import ConfigError
-from worldsize.transport.certificates import Keys
 from worldsize.transport.frames import (
-    SIZE,
+    HEADER_BYTES,
+    CommonOperation,
     Header,
-    Operation,
     RefusedError,
     message,
+    operations_by_number,
     parse,
 )
-from worldsize.transport.shared_memory import AVAILABLE, LEAST, POLLED, Lane, accept, offer
+from worldsize.transport.shared_memory import (
+    AVAILABLE,
+    MIN_BYTES,
+    SPIN_SECONDS,
+    Pair,
+    accept_shared_memory,
+    offer_shared_memory,
+)
 
 _BUFFERS = 512  # in one system call; the kernel takes at most 1024
-_ROOM = 1 << 20  # bytes a Unix socket buffers, so that its ends wait less for each other; TCP finds its own size
 _JOINED = 1 << 14  # over TLS, smaller buffers are joined: each record costs a call
 
 
@@ -44,141 +46,136 @@ class LostError(ConnectionError):
 
 @final
 class Channel:
-    """One connection. ``identity``: the name in the peer's certificate, None where there is none."""
+    """One connection to a peer. Only one thread may send, and only one receive, at a time.
 
-    def __init__(self, connection: socket.socket, *, identity: str | None = None) -> None:
-        self._socket = connection
-        self._tls = isinstance(connection, ssl.SSLSocket)
-        self._header = bytearray(SIZE)
-        self._arrivals = select.poll()
-        self._arrivals.register(connection, select.POLLIN)
+    Args:
+        connection: A connected socket. :func:`worldsize.transport.endpoints.connect` and
+            :func:`~worldsize.transport.endpoints.accept_channel` authenticate the peer before they make a channel.
+        operations: What the two processes speak; a frame with another operation is refused.
+        identity: The name in the peer's certificate, None where there is none.
+    """
+
+    def __init__(self, connection: socket.socket, *, operations: type[IntEnum], identity: str | None = None) -> None:
+        self._stream = _Stream(connection)
+        self._known = operations_by_number(operations)
+        self._header = bytearray(HEADER_BYTES)
         self._later: list[bytes] = []
-        self._is_quick = False  # the frame before came within the time that is worth polling for
-        self._there: Lane | None = None
-        self._back: Lane | None = None
+        self._is_quick = False  # the frame before came within the time that is worth spinning for
+        self._memory: Pair | None = None
         self.identity = identity
 
     def wait_at_most(self, seconds: float) -> None:
-        """Bound every later send and receive, in the time without progress."""
-        if self._tls:
-            self._socket.settimeout(seconds)
-            return
-        for connection in self._sockets():
-            _bound(connection, seconds)
-
-    def _sockets(self) -> list[socket.socket]:
-        return [self._socket, *(lane.line for lane in (self._there, self._back) if lane)]
+        """Bound every later send and receive: it raises LostError after so many seconds without progress."""
+        self._stream.wait_at_most(seconds)
+        for direction in self._memory or ():
+            _bound(direction.signals, seconds)
 
     def share(self, seconds: float) -> None:
-        """Where the peer is on this host, send large payloads through memory from now on. Raises LostError."""
-        if AVAILABLE and self._socket.family == socket.AF_UNIX:
-            self.send(Header(Operation.SHARE))
-            self._share(offer, seconds)
+        """Send payloads of 256 KiB and more through shared memory from now on, if the peer is on this host.
+
+        The peer must call :meth:`accept_share` when the frame SHARE arrives. ``seconds`` is as in
+        :meth:`wait_at_most`. Raises LostError.
+        """
+        if AVAILABLE and self._stream.is_local:
+            self.send(Header(CommonOperation.SHARE))
+            try:
+                self._memory = offer_shared_memory(self._stream.connection)
+            except OSError as error:
+                raise LostError(str(error)) from error
+            self.wait_at_most(seconds)
 
     def accept_share(self, seconds: float) -> None:
-        """After the peer's :meth:`share`. Raises LostError or RefusedError."""
-        self._share(accept, seconds)
+        """Take part in the peer's :meth:`share`.
 
-    def _share(self, agree: Callable[[socket.socket], tuple[Lane, Lane]], seconds: float) -> None:
+        Raises:
+            LostError: The peer has gone.
+            RefusedError: The memory has another size than agreed, or the peer could make it shrink.
+        """
         try:
-            self._there, self._back = agree(self._socket)
+            self._memory = accept_shared_memory(self._stream.connection)
         except OSError as error:
             raise LostError(str(error)) from error
         self.wait_at_most(seconds)
 
     def send(self, header: Header, payload: Sequence[memoryview] = ()) -> None:
-        """Raises LostError."""
+        """Send one frame, whose payload is the concatenation of ``payload``. Raises LostError."""
         heads = memoryview(b"".join((*self._later, header.pack())))
         self._later.clear()
         parts = [part for part in payload if part.nbytes]
         try:
             with phase("communication"):
-                if self._there and header.length >= LEAST:
-                    self._send([heads])
-                    self._there.send(parts)
+                if self._memory and header.length >= MIN_BYTES:
+                    self._stream.send([heads])
+                    self._memory[0].send(parts)
                 else:
-                    self._send([heads, *parts])
+                    self._stream.send([heads, *parts])
         except OSError as error:
             raise LostError(str(error)) from error
 
     def send_later(self, header: Header) -> None:
-        """Together with the next frame, or when this end has nothing left to read: a peer is woken once for both."""
+        """Send a frame without payload together with the next one, or when there is nothing left to read.
+
+        The peer is woken once for both.
+        """
         self._later.append(header.pack())
 
-    def _send(self, parts: list[memoryview]) -> None:
-        if self._tls:
-            for part in _joined(parts):
-                self._socket.sendall(part)
-            return
-        first = 0
-        while first < len(parts):
-            sent = self._socket.sendmsg(parts[first : first + _BUFFERS])
-            while first < len(parts) and sent >= parts[first].nbytes:
-                sent -= parts[first].nbytes
-                first += 1
-            if sent:
-                parts[first] = parts[first][sent:]
+    def send_message(self, operation: IntEnum, facts: Any) -> None:
+        """Send ``facts`` as JSON. Raises LostError."""
+        self.send(*message(operation, facts))
 
     def header(self) -> Header:
-        """The next frame's header. Raises LostError or RefusedError."""
+        """Receive the next frame's header; its payload must be received next.
+
+        Raises:
+            LostError: The peer has gone.
+            RefusedError: It is no header of this protocol, see :func:`worldsize.transport.frames.parse`.
+        """
         begun = time.perf_counter()
-        if self._later and not self._has_arrived():
+        if self._later and not self._stream.has_arrived():
             self._flush()
         if self._is_quick:
-            self._poll(begun + POLLED)
+            self._spin(begun + SPIN_SECONDS)
         self.fill([memoryview(self._header)])
-        self._is_quick = time.perf_counter() - begun < POLLED
-        return parse(self._header)
+        self._is_quick = time.perf_counter() - begun < SPIN_SECONDS
+        return parse(self._header, self._known)
 
     def _flush(self) -> None:
         heads = memoryview(b"".join(self._later))
         self._later.clear()
         try:
-            self._send([heads])
+            self._stream.send([heads])
         except OSError as error:
             raise LostError(str(error)) from error
 
-    def _poll(self, until: float) -> None:
+    def _spin(self, until: float) -> None:
         """Stay awake until something comes: to be woken takes longer than a peer that is awake does to answer."""
         with phase("communication"):
-            while time.perf_counter() < until and not self._has_arrived():
+            while time.perf_counter() < until and not self._stream.has_arrived():
                 pass
 
-    def _has_arrived(self) -> bool:
-        """Whether there is something to read."""
-        return bool(self._arrivals.poll(0)) or (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0)
-
     def fill(self, parts: Sequence[memoryview]) -> None:
-        """Receive one payload, which ``parts`` hold exactly. Raises LostError."""
-        with phase("communication"):
-            self._fill([part for part in parts if part.nbytes])
+        """Receive one payload into ``parts``, which hold it exactly. Raises LostError.
 
-    def _fill(self, rest: list[memoryview]) -> None:
+        Compare the header with what is expected first (:meth:`Header.require`), so that a peer cannot choose how much
+        is received.
+        """
+        rest = [part for part in parts if part.nbytes]
         try:
-            if self._back and sum(part.nbytes for part in rest) >= LEAST:
-                return self._back.fill(rest)
-            while rest:
-                received = self._receive(rest[:_BUFFERS])
-                if received == 0:
-                    raise LostError("the peer closed the connection")
-                while rest and received >= rest[0].nbytes:
-                    received -= rest.pop(0).nbytes
-                if received:
-                    rest[0] = rest[0][received:]
+            with phase("communication"):
+                if self._memory and sum(part.nbytes for part in rest) >= MIN_BYTES:
+                    self._memory[1].fill(rest)
+                else:
+                    self._stream.fill(rest)
         except OSError as error:
             raise error if isinstance(error, LostError) else LostError(str(error)) from error
 
-    def _receive(self, parts: list[memoryview]) -> int:
-        if self._tls:
-            return self._socket.recv_into(parts[0])
-        return self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
-
-    def tell(self, operation: Operation, facts: Any) -> None:
-        """Send JSON. Raises LostError."""
-        self.send(*message(operation, facts))
-
     def message(self, header: Header) -> Any:
-        """The JSON that follows ``header``. Raises LostError or RefusedError."""
+        """Receive the JSON that follows ``header``, at most 16 MiB.
+
+        Raises:
+            LostError: The peer has gone.
+            RefusedError: It is larger, or no JSON.
+        """
         header.require_message()
         data = bytearray(header.length)
         self.fill([memoryview(data)])
@@ -187,21 +184,79 @@ class Channel:
         except ValueError:
             raise RefusedError(f"{header.operation.name} carries {len(data)} bytes that are no JSON") from None
 
-    def answer(self, *expected: Operation) -> Header:
-        """The next frame's header, one of ``expected``. Raises LostError, or RefusedError with the peer's reason."""
+    def answer(self, *expected: IntEnum) -> Header:
+        """Receive the next frame's header, which must have one of the operations ``expected``.
+
+        Raises:
+            LostError: The peer has gone.
+            RefusedError: It has another operation, or is REFUSED; then with the peer's reason.
+        """
         header = self.header()
-        if header.operation == Operation.REFUSED:
+        if header.operation == CommonOperation.REFUSED:
             raise RefusedError(str(self.message(header)))
         if header.operation not in expected:
             raise RefusedError(f"{header.operation.name} came, {expected[0].name} was expected")
         return header
 
     def close(self) -> None:
-        """Ends a receive of another thread, too."""
-        for connection in self._sockets():
+        """End the connection; a receive that another thread waits in raises LostError."""
+        for connection in (self._stream.connection, *(direction.signals for direction in self._memory or ())):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+
+
+@final
+class _Stream:
+    """The bytes of a connected socket, with TLS or without. All methods raise OSError."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.is_local = connection.family == socket.AF_UNIX
+        self._is_tls = isinstance(connection, ssl.SSLSocket)
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+
+    def wait_at_most(self, seconds: float) -> None:
+        if self._is_tls:
+            self.connection.settimeout(seconds)
+        else:
+            _bound(self.connection, seconds)
+
+    def has_arrived(self) -> bool:
+        """Whether there is something to read."""
+        if self._arrivals.poll(0):
+            return True
+        return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
+
+    def send(self, parts: list[memoryview]) -> None:
+        if self._is_tls:
+            for part in _joined(parts):
+                self.connection.sendall(part)
+            return
+        first = 0
+        while first < len(parts):
+            sent = self.connection.sendmsg(parts[first : first + _BUFFERS])
+            while first < len(parts) and sent >= parts[first].nbytes:
+                sent -= parts[first].nbytes
+                first += 1
+            if sent:
+                parts[first] = parts[first][sent:]
+
+    def fill(self, rest: list[memoryview]) -> None:
+        while rest:
+            received = self._receive(rest[:_BUFFERS])
+            if received == 0:
+                raise LostError("the peer closed the connection")
+            while rest and received >= rest[0].nbytes:
+                received -= rest.pop(0).nbytes
+            if received:
+                rest[0] = rest[0][received:]
+
+    def _receive(self, parts: list[memoryview]) -> int:
+        if self._is_tls:
+            return self.connection.recv_into(parts[0])
+        return self.connection.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
 
 
 def _bound(connection: socket.socket, seconds: float) -> None:
@@ -212,7 +267,7 @@ def _bound(connection: socket.socket, seconds: float) -> None:
 
 
 def _joined(parts: Sequence[memoryview]) -> list[memoryview]:
-    """The same bytes, neighbours below 16 KiB joined."""
+    """Give the same bytes, neighbours below 16 KiB joined."""
     result: list[memoryview] = []
     small = bytearray()
     for part in parts:
@@ -222,114 +277,3 @@ def _joined(parts: Sequence[memoryview]) -> list[memoryview]:
         else:
             small += part
     return [*result, memoryview(small)] if small else result
-
-
-def listen(address: str, keys: Keys | None) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the address can be reached from other hosts, and there are no keys.
-    """
-    kind, _, where = address.partition(":")
-    if kind == "unix":
-        listener = socket.socket(socket.AF_UNIX)
-        Path(where).unlink(missing_ok=True)  # of a server that was killed; the folder is ours alone
-        listener.bind(where)
-    else:
-        host, _, port = where.rpartition(":")
-        if keys is None and not ip_address(socket.gethostbyname(host)).is_loopback:
-            raise ConfigError(
-                f"a parameter server at {host} could be reached by anyone on the network. "
-                "Set strategy.transport=tls, or stay on one host."
-            )
-        listener = socket.create_server((host, int(port)))
-    listener.listen(128)
-    return listener
-
-
-def address_of(listener: socket.socket) -> str:
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    host, port = listener.getsockname()[:2]
-    return f"tcp:{host}:{port}"
-
-
-def accepted(connection: socket.socket, keys: Keys | None, *, seconds: float) -> Channel:
-    """The channel of a connection that a listener accepted; the handshake may take ``seconds``.
-
-    Raises:
-        RefusedError: the peer is another user of this host, or has no certificate of this run.
-        LostError: it went away.
-    """
-    if connection.family == socket.AF_UNIX:
-        _check_user(connection)
-        return _unix(connection)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return _secured(connection, keys, server=True, seconds=seconds) if keys else Channel(connection)
-
-
-def connect(address: str, keys: Keys | None, *, peer: str, seconds: float) -> Channel:
-    """A channel to the server named ``peer``, which its certificate must say where there are keys.
-
-    Raises:
-        RefusedError: it says something else.
-        LostError: nobody answers.
-    """
-    connection = _dialed(address, seconds)
-    if connection.family == socket.AF_UNIX:
-        return _unix(connection)
-    if keys is None:
-        return Channel(connection)
-    channel = _secured(connection, keys, server=False, seconds=seconds)
-    if channel.identity != peer:
-        channel.close()
-        raise RefusedError(f"{address} is {channel.identity!r}, not {peer!r}")
-    return channel
-
-
-def _unix(connection: socket.socket) -> Channel:
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _ROOM)
-    return Channel(connection)
-
-
-def _dialed(address: str, seconds: float) -> socket.socket:
-    kind, _, where = address.partition(":")
-    host, _, port = where.rpartition(":")
-    connection = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
-    try:
-        connection.settimeout(seconds)
-        connection.connect(where if kind == "unix" else (host, int(port)))
-        connection.settimeout(None)
-        if kind != "unix":
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:
-        connection.close()
-        raise LostError(f"{address}: {error}") from error
-    return connection
-
-
-def _secured(connection: socket.socket, keys: Keys, *, server: bool, seconds: float) -> Channel:
-    connection.settimeout(seconds)
-    try:
-        secured = keys.context(server=server).wrap_socket(connection, server_side=server)
-    except ssl.SSLError as error:
-        connection.close()
-        raise RefusedError(f"no certificate of this run: {error.reason}") from error
-    except OSError as error:
-        connection.close()
-        raise LostError(str(error)) from error
-    return Channel(secured, identity=_common_name(secured))
-
-
-def _common_name(connection: ssl.SSLSocket) -> str:
-    subject: tuple[tuple[tuple[str, str], ...], ...] = (connection.getpeercert() or {}).get("subject", ())  # type: ignore[assignment]
-    return next((value for part in subject for key, value in part if key == "commonName"), "")
-
-
-def _check_user(connection: socket.socket) -> None:
-    """The folder admits its owner only; this holds where somebody opened it."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    if user != getuid():
-        raise RefusedError(f"user {user} of this host is not the one who runs the server")

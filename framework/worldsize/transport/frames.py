@@ -1,15 +1,19 @@
-"""The wire format: a header of 88 bytes, then as many bytes as its dtype and shape say. No pickle.
+"""The wire format: a header of 104 bytes, followed by exactly as many bytes as its dtype and shape announce.
 
-A header is checked by itself in :func:`parse`, and by :meth:`Header.require` against what its receiver expects,
-before a byte of the payload is received or allocated.
+Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require` that it is what its
+receiver expects, both before a byte of the payload is received or memory for it is allocated.
+
+A role of its own defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are
+:class:`CommonOperation`, which every channel understands.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -19,62 +23,48 @@ from torch import Tensor
 
 from worldsize.errors import WorldsizeError
 
-MAGIC = b"wsP1"
-LAYOUT = Struct("<4sBBBxIIIIQQQQ4Q")  # magic, operation, dtype, dimensions, table, width, node, seen, ..., shape
-SIZE = LAYOUT.size
+MAGIC = b"wsP2"
+LAYOUT = Struct("<4sBBBx7QQ4Q")  # magic, operation, dtype, dimensions, fields, length, shape
+HEADER_BYTES = LAYOUT.size
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+MAX_DIMENSIONS = 4
+MAX_PAYLOAD_BYTES = 1 << 42  # a larger one cannot be meant
+MAX_MESSAGE_BYTES = 1 << 24
+NO_FIELDS = (0,) * 7
+FIRST_OWN_OPERATION = 32
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_DIMENSIONS = 4
-LARGEST = 1 << 42  # bytes of a payload; what is larger cannot be meant
-LARGEST_MESSAGE = 1 << 24  # bytes of JSON
 
 
 class RefusedError(WorldsizeError):
-    """A frame that its receiver does not accept; nothing that it carried has taken effect."""
+    """The receiver does not accept a frame or a peer; nothing that the frame carried has taken effect."""
 
 
-class Operation(IntEnum):
-    """What a frame asks for, or answers. Messages are JSON; each request gets one answer unless it says otherwise."""
+class CommonOperation(IntEnum):
+    """What a frame means in every protocol."""
 
-    JOIN = 1  # message: who, and what for
-    WELCOME = 2  # message
-    PUSH = 3  # a gradient of one bucket; answered by DONE, all pushes of a step in their order
-    PULL = 4  # answered by WEIGHTS, once for each bucket
-    WEIGHTS = 5
-    DONE = 6
-    TICK = 7  # message: what the worker has finished; answered by TASK when there is one
-    TASK = 8  # message
-    HEARTBEAT = 9  # not answered
-    NORMS = 10  # answered by a MESSAGE once the step's gradients have all come
-    APPLY = 11  # message
-    STATE = 12  # answered by DONE once the state is copied, then by TREE
-    TREE = 13  # JSON and tensors, see :mod:`tree`
-    MESSAGE = 14
-    STOP = 15  # to a server: the run ends; answered by DONE
-    PUSH_ROWS = 19  # ids as below, then gradients (float32) of rows of one table; answered by DONE
-    PULL_ROWS = 20  # ids (int64), sorted and each once; answered by WEIGHTS of shape [rows, dim]
-    RESET = 16  # message: the step that is done; what has come of later ones is dropped; answered by DONE
-    FACTS = 17  # answered by a MESSAGE
-    SHARE = 21  # not answered; then three descriptors, see :mod:`lane`
-    REFUSED = 18  # message: why; the connection ends
+    JOIN = 1  # a message, the first of a connection: who connects ("name"), and what for ("kind")
+    WELCOME = 2  # a message that answers JOIN
+    REFUSED = 3  # a message: the reason; the connection ends
+    DONE = 4  # acknowledges a request; no payload
+    MESSAGE = 5  # JSON
+    HEARTBEAT = 6  # a sign of life; not answered
+    SHARE = 7  # not answered; three file descriptors follow, see worldsize.transport.shared_memory
 
 
 class Header(NamedTuple):  # which is made three times as fast as a frozen dataclass
-    """``shape=()`` means no payload. ``width`` and ``node``: which part of a step a gradient belongs to.
+    """What a frame is, before its payload.
 
-    ``seen``: updates in the weights that it was computed with, or that these weights have seen (modulo 2^32).
+    Attributes:
+        operation: What the frame asks for or answers.
+        dtype: Of the payload's numbers, one of :data:`DTYPES`.
+        shape: Of the payload, at most 4 dimensions; ``()`` means that there is no payload.
+        fields: Exactly 7 numbers of 0 to 2^64 - 1. The protocol that defines ``operation`` says what they mean.
     """
 
-    operation: Operation
-    table: int = 0
+    operation: IntEnum
     dtype: torch.dtype = torch.uint8
     shape: tuple[int, ...] = ()
-    width: int = 0
-    node: int = 0
-    seen: int = 0
-    epoch: int = 0
-    sequence: int = 0
-    step: int = 0
+    fields: tuple[int, ...] = NO_FIELDS
 
     @property
     def length(self) -> int:
@@ -82,55 +72,75 @@ class Header(NamedTuple):  # which is made three times as fast as a frozen datac
         return math.prod(self.shape) * self.dtype.itemsize if self.shape else 0
 
     def pack(self) -> bytes:
-        shape = (*self.shape, *([0] * (_DIMENSIONS - len(self.shape))))
-        numbers = (self.table, self.width, self.node, self.seen, self.epoch, self.sequence, self.step, self.length)
-        return LAYOUT.pack(MAGIC, self.operation, _CODES[self.dtype], len(self.shape), *numbers, *shape)
+        """Encode the header in :data:`HEADER_BYTES` bytes."""
+        shape = (*self.shape, *([0] * (MAX_DIMENSIONS - len(self.shape))))
+        dimensions = len(self.shape)
+        return LAYOUT.pack(MAGIC, self.operation, _CODES[self.dtype], dimensions, *self.fields, self.length, *shape)
 
     def require(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Raise RefusedError unless the payload is what the receiver has room for."""
+        """Raise RefusedError unless the payload has this dtype and shape, for which the receiver has memory."""
         if self.dtype != dtype or self.shape != tuple(shape):
             raise RefusedError(
-                f"{self.operation.name} of table {self.table} carries {self.dtype} {list(self.shape)}; "
-                f"expected {dtype} {list(shape)}"
+                f"{self.operation.name} carries {self.dtype} {list(self.shape)}; expected {dtype} {list(shape)}"
             )
 
     def require_message(self) -> None:
-        if self.dtype != torch.uint8 or len(self.shape) != 1 or self.length > LARGEST_MESSAGE:
+        """Raise RefusedError unless the payload is a message of at most :data:`MAX_MESSAGE_BYTES` bytes."""
+        if self.dtype != torch.uint8 or len(self.shape) != 1 or self.length > MAX_MESSAGE_BYTES:
             raise RefusedError(f"{self.operation.name} announces a message of {self.dtype} {list(self.shape)}")
 
 
-def parse(data: bytes | bytearray | memoryview) -> Header:
-    """The header in ``data``.
+@cache
+def operations_by_number(operations: type[IntEnum]) -> Mapping[int, IntEnum]:
+    """Map every number that a protocol knows to its operation, the common ones included.
 
     Raises:
-        RefusedError: it is not one, or contradicts itself.
+        ValueError: A number of ``operations`` is below 32 or above 255.
     """
-    magic, operation, code, dimensions, table, width, node, seen, epoch, sequence, step, length, *shape = LAYOUT.unpack(
-        data
-    )
+    for each in operations:
+        if not FIRST_OWN_OPERATION <= each <= 255:
+            raise ValueError(f"{each!r}: operations of a role have numbers from {FIRST_OWN_OPERATION} to 255")
+    return {int(each): each for each in (*CommonOperation, *operations)}
+
+
+def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) -> Header:
+    """Decode a header from :data:`HEADER_BYTES` bytes that a peer has sent.
+
+    Args:
+        data: The bytes.
+        known: The operations of the protocol, see :func:`operations_by_number`.
+
+    Raises:
+        RefusedError: The bytes are no header, name an unknown operation or dtype, contradict themselves, or announce
+            more than :data:`MAX_PAYLOAD_BYTES`.
+    """
+    magic, number, code, dimensions, *numbers = LAYOUT.unpack(data)
     if magic != MAGIC:
         raise RefusedError(f"not a frame: it begins with {magic!r}")
-    if operation not in _OPERATIONS or code >= len(DTYPES) or dimensions > _DIMENSIONS:
-        raise RefusedError(f"unknown operation {operation}, dtype {code} or {dimensions} dimensions")
-    dtype, used = DTYPES[code], tuple(shape[:dimensions])
-    header = Header(_OPERATIONS[operation], table, dtype, used, width, node, seen, epoch, sequence, step)
-    if header.length != length or length > LARGEST or any(shape[dimensions:]):
-        raise RefusedError(f"{header.operation.name} announces {length} bytes for {dtype} {list(used)}")
+    operation = known.get(number)
+    if operation is None or code >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
+        raise RefusedError(f"unknown operation {number}, dtype {code} or {dimensions} dimensions")
+    length, shape = numbers[7], numbers[8:]
+    header = Header(operation, DTYPES[code], tuple(shape[:dimensions]), tuple(numbers[:7]))
+    if header.length != length or length > MAX_PAYLOAD_BYTES or any(shape[dimensions:]):
+        raise RefusedError(f"{operation.name} announces {length} bytes for {header.dtype} {list(header.shape)}")
     return header
 
 
-_OPERATIONS = {int(operation): operation for operation in Operation}
-
-
 def view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to send from or receive into without a copy."""
+    """Give the bytes of a contiguous tensor on the CPU, to send from or receive into without a copy."""
     tensor = tensor.detach()
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     data: memoryview = array.reshape(-1).view(numpy.uint8).data
     return data
 
 
-def message(operation: Operation, facts: Any) -> tuple[Header, list[memoryview]]:
-    """A frame that carries JSON."""
+def message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
+    """Make a frame that carries ``facts`` as JSON, as header and payload."""
     data = json.dumps(facts).encode()
     return Header(operation, shape=(len(data),)), [memoryview(data)]
+
+
+def tensor_frame(operation: IntEnum, tensor: Tensor) -> tuple[Header, list[memoryview]]:
+    """Make a frame that carries a contiguous tensor on the CPU, as header and payload; nothing is copied."""
+    return Header(operation, tensor.dtype, tuple(tensor.shape)), [view(tensor)]

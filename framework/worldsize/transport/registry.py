@@ -1,6 +1,8 @@
-"""Where the servers of a run are: a folder that its processes share, and a number that says which server is meant.
+"""Where the serving processes of a run are: a folder that all processes share, and an epoch for each change of hands.
 
-The master of a shard in epoch n is whoever created ``epoch_n.json``. Creation is exclusive, so there are never two.
+A service is what others connect to, such as "shard 0" or "centre". The process that serves it in epoch n is whoever
+created ``epoch_n.json``. Creation is exclusive, so that there are never two. Whoever can write the folder can serve:
+it must be private to the run (where there are credentials, a connection also proves the name of the server).
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ class EndedError(WorldsizeError):
 @final
 @dataclass(frozen=True)
 class Entry:
-    """A server that answers, and in which epoch it became master of its shard."""
+    """Who serves a service.
+
+    Attributes:
+        epoch: Counts from 1 how often the service has changed hands.
+        address: Where the process listens, see :mod:`worldsize.transport.endpoints`.
+        name: The process's name, as in its certificate.
+    """
 
     epoch: int
     address: str
@@ -33,55 +41,65 @@ class Entry:
 
 @final
 @dataclass(frozen=True)
-class Directory:
-    """Entries below ``folder``; ``timeout``: seconds to wait for one."""
+class Registry:
+    """The register of a run's services.
+
+    Attributes:
+        folder: The folder that all processes of the run share.
+        timeout: Seconds to wait for a process that serves.
+    """
 
     folder: Path
     timeout: float
 
-    def newest(self, shard: int) -> Entry | None:
-        files = sorted((self.folder / f"shard_{shard}").glob("epoch_*.json"), key=_number)
+    def newest(self, service: str) -> Entry | None:
+        """Look up who serves ``service`` now; None: nobody has yet."""
+        files = sorted(self._folder_of(service).glob("epoch_*.json"), key=_epoch_of)
         if not files:
             return None
-        return Entry(_number(files[-1]), **json.loads(files[-1].read_text()))
+        return Entry(_epoch_of(files[-1]), **json.loads(files[-1].read_text()))
 
-    def claim(self, shard: int, epoch: int, address: str, name: str) -> bool:
-        """Become master in ``epoch``; False if another one is."""
-        folder = self.folder / f"shard_{shard}"
+    def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
+        """Become the process that serves ``service`` in ``epoch``; False if another one is."""
+        folder = self._folder_of(service)
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f".{name}"
         draft.write_text(json.dumps({"address": address, "name": name}))
         try:
-            os.link(draft, folder / f"epoch_{epoch:06d}.json")  # whole at once, and only if it is not there
+            os.link(draft, folder / f"epoch_{epoch:06d}.json")  # complete at once, and only if it is not there
         except FileExistsError:
             return False
         finally:
             draft.unlink()
         return True
 
-    def wait(self, shard: int, after: int = 0) -> Entry:
-        """The newest entry, of an epoch later than ``after``.
+    def wait(self, service: str, after: int = 0) -> Entry:
+        """Wait for an entry of an epoch later than ``after``, and give the newest.
 
         Raises:
-            WorldsizeError: nobody became master in time.
-            EndedError: nobody will.
+            WorldsizeError: Nobody has taken the service in time.
+            EndedError: Nobody will.
         """
         deadline = time.monotonic() + self.timeout
-        while (entry := self.newest(shard)) is None or entry.epoch <= after:
+        while (entry := self.newest(service)) is None or entry.epoch <= after:
             self.check_open()
             if time.monotonic() > deadline:
-                raise WorldsizeError(f"no server has taken shard {shard} within {self.timeout:g} s (cluster.timeout).")
+                raise WorldsizeError(f"no server has taken {service} within {self.timeout:g} s (cluster.timeout).")
             time.sleep(_POLL)
         return entry
 
     def end(self) -> None:
-        """Tell those that look for a server that the run has ended."""
+        """Tell all processes that look for a service that the run has ended."""
         (self.folder / "ended").touch()
 
     def check_open(self) -> None:
+        """Raise EndedError if the run has ended."""
         if (self.folder / "ended").exists():
             raise EndedError("the run has ended.")
 
+    def _folder_of(self, service: str) -> Path:
+        return self.folder / service.replace(" ", "_")
 
-def _number(path: Path) -> int:
+
+def _epoch_of(path: Path) -> int:
     return int(path.stem.removeprefix("epoch_"))

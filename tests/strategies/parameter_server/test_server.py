@@ -14,13 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.errors import ConfigError
-from worldsize.strategies.parameter_server.layout import plan_shards
-from worldsize.strategies.parameter_server.server import Server
+from worldsize.strategies.parameter_server.mastership import SoleMastership
+from worldsize.strategies.parameter_server.operations import Fields, Operation
+from worldsize.strategies.parameter_server.push_receiver import PushReceiver
+from worldsize.strategies.parameter_server.replication import ReplicationLog
+from worldsize.strategies.parameter_server.server import ShardServer
+from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.parameter_server.shard_master import ShardMaster
+from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.certificates import Keys, mint, mint_authority
-from worldsize.transport.channel import Channel, LostError, address_of, connect, listen
-from worldsize.transport.frames import LAYOUT, MAGIC, SIZE, Header, Operation, RefusedError, view
+from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.endpoints import address_of, connect, listen
+from worldsize.transport.frames import HEADER_BYTES, LAYOUT, MAGIC, CommonOperation, Header, RefusedError, view
 
 OPEN: list[Any] = []  # what a test has opened
 
@@ -38,51 +45,58 @@ def learning() -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
 
 
-def served(listener: socket.socket, keys: Keys | None = None, **rule: Any) -> Server:
+def served(listener: socket.socket, keys: Credentials | None = None, **rule: Any) -> ShardServer:
     learned = learning()
     (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
-    server = Server(Shard(learned, owned, Rule(1, **rule)), listener, keys, timeout=5.0)
+    log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
+    receiver = PushReceiver(Shard(learned, owned, Rule(1, **rule)), None)
+    server = ShardServer(ShardMaster(receiver, Sessions(), log, timeout=5.0), listener, keys)
     server.start()
     OPEN.append(listener)
     return server
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Server:
+def server(tmp_path: Path) -> ShardServer:
     return served(listen(f"unix:{tmp_path}/server", None))
 
 
-def joined(server: Server, keys: Keys | None = None, *, name: str = "worker-0", epoch: int = 1) -> Channel:
-    channel = connect(address_of(server.listener), keys, peer="server-0", seconds=5.0)
+def joined(server: ShardServer, keys: Credentials | None = None, *, name: str = "worker-0", epoch: int = 1) -> Channel:
+    channel = connect(address_of(server.connections.listener), keys, peer="server-0", seconds=5.0, operations=Operation)
     OPEN.append(channel)
     channel.wait_at_most(5.0)
-    channel.tell(Operation.JOIN, {"kind": "data", "name": name, "epoch": epoch})
-    channel.message(channel.answer(Operation.WELCOME))
+    channel.send_message(CommonOperation.JOIN, {"kind": "data", "name": name, "epoch": epoch})
+    channel.message(channel.answer(CommonOperation.WELCOME))
     return channel
 
 
-GOOD = Header(Operation.PUSH, 0, torch.float32, (20,), width=1, node=0, epoch=1, sequence=1, step=1)
+FIELDS = Fields(0, width=1, node=0, epoch=1, sequence=1, step=1)
+GOOD = Header(Operation.PUSH, torch.float32, (20,), FIELDS)
+
+
+def with_fields(**changed: int) -> Header:
+    return GOOD._replace(fields=FIELDS._replace(**changed))
 
 
 def push(channel: Channel, gradient: Tensor, header: Header = GOOD) -> None:
     channel.send(header, [view(gradient)])
-    channel.answer(Operation.DONE)
+    channel.answer(CommonOperation.DONE)
 
 
-def weights(server: Server) -> Tensor:
-    return server.shard.values[0].clone()
+def weights(server: ShardServer) -> Tensor:
+    return server.master.shard.values[0].clone()
 
 
-def assert_it_serves(server: Server) -> None:
+def assert_it_serves(server: ShardServer) -> None:
     """An honest worker trains as if nothing had been."""
-    before, step = weights(server), server.shard.step
+    before, step = weights(server), server.master.shard.step
     gradient = torch.arange(20.0)
     channel = joined(server, name=f"worker-{random.random()}")
-    push(channel, gradient.clone(), GOOD._replace(step=step + 1))
+    push(channel, gradient.clone(), with_fields(step=step + 1))
     assert torch.allclose(weights(server), before - 0.1 * gradient)
-    channel.send(Header(Operation.PULL, step=step + 1))
+    channel.send(Header(Operation.PULL, fields=Fields(step=step + 1)))
     header, received = channel.answer(Operation.WEIGHTS), torch.empty(20)
-    assert header.step == step + 1
+    assert Fields._make(header.fields).step == step + 1
     channel.fill([view(received)])
     assert torch.equal(received, weights(server))
 
@@ -90,12 +104,12 @@ def assert_it_serves(server: Server) -> None:
 BAD = {
     "a shape": (GOOD._replace(shape=(21,)), "expected torch.float32 [20]"),
     "a dtype": (GOOD._replace(dtype=torch.float64), "expected torch.float32 [20]"),
-    "a table": (GOOD._replace(table=1), "table 1; there are 1"),
-    "a step": (GOOD._replace(step=3), "the shard is at step 1"),
-    "a part": (GOOD._replace(width=4), "part 0 of 4"),
-    "no part": (GOOD._replace(node=7), "part 7 of 1"),
-    "an epoch": (GOOD._replace(epoch=9), "of 1 was next"),
-    "a number": (GOOD._replace(sequence=5), "PUSH 5 of epoch 1 came; 1 of 1 was next"),
+    "a table": (with_fields(table=1), "table 1; there are 1"),
+    "a step": (with_fields(step=3), "the shard is at step 1"),
+    "a part": (with_fields(width=4), "part 0 of 4"),
+    "no part": (with_fields(node=7), "part 7 of 1"),
+    "an epoch": (with_fields(epoch=9), "of 1 was next"),
+    "a number": (with_fields(sequence=5), "PUSH 5 of epoch 1 came; 1 of 1 was next"),
     "an operation": (GOOD._replace(operation=Operation.APPLY), "APPLY from a worker"),
     "much": (GOOD._replace(shape=(1 << 36,)), "expected torch.float32 [20]"),
 }
@@ -103,7 +117,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_frame_that_does_not_fit_is_refused_and_changes_nothing(
-    server: Server, case: str, capfd: pytest.CaptureFixture[str]
+    server: ShardServer, case: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     header, said = BAD[case]
     before = weights(server)
@@ -117,7 +131,7 @@ def test_a_frame_that_does_not_fit_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_is_refused(server: Server, value: float) -> None:
+def test_a_gradient_that_is_not_finite_is_refused(server: ShardServer, value: float) -> None:
     gradient = torch.ones(20)
     gradient[7] = value
     with pytest.raises(RefusedError, match="NaN or infinite"):
@@ -131,7 +145,7 @@ def test_nan_is_taken_where_the_policy_says_so(tmp_path: Path) -> None:
     assert weights(server).isnan().all()
 
 
-def test_a_frame_that_is_sent_twice_counts_once(server: Server) -> None:
+def test_a_frame_that_is_sent_twice_counts_once(server: ShardServer) -> None:
     channel = joined(server)
     push(channel, torch.ones(20))
     after = weights(server)
@@ -145,26 +159,28 @@ def test_a_frame_that_is_sent_twice_counts_once(server: Server) -> None:
     assert_it_serves(server)
 
 
-def test_a_part_that_two_workers_computed_counts_once(server: Server) -> None:
+def test_a_part_that_two_workers_computed_counts_once(server: ShardServer) -> None:
     push(joined(server), torch.ones(20))
     after = weights(server)
     push(joined(server, name="worker-1"), torch.ones(20))
     assert torch.equal(weights(server), after)
-    assert server.shard.step == 1
+    assert server.master.shard.step == 1
 
 
-def test_a_worker_of_an_earlier_epoch_is_refused(server: Server) -> None:
+def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
     old = joined(server, epoch=1)
     joined(server, epoch=2)
     with pytest.raises(RefusedError, match="this is 1"):
         joined(server, epoch=1)
     push(old, torch.ones(20))  # its part has not been done by the one of epoch 2 yet
-    assert server.shard.step == 1
+    assert server.master.shard.step == 1
 
 
-def test_a_hundred_thousand_frames_of_noise_change_nothing(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hundred_thousand_frames_of_noise_change_nothing(
+    server: ShardServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     before, noise, hello = weights(server), random.Random(7), b"".join(_join_bytes())
-    address = address_of(server.listener).removeprefix("unix:")
+    address = address_of(server.connections.listener).removeprefix("unix:")
     for number in range(100_000):
         frame = _noise(noise, hello)
         if number % 50 == 0:  # as a stranger would
@@ -176,16 +192,16 @@ def test_a_hundred_thousand_frames_of_noise_change_nothing(server: Server, capfd
             with theirs:
                 theirs.sendall(frame)
                 theirs.shutdown(socket.SHUT_WR)
-                server.serve(ours)
+                server.connections.serve(ours)
     assert torch.equal(weights(server), before)
     assert_it_serves(server)
-    assert server.refused > 50_000  # the others left before they had said enough to be refused
+    assert server.connections.refused > 50_000  # the others left before they had said enough to be refused
     assert "not a frame" in capfd.readouterr().out
 
 
 def _join_bytes() -> list[bytes]:
     data = b'{"kind": "data", "name": "worker-7", "epoch": 1}'
-    return [Header(Operation.JOIN, shape=(len(data),)).pack(), data]
+    return [Header(CommonOperation.JOIN, shape=(len(data),)).pack(), data]
 
 
 def _noise(noise: random.Random, hello: bytes) -> bytes:
@@ -194,7 +210,7 @@ def _noise(noise: random.Random, hello: bytes) -> bytes:
     if kind == 0:
         frame = bytearray(noise.randbytes(noise.randrange(1, 300)))
     elif kind == 1:
-        frame = bytearray(MAGIC + noise.randbytes(SIZE - len(MAGIC) + 100))
+        frame = bytearray(MAGIC + noise.randbytes(HEADER_BYTES - len(MAGIC) + 100))
     else:
         frame = bytearray(GOOD.pack() + struct.pack("<20f", *([1.0] * 20)))
         for _ in range(noise.randrange(1, 6)):
@@ -207,7 +223,7 @@ def _noise(noise: random.Random, hello: bytes) -> bytes:
 def _is_good(frame: bytearray) -> bool:
     """The changes have cancelled out, or touch only what a PUSH does not look at."""
     good = bytearray(GOOD.pack())
-    return all(frame[i] == good[i] for i in range(SIZE) if i not in (7, *range(20, 24)))
+    return all(frame[i] == good[i] for i in range(HEADER_BYTES) if i not in (7, *range(32, 40)))
 
 
 # ---------------------------------------------------------------- between hosts
@@ -216,37 +232,37 @@ def _is_good(frame: bytearray) -> bool:
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
-    mint_authority(folder)
+    create_authority(folder)
     return folder
 
 
 def test_members_of_the_run_are_served_over_tls(keys: Path) -> None:
-    server = served(listen("tcp:127.0.0.1:0", None), mint(keys, "server-0"))
+    server = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
     before = weights(server)
-    push(joined(server, mint(keys, "worker-0")), torch.ones(20))
+    push(joined(server, issue_certificate(keys, "worker-0")), torch.ones(20))
     assert torch.allclose(weights(server), before - 0.1)
     assert {path.stat().st_mode & 0o777 for path in keys.glob("*.key")} == {0o600}
 
 
 def test_strangers_are_refused(keys: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    server = served(listen("tcp:127.0.0.1:0", None), mint(keys, "server-0"))
+    server = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
     before = weights(server)
-    mint_authority(tmp_path / "other")
+    create_authority(tmp_path / "other")
     with pytest.raises((RefusedError, LostError)):  # its certificate is of another run
-        joined(server, mint(tmp_path / "other", "worker-0"))
+        joined(server, issue_certificate(tmp_path / "other", "worker-0"))
     with pytest.raises((RefusedError, LostError)):  # it has none
         joined(server, None)
     with pytest.raises(RefusedError, match="the certificate of worker-1 joins as worker-0"):
-        joined(server, mint(keys, "worker-1"), name="worker-0")
-    push(joined(server, mint(keys, "worker-0")), torch.ones(20))
+        joined(server, issue_certificate(keys, "worker-1"), name="worker-0")
+    push(joined(server, issue_certificate(keys, "worker-0")), torch.ones(20))
     assert torch.allclose(weights(server), before - 0.1)
     assert "no certificate of this run" in capfd.readouterr().out
 
 
 def test_a_client_does_not_talk_to_a_server_that_is_somebody_else(keys: Path) -> None:
-    impostor = served(listen("tcp:127.0.0.1:0", None), mint(keys, "worker-5"))
+    impostor = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "worker-5"))
     with pytest.raises(RefusedError, match="is 'worker-5', not 'server-0'"):
-        joined(impostor, mint(keys, "worker-0"))
+        joined(impostor, issue_certificate(keys, "worker-0"))
 
 
 def test_no_port_is_opened_to_the_network_without_keys() -> None:
@@ -255,10 +271,10 @@ def test_no_port_is_opened_to_the_network_without_keys() -> None:
 
 
 def test_a_key_that_others_may_read_is_refused(keys: Path) -> None:
-    mint(keys, "worker-0")
+    issue_certificate(keys, "worker-0")
     (keys / "worker-0.key").chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        mint(keys, "worker-0")
+        issue_certificate(keys, "worker-0")
     (keys / "authority.key").unlink()
     with pytest.raises(ConfigError, match="no member of the run"):
-        mint(keys, "worker-1")
+        issue_certificate(keys, "worker-1")

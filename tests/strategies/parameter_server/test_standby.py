@@ -17,15 +17,20 @@ import pytest
 import torch
 from torch import nn
 
-from worldsize.strategies.parameter_server.client import Dialer, ShardLink
-from worldsize.strategies.parameter_server.layout import plan_shards
-from worldsize.strategies.parameter_server.server import Server
+from worldsize.strategies.parameter_server.mastership import RegisteredMastership
+from worldsize.strategies.parameter_server.operations import Operation, shard_service
+from worldsize.strategies.parameter_server.push_receiver import PushReceiver
+from worldsize.strategies.parameter_server.server_group import PendingServer
+from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.parameter_server.shard_link import ShardLink
+from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.channel import address_of, listen
+from worldsize.transport.dialer import Dialer
+from worldsize.transport.endpoints import address_of, listen
 from worldsize.transport.frames import view
-from worldsize.transport.registry import Directory
+from worldsize.transport.registry import Registry
 from worldsize.world.fork import ready_to_fork
 
 CELLS = 8
@@ -37,7 +42,7 @@ class Counters:
     """A table of counters on a server with a standby, each a process of its own; a push of -1 counts one."""
 
     def __init__(self, folder: Path, lease: float) -> None:
-        self.directory = Directory(folder / "directory", PATIENCE)
+        self.registry = Registry(folder / "directory", PATIENCE)
         self.folder, self.lease = folder, lease
         self.processes: dict[str, BaseProcess] = {}
 
@@ -54,17 +59,17 @@ class Counters:
         learning = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
         (owned,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
         listener = listen(f"unix:{self.folder}/{name}_{os.getpid()}", None)
-        shard = Shard(learning, owned, Rule(1, gathers=False))
-        server = Server(shard, listener, None, PATIENCE, lease=self.lease, replicated=True)
-        dialer = Dialer(name, self.directory, None, PATIENCE)
-        succession = Succession(dialer, 0, address_of(listener), lease=self.lease, founds=founds)
-        succession.run(server)
-        server.fence, server.is_master = succession.fence, succession.is_master
-        server.start()
+        shard = Shard(learning, owned, Rule(1, synchronous=False))
+        dialer = Dialer(name, self.registry, None, PATIENCE, Operation)
+        mastership = RegisteredMastership(self.registry, shard_service(0), address=address_of(listener), name=name)
+        receiver, options = PushReceiver(shard, None), {"founds": founds, "has_standbys": True}
+        succession = Succession(dialer, mastership, receiver, Sessions(), lease=self.lease, **options)
+        succession.run()
+        PendingServer(learning, succession, dialer, listener, self.lease, has_standby=True).serve()
         time.sleep(3600)
 
     def master(self) -> str:
-        return self.directory.wait(0).name
+        return self.registry.wait(shard_service(0)).name
 
     def kill(self, number: int = signal.SIGKILL) -> str:
         """Kill the master; its name."""
@@ -126,7 +131,7 @@ def total(link: ShardLink) -> list[float]:
 
 
 def linked(counters: Counters, epoch: int = 1) -> ShardLink:
-    return ShardLink(Dialer("worker-0", counters.directory, None, PATIENCE), 0, epoch=epoch)
+    return ShardLink(Dialer("worker-0", counters.registry, None, PATIENCE, Operation), 0, epoch=epoch)
 
 
 def test_every_acknowledged_push_survives_master_after_master(counters: Counters) -> None:
@@ -168,9 +173,9 @@ def test_a_master_that_stops_is_replaced_and_does_not_acknowledge_anything_when_
     link = linked(counters)
     counters.wait_for_standbys(1)
     increments(link, range(1, 4), lambda step: None)
-    before = counters.directory.wait(0)
+    before = counters.registry.wait(shard_service(0))
     assert counters.kill(signal.SIGSTOP) == before.name
-    assert counters.directory.wait(0, after=before.epoch).name != before.name
+    assert counters.registry.wait(shard_service(0), after=before.epoch).name != before.name
     stopped = counters.processes[before.name]
     assert stopped.pid is not None
     os.kill(stopped.pid, signal.SIGCONT)

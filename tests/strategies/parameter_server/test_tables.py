@@ -18,7 +18,7 @@ from recipes.word2vec.recipe import Word2Vec
 from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import read_tensors
 from worldsize.data.loader import Order, drawn
-from worldsize.strategies.parameter_server.rows import Table, initial_rows
+from worldsize.strategies.parameter_server.row_tables import Table, initial_rows
 
 WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")
 MOVING = ("schedule=cosine", "schedule.steps=8")  # a rate that is not another one in a shorter run

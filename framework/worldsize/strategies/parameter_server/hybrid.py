@@ -28,16 +28,18 @@ from worldsize.core import (
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, gradient_reducer
-from worldsize.strategies.parameter_server.client import Dialer, ShardLink
-from worldsize.strategies.parameter_server.coordinator import Peer
-from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
-from worldsize.strategies.parameter_server.house import House, Transport
-from worldsize.strategies.parameter_server.rows import RowGradients, RowRule, Sharding
+from worldsize.strategies.parameter_server.all_shards import Peer
+from worldsize.strategies.parameter_server.model_state import joined_rows, learning_of, with_tables
+from worldsize.strategies.parameter_server.operations import Operation
+from worldsize.strategies.parameter_server.remote_embedding import TableLinks, made_remote
+from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule, Sharding
+from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
-from worldsize.strategies.parameter_server.whole import joined_rows, learning_of, whole_tables
+from worldsize.strategies.parameter_server.shard_link import ShardLink
+from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.frames import Operation
+from worldsize.transport.dialer import Dialer
 
 
 @final
@@ -72,8 +74,8 @@ class HybridParameterServer(Strategy):
             )
 
     @property
-    def _house(self) -> House:
-        return House(self.servers, 0, self.lease, self.transport, self.host, self.nodes)
+    def _group(self) -> ServerGroup:
+        return ServerGroup(self.servers, 0, self.lease, self.transport, self.host, self.nodes)
 
     @property
     def _rows(self) -> RowRule:
@@ -81,26 +83,24 @@ class HybridParameterServer(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         workers = cluster.processes - self.servers
-        self._house.check(cluster, workers)
+        self._group.check(cluster, workers)
         return {"server": Role(self.servers, serves=True), "worker": Role(workers)}
 
     def prepare(self, folder: Any) -> None:
-        self._house.prepare(folder)
+        self._group.prepare(folder)
 
     def serve(self, recipe: Recipe, context: RunContext) -> None:
-        gathers = self.consistency == "sync"
+        synchronous = self.consistency == "sync"
         numerics = context.numerics
         finite = numerics.nonfinite == "stop"
-        rule = Rule(context.logical_ranks, gathers=gathers, approves=numerics.needs_norm, finite=finite)
-        server, succession, _ = self._house.server(
-            recipe, learning_of(recipe), context, rule=rule, rows=self._rows, shards=[()] * self.servers
-        )
-        server.led_by = "worker-"
-        self._house.open(server, succession)
-        server.ended.wait()
+        rule = Rule(context.logical_ranks, synchronous=synchronous, requires_commit=numerics.needs_norm, finite=finite)
+        plan = ShardingPlan([()] * self.servers, self._rows)
+        pending = self._group.server(recipe, learning_of(recipe), context, plan=plan, rule=rule)
+        pending.succession.run()
+        pending.serve(leader_prefix="worker-").master.log.ended.wait()
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        dialer = self._house.dialer(f"worker-{context.world.rank}", context)
+        dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         return _HybridReplica(self, recipe, context, dialer, self._rows)
 
 
@@ -156,7 +156,7 @@ class _HybridReplica(Replica):
     ) -> None:
         world = context.world
         self._world, self._dialer, self._rule = world, dialer, rule
-        self._gathers = strategy.consistency == "sync"
+        self._synchronous = strategy.consistency == "sync"
         model = made_remote(recipe.model()).to(world.device)
         self._tables = TableLinks(model, rule)
         self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
@@ -179,7 +179,7 @@ class _HybridReplica(Replica):
         return replicated(model, self._world)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        self._tables.step = self._step if self._gathers else 0
+        self._tables.step = self._step if self._synchronous else 0
         self._step += 1
         result = self._inner.step(micro_batches)
         self._push()
@@ -197,7 +197,7 @@ class _HybridReplica(Replica):
         self._push()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
-            told = [peer.message(Operation.NORMS) for peer in self._peers]
+            told = [peer.ask(Operation.NORMS) for peer in self._peers]
             norm += torch.linalg.vector_norm(
                 torch.tensor([n for each in told for norms in each.values() for n in norms])
             )
@@ -210,23 +210,23 @@ class _HybridReplica(Replica):
         skipped = self._inner.numerics.skips(norm)
         if self._world.rank == 0:
             for peer in self._peers:
-                peer.tell(Operation.APPLY, {"step": self._step, "factor": None if skipped else float(factor)})
+                peer.command(Operation.APPLY, {"step": self._step, "factor": None if skipped else float(factor)})
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        self._tables.step = self._step if self._gathers else 0
+        self._tables.step = self._step if self._synchronous else 0
         return self._inner.evaluate(batches)
 
     def facts(self) -> Mapping[str, Any]:
         """Load of each server, told by the first worker."""
         if self._world.rank:
             return {}
-        return {"servers": [peer.message(Operation.FACTS) for peer in self._peers]}
+        return {"servers": [peer.ask(Operation.FACTS) for peer in self._peers]}
 
     def state(self) -> StateDict:
         """Every worker asks for all rows, since each saves a share of what all of them have."""
         self._settle()
         states = [peer.state()["tables"] for peer in self._peers]
-        return whole_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
+        return with_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
 
     def _settle(self) -> None:
         """Wait until the servers have taken what any worker has pushed."""
@@ -250,6 +250,6 @@ class _HybridReplica(Replica):
         for link in self._tables.links:
             link.close()
         if self._world.rank == 0:
-            self._dialer.directory.end()
+            self._dialer.registry.end()
             for peer in self._peers:
-                peer.tell(Operation.STOP, {})
+                peer.command(Operation.STOP, {})

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.collectives.ordered import Arrivals
-from worldsize.strategies.parameter_server.layout import Bucket
-from worldsize.strategies.parameter_server.rows import RowGradients, Rows
+from worldsize.strategies.parameter_server.row_tables import RowGradients, Rows
+from worldsize.strategies.parameter_server.sharding import Bucket
 from worldsize.strategies.train_state import TrainState
 from worldsize.transport.frames import RefusedError
 
@@ -25,16 +25,16 @@ _COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "
 class Rule:
     """When gradients become an update.
 
-    ``gathers``: the mean over all ``logical_ranks`` of a step is one update; otherwise each logical rank's gradient
+    ``synchronous``: the mean over all ``logical_ranks`` of a step is one update; otherwise each logical rank's gradient
     is one, with its share of the learning rate (or 1 / staleness of it, ``by_staleness``, arXiv 1511.05950).
-    ``approves``: an update of a whole step waits for :meth:`Shard.apply`. ``finite``: NaN and
+    ``requires_commit``: an update of a whole step waits for :meth:`Shard.apply`. ``finite``: NaN and
     infinite gradients are refused.
     """
 
     logical_ranks: int
-    gathers: bool = True
+    synchronous: bool = True
     by_staleness: bool = False
-    approves: bool = False
+    requires_commit: bool = False
     finite: bool = True
 
 
@@ -83,7 +83,7 @@ class Shard:
         self.tables = tables
         self.optimizer, self.schedule = learning.optimizer, learning.schedule
         self.rule, self.buckets, self.step = rule, buckets, step
-        self.updates = step if rule.gathers else step * rule.logical_ranks
+        self.updates = step if rule.synchronous else step * rule.logical_ranks
         self._whole = dict(learning.model.named_parameters())
         self.values = [_flat(bucket, self._whole) for bucket in buckets]
         pairs = zip(buckets, self.values, strict=True)
@@ -131,7 +131,7 @@ class Shard:
         """Take the gradient of a bucket (flat) or of rows (ids, sorted and each once, and [n, dim]).
 
         False if that of these logical ranks has come before. ``width`` and ``node``: which part of the tree over
-        logical ranks it is the sum of, as in :class:`Arrivals`; without ``rule.gathers``, the mean over a unit, of
+        logical ranks it is the sum of, as in :class:`Arrivals`; without ``rule.synchronous``, the mean over a unit, of
         which ``node`` is the first logical rank. ``seen``: the number of updates that its worker's weights had seen.
 
         Raises:
@@ -140,7 +140,7 @@ class Shard:
         values = gradient if isinstance(gradient, Tensor) else gradient[1]
         if self.rule.finite and not math.isfinite(float(values.sum())):
             raise RefusedError(f"a gradient for step {step} is NaN or infinite (nonfinite=ignore would accept it)")
-        if self.rule.gathers:
+        if self.rule.synchronous:
             return self._gather(index, gradient, step, width, node)
         return self._update(index, gradient, (step, node), seen)
 
@@ -158,7 +158,7 @@ class Shard:
         mean = self._mean(index, gradient, width, node)
         if mean is not None:
             self._ready[index] = mean
-            if not self.rule.approves:
+            if not self.rule.requires_commit:
                 self._apply_one(index)
         return True
 
@@ -187,8 +187,8 @@ class Shard:
         self.begin_step()
 
     @property
-    def waits_for_approval(self) -> bool:
-        return self.rule.approves and len(self._ready) == self._kinds
+    def waits_for_commit(self) -> bool:
+        return self.rule.requires_commit and len(self._ready) == self._kinds
 
     def norms(self) -> dict[str, list[float]]:
         """Norms of the pieces of the mean gradient of the step that waits for approval, by parameter."""
@@ -205,7 +205,7 @@ class Shard:
 
     def apply(self, step: int, factor: float | None) -> None:
         """Make the update of ``step`` that waits, its gradient times ``factor``; None leaves the update out."""
-        if step != self.step + 1 or not self.waits_for_approval:
+        if step != self.step + 1 or not self.waits_for_commit:
             return  # approved before, by one whose answer was lost
         self.last_factor = factor
         for index, gradient in sorted(self._ready.items()):
@@ -214,6 +214,12 @@ class Shard:
             if factor is not None:
                 self._descend(index, gradient)
         self._end_step()
+
+    def reset(self, step: int, factor: float | None) -> None:
+        """Begin with another server that leads: end ``step``, if it was committed, and drop what came of later ones."""
+        self.apply(step, factor)
+        if self.rule.synchronous:
+            self.begin_step()
 
     def _update(self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int) -> bool:
         """One unit's update, with lr / logical ranks, so that those of a step add up to lr."""
@@ -265,7 +271,7 @@ class Shard:
     @property
     def closed(self) -> int:
         """No part of a step up to this one is missing."""
-        return self.step if self.rule.gathers else self._closed
+        return self.step if self.rule.synchronous else self._closed
 
     def image(self) -> dict[str, Any]:
         """Everything, also what has come of steps in progress; not a copy."""

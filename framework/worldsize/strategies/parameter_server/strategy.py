@@ -24,19 +24,19 @@ from worldsize.core import (
 )
 from worldsize.cost.cluster import across, served_bytes, served_seconds
 from worldsize.cost.collectives import exposed_seconds
-from worldsize.strategies.parameter_server.clock import Clock
-from worldsize.strategies.parameter_server.codec import Codec, Compression, codec_of
-from worldsize.strategies.parameter_server.coordinator import Coordinator, Peer
-from worldsize.strategies.parameter_server.desk import Desk
-from worldsize.strategies.parameter_server.house import House, Transport
-from worldsize.strategies.parameter_server.layout import Shard as Owned
-from worldsize.strategies.parameter_server.layout import plan_shards
-from worldsize.strategies.parameter_server.rows import RowRule, Sharding
-from worldsize.strategies.parameter_server.server import Server
+from worldsize.strategies.parameter_server.all_shards import AllShards, Peer
+from worldsize.strategies.parameter_server.coordinator import Coordinator
+from worldsize.strategies.parameter_server.gradient_codecs import Compression, GradientCodec, codec_of
+from worldsize.strategies.parameter_server.model_state import learning_of
+from worldsize.strategies.parameter_server.operations import shard_service
+from worldsize.strategies.parameter_server.row_tables import RowRule, Sharding
+from worldsize.strategies.parameter_server.server_group import PendingServer, ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
-from worldsize.strategies.parameter_server.standby import Succession
-from worldsize.strategies.parameter_server.whole import learning_of
-from worldsize.strategies.parameter_server.worker import Worker
+from worldsize.strategies.parameter_server.sharding import ShardingPlan, ShardLayout, plan_shards
+from worldsize.strategies.parameter_server.staleness import StalenessScheduler
+from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
+from worldsize.strategies.parameter_server.task_service import TaskService
+from worldsize.strategies.parameter_server.worker import Worker, WorkerOptions
 from worldsize.strategies.train_state import TrainState
 from worldsize.transport.registry import EndedError
 
@@ -112,7 +112,7 @@ class ParameterServer(Strategy):
         return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
 
     @property
-    def _codec(self) -> Codec | None:
+    def _codec(self) -> GradientCodec | None:
         return codec_of(self.compression, share=self.top_share)
 
     @property
@@ -120,18 +120,18 @@ class ParameterServer(Strategy):
         return RowRule(self.seed, self.servers, self.sharding, self.admit_after, self.capacity)
 
     @property
-    def _house(self) -> House:
-        return House(self.servers, self.replicas, self.lease, self.transport, self.host, self.nodes)
+    def _group(self) -> ServerGroup:
+        return ServerGroup(self.servers, self.replicas, self.lease, self.transport, self.host, self.nodes)
 
     def prepare(self, folder: Path) -> None:
-        self._house.prepare(folder)
+        self._group.prepare(folder)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        workers = cluster.processes - self._house.processes
-        self._house.check(cluster, workers)
+        workers = cluster.processes - self._group.processes
+        self._group.check(cluster, workers)
         restart: Literal["gang", "individual"] = "individual" if self.replicas or self.bound else "gang"
         return {
-            "server": Role(self._house.processes, restart=restart, serves=True, min_processes=self.servers),
+            "server": Role(self._group.processes, restart=restart, serves=True, min_processes=self.servers),
             "worker": Role(workers, restart="individual", serves=True, min_processes=1),
         }
 
@@ -143,7 +143,7 @@ class ParameterServer(Strategy):
         payload, shards = work.parameter_bytes, range(self.servers)
         numel = round(payload / 4)
         pushed_bytes = self._codec.length(numel) * self._codec.dtype.itemsize if self._codec else payload
-        workers = range(self._house.processes, cluster.processes)
+        workers = range(self._group.processes, cluster.processes)
         pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
         added = len(workers) / self.servers * work.sum_seconds
         frame = served_seconds(min(pushed_bytes, self.bucket_mb * 2**20), workers, shards, cluster)
@@ -164,27 +164,14 @@ class ParameterServer(Strategy):
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         learning = learning_of(recipe)
-        shards = self._shards(learning, context.numerics)
+        plan = ShardingPlan(self._shards(learning, context.numerics), self._rows, self._codec)
         if context.world.role == "server":
-            server, succession, whole = self._house.server(
-                recipe, learning, context, rule=self._rule(context), rows=self._rows, shards=shards
-            )
-            server.codec = self._codec
-            self._warn(whole)
-            return self._lead(server, succession, whole, context)
-        dialer = self._house.dialer(f"worker-{context.world.rank}", context)
-        worker = Worker(
-            recipe,
-            context,
-            shards,
-            dialer,
-            gathers=self.bound == 0,
-            rows=self._rows,
-            staleness=self.staleness,
-            cache_rows=self.cache_rows,
-            codec=self._codec,
-        )
-        worker.run(self.lease)
+            pending = self._group.server(recipe, learning, context, plan=plan, rule=self._rule(context))
+            self._warn(pending.learning)
+            return self._lead(pending, context)
+        dialer = self._group.dialer(f"worker-{context.world.rank}", context)
+        options = WorkerOptions(self.bound == 0, staleness=self.staleness, cache_rows=self.cache_rows)
+        Worker(recipe, context, dialer, plan, options).run(self.lease)
         return None
 
     def _warn(self, learning: TrainState) -> None:
@@ -198,51 +185,43 @@ class ParameterServer(Strategy):
                     flush=True,
                 )
 
-    def _shards(self, learning: TrainState, numerics: Numerics) -> list[Owned]:
+    def _shards(self, learning: TrainState, numerics: Numerics) -> list[ShardLayout]:
         _check_buffers(learning)
         trained = {name: p for name, p in learning.model.named_parameters() if p.requires_grad and p.numel()}
         clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
         cut = type(learning.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
         return plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
 
-    def _lead(self, server: Server, succession: Succession, whole: TrainState, context: RunContext) -> Replica | None:
-        """From when this server is master of its shard, if ever, to the end; a replica if the shard is the first."""
-        first, dialer = succession.shard == 0, succession.dialer
-        desk = Desk(timeout=dialer.timeout)
-        if first:
-            server.services = {"control": desk.control, "beat": desk.beat}
-        else:
-            server.begins = context.faults.enter  # where training leads, its loop tells them
+    def _lead(self, pending: PendingServer, context: RunContext) -> Replica | None:
+        """Serve a shard from when this server is its master, if ever, to the end; lead the run if it is the first."""
         try:
-            self._house.open(server, succession)
+            pending.succession.run()
         except EndedError:
             return None
-        if not first:
-            server.ended.wait()
+        if pending.succession.mastership.service != shard_service(0):
+            server = pending.serve(on_step=context.faults.enter)  # where training leads, its loop tells the steps
+            server.master.log.ended.wait()
             return None
-        desk.begin(Clock(self.bound, context.logical_ranks, self.lease, first=server.shard.closed))
-        desk.meet(context.workers, seconds=self.lease)
+        staleness = StalenessScheduler(self.bound, context.logical_ranks, self.lease, first=pending.shard.closed)
+        scheduler = TaskScheduler(staleness, timeout=pending.dialer.timeout)
+        tasks = TaskService(scheduler)
+        server = pending.serve(services={"control": tasks.control, "beat": tasks.beat})
+        scheduler.meet(context.workers, seconds=self.lease)
         if self.bound:
-            desk.open(context.steps)
-        peers = [Peer(dialer, shard) for shard in range(1, self.servers)]
-        return Coordinator(
-            server,
-            desk,
-            dialer.directory,
-            peers,
-            whole,
-            context.world,
-            rows=self._rows,
-            numerics=context.numerics,
-        )
+            scheduler.open(context.steps)
+        dialer = pending.dialer
+        shards = AllShards(server, [Peer(dialer, shard) for shard in range(1, self.servers)])
+        learning, registry = pending.learning, dialer.registry
+        return Coordinator(shards, scheduler, registry, learning, context, rows=self._rows)
 
     def _rule(self, context: RunContext) -> Rule:
-        gathers = self.bound == 0
+        synchronous = self.bound == 0
         return Rule(
             context.logical_ranks,
-            gathers=gathers,
+            synchronous=synchronous,
             by_staleness=self.by_staleness,
-            approves=gathers,  # else who repeats the unit of a worker that died between two pushes would pull a mixture
+            # else whoever repeats the unit of a worker that died between two pushes would pull a mixture
+            requires_commit=synchronous,
             finite=context.numerics.nonfinite == "stop",
         )
 

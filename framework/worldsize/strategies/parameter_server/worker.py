@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -14,47 +15,65 @@ from worldsize.core import Recipe, RunContext
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
-from worldsize.strategies.parameter_server.client import Dialer, Heart, ShardLink
-from worldsize.strategies.parameter_server.codec import Codec, Feedback
-from worldsize.strategies.parameter_server.embedding import TableLinks, made_remote
-from worldsize.strategies.parameter_server.layout import Bucket, Shard
-from worldsize.strategies.parameter_server.overlap import Overlap, Place
-from worldsize.strategies.parameter_server.rows import RowRule
+from worldsize.strategies.parameter_server.gradient_codecs import Feedback
+from worldsize.strategies.parameter_server.operations import Operation, shard_service
+from worldsize.strategies.parameter_server.overlapped_push import Overlap, Place
+from worldsize.strategies.parameter_server.remote_embedding import TableLinks, made_remote
+from worldsize.strategies.parameter_server.shard_link import ShardLink
+from worldsize.strategies.parameter_server.sharding import Bucket, ShardingPlan
+from worldsize.strategies.parameter_server.worker_heartbeat import WorkerHeartbeat
 from worldsize.strategies.synchronous import autocast, metric_sums
 from worldsize.transport.channel import Channel, LostError
-from worldsize.transport.frames import Operation, view
+from worldsize.transport.dialer import Dialer
+from worldsize.transport.frames import view
 from worldsize.transport.registry import EndedError
 
 _OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent before a thread has begun
 
 
 @final
-class Worker:
-    """``shards``: what each server owns. ``gathers``: a step's gradients are summed before they are an update.
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker computes gradients and reads weights.
 
-    ``staleness``: steps that what it reads may be behind; rows that are not are read from ``cache_rows`` of them.
+    Attributes:
+        synchronous: A step's gradients are summed before they are an update.
+        staleness: Steps that what the worker reads may be behind.
+        cache_rows: Rows of each table that the worker keeps, and reads again within the staleness.
+    """
+
+    synchronous: bool
+    staleness: int = 0
+    cache_rows: int = 0
+
+
+@final
+class Worker:
+    """Works for one run, from its first task to its last.
+
+    Args:
+        recipe: What is trained.
+        context: Of the run: this process's rank, data, numerics, and whether to stop.
+        dialer: Connects to the servers.
+        plan: What is whose.
+        options: How gradients are computed and weights are read.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         context: RunContext,
-        shards: Sequence[Shard],
         dialer: Dialer,
-        *,
-        gathers: bool,
-        rows: RowRule,
-        staleness: int = 0,
-        cache_rows: int = 0,
-        codec: Codec | None = None,
+        plan: ShardingPlan,
+        options: WorkerOptions,
     ) -> None:
-        world = context.world
+        world, shards = context.world, plan.shards
         self._recipe, self._world, self._context, self._dialer = recipe, world, context, dialer
-        self._numerics, self._gathers, self._shards = context.numerics, gathers, shards
+        self._numerics, self._synchronous, self._shards = context.numerics, options.synchronous, shards
         self._model = made_remote(recipe.model()).to(world.device)
-        self._staleness = staleness
-        self._tables = TableLinks(self._model, rows, cache_rows=cache_rows)
-        self._codec, self._feedback = codec, Feedback(codec) if codec else None
+        self._staleness = options.staleness
+        self._tables = TableLinks(self._model, plan.rows, cache_rows=options.cache_rows)
+        self._codec, self._feedback = plan.codec, Feedback(plan.codec) if plan.codec else None
         # each worker begins with another server, so that they do not all wait for the same link
         self._order = [(world.rank + turn) % len(shards) for turn in range(len(shards))]
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
@@ -67,15 +86,15 @@ class Worker:
 
     def run(self, lease: float) -> None:
         """Work until the server that leads says that it is enough; comes back to it if the connection is lost."""
-        heart = Heart(self._dialer, lease)
+        heartbeat = WorkerHeartbeat(self._dialer, lease)
         with suppress(EndedError):
             while not self._joined():
                 print("joins again", flush=True)
-        heart.stop()
+        heartbeat.stop()
 
     def _joined(self) -> bool:
         """Work as a member; False if the server that leads is gone, or has given this worker up."""
-        control, facts = self._dialer.connect(0, "control")
+        control, facts = self._dialer.connect(shard_service(0), "control")
         links = [ShardLink(self._dialer, shard, facts["epoch"]) for shard in range(len(self._shards))]
         self._tables.connect(links)
         try:
@@ -95,7 +114,7 @@ class Worker:
         }
         done: dict[str, Any] = {}
         while True:
-            control.tell(Operation.TICK, {**done, "leaves": self._context.stop.is_wanted()})
+            control.send_message(Operation.TICK, {**done, "leaves": self._context.stop.is_wanted()})
             task = control.message(control.answer(Operation.TASK))
             if task["do"] == "stop":
                 print(f"ends: {task['why']}", *self._tables.told(), sep="; ", flush=True)
@@ -115,9 +134,9 @@ class Worker:
         self, batches: Sequence[Any], links: Sequence[ShardLink], step: int, ranks: Sequence[int]
     ) -> list[Tensor]:
         """Pull, compute, push; the losses."""
-        self._pull(links, step - 1 if self._gathers else 0)
+        self._pull(links, step - 1 if self._synchronous else 0)
         self._tables.oldest = step - 1 - self._staleness
-        if self._overlap and len(ranks) == 1 and (self._gathers or self._numerics.clip_norm is None):
+        if self._overlap and len(ranks) == 1 and (self._synchronous or self._numerics.clip_norm is None):
             losses = [self._overlapped(self._overlap, batches[0], links, step, ranks[0])]
         else:
             losses = self._summed(batches, links, step, ranks)
@@ -134,7 +153,7 @@ class Worker:
             losses.append(self._backward(batch))
             arrivals.add(total, rank, taken(self._parameters.values()))
             touched.append(self._tables.take())
-        if not self._gathers:
+        if not self._synchronous:
             self._clip([*arrivals.parts[total, ranks[0]], *(values for _, values in touched[0])])
         for (width, node), gradients in arrivals.parts.items():
             self._push(links, dict(zip(self._parameters, gradients, strict=True)), step, width, node)

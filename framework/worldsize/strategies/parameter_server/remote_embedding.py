@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from worldsize.core import ConfigError
-from worldsize.strategies.parameter_server.cache import RowCache
-from worldsize.strategies.parameter_server.client import ShardLink
-from worldsize.strategies.parameter_server.rows import RowGradients, RowRule, Table
+from worldsize.strategies.parameter_server.row_cache import RowCache
+from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule, Table
+from worldsize.strategies.parameter_server.shard_link import ShardLink
 
 Pull = Callable[[Table, Tensor], Tensor]  # int64 [n], sorted and each once, to float32 [n, dim]
 

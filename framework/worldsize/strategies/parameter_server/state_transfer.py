@@ -1,4 +1,4 @@
-"""State trees over a channel: JSON and the tensors' bytes in one frame. No pickle."""
+"""State trees over a channel: JSON and the tensors' bytes in one frame. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ from typing import Any
 import torch
 
 from worldsize.checkpoints.tree import join, split
+from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.transport.channel import Channel
-from worldsize.transport.frames import (
-    DTYPES,
-    LARGEST_MESSAGE,
-    Header,
-    Operation,
-    RefusedError,
-    view,
-)
+from worldsize.transport.frames import DTYPES, MAX_MESSAGE_BYTES, Header, RefusedError, view
 
 _LENGTH = struct.Struct("<Q")
 _NAMES = {str(dtype): dtype for dtype in (*DTYPES, torch.bool, torch.int32, torch.int16, torch.int8)}
 
 
 def send_tree(channel: Channel, tree: Any) -> None:
-    """Raises LostError."""
+    """Send a state: dicts, lists, tensors and plain values. Raises LostError."""
     tensors, values = split(tree)
     facts = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     head = json.dumps({"values": values, "tensors": facts}).encode()
@@ -33,12 +27,17 @@ def send_tree(channel: Channel, tree: Any) -> None:
 
 
 def receive_tree(channel: Channel) -> Any:
-    """Raises LostError or RefusedError."""
+    """Receive a state that :func:`send_tree` sent.
+
+    Raises:
+        LostError: The peer has gone.
+        RefusedError: Something else came, or the tensors are not as long as their frame.
+    """
     header = channel.answer(Operation.TREE)
     head = bytearray(_LENGTH.size)
     channel.fill([memoryview(head)])
     (length,) = _LENGTH.unpack(head)
-    if header.dtype != torch.uint8 or not 0 < length <= min(header.length, LARGEST_MESSAGE):
+    if header.dtype != torch.uint8 or not 0 < length <= min(header.length, MAX_MESSAGE_BYTES):
         raise RefusedError(f"a state announces {length} bytes of names in {header.length}")
     facts = bytearray(length)
     channel.fill([memoryview(facts)])

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from worldsize.strategies.parameter_server.codec import Codec, Compression, Feedback, HalfBytes, OneBit, TopK
+from worldsize.strategies.parameter_server.gradient_codecs import (
+    Compression,
+    Feedback,
+    GradientCodec,
+    HalfBytes,
+    OneBit,
+    TopK,
+)
 
-CODECS: dict[str, Codec] = {"bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(0.05)}
+CODECS: dict[str, GradientCodec] = {"bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(0.05)}
 SIZES = {"bf16": 2.0, "onebit": 0.13, "topk": 0.41}  # bytes a number, of 1001
 
 

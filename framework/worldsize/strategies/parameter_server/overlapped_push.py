@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.step_timer import phase
-from worldsize.strategies.parameter_server.layout import Shard
+from worldsize.strategies.parameter_server.sharding import ShardLayout
 
 Place = tuple[int, int]  # server, and bucket there
 Send = Callable[[Place, Mapping[str, Tensor]], None]
@@ -22,7 +22,7 @@ Send = Callable[[Place, Mapping[str, Tensor]], None]
 class Overlap:
     """Sends a bucket as soon as all gradients in it are there, from a thread of its own."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Sequence[Shard]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Sequence[ShardLayout]) -> None:
         self._parameters = parameters
         self._names: dict[Place, set[str]] = {
             (server, table): {piece.name for piece in bucket.pieces}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worldsize.core import ConfigError
-from worldsize.strategies.parameter_server.cache import RowCache
+from worldsize.strategies.parameter_server.row_cache import RowCache
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 
 DIM = 3

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.parameter_server.embedding import made_remote, remotes
-from worldsize.strategies.parameter_server.rows import RowRule, Rows, initial_rows
+from worldsize.strategies.parameter_server.remote_embedding import made_remote, remotes
+from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, initial_rows
 from worldsize.strategies.train_state import TrainState
 
 _DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the initial values of untouched rows
@@ -48,12 +48,12 @@ def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def whole_state(learning: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
+def full_state(learning: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
     """Model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
-    return whole_tables({**learning.state(), "scaler": {}}, learning.model, rows, rule)
+    return with_tables({**learning.state(), "scaler": {}}, learning.model, rows, rule)
 
 
-def whole_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
+def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
     """``state`` with the rows of the tables; small tables also as the whole weights that the recipe's model has."""
     if not rows:
         return state
@@ -71,7 +71,7 @@ def _dense(table: Any, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
     return values_rd
 
 
-def load_whole(learning: TrainState, state: StateDict) -> None:
-    """The part of :func:`whole_state` that is no table."""
+def load_full_state(learning: TrainState, state: StateDict) -> None:
+    """The part of :func:`full_state` that is no table."""
     empty = {remote.table.name: remote.weight for remote in remotes(learning.model)}
     learning.load({**state, "model": {**state["model"], **empty}})

@@ -32,7 +32,7 @@ class _Member:
 
 @final
 @dataclass
-class Clock:
+class StalenessScheduler:
     """``staleness``: clocks that the fastest worker may be ahead, 0 to infinity.
 
     ``logical_ranks``: parts of a step; each is a unit where steps need not be complete before the next begins.

@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 
-from worldsize.strategies.parameter_server.clock import Clock, Unit
-from worldsize.strategies.parameter_server.desk import Desk
+from worldsize.strategies.parameter_server.staleness import StalenessScheduler, Unit
+from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 
 
 class Crew:
     """Workers that take, finish and forget units in an order that ``seed`` decides."""
 
-    def __init__(self, clock: Clock, seed: int, *, churn: float) -> None:
+    def __init__(self, clock: StalenessScheduler, seed: int, *, churn: float) -> None:
         self.clock, self.churn = clock, churn
         self.random = random.Random(seed)
         self.born = 0
@@ -53,7 +53,7 @@ class Crew:
 @pytest.mark.parametrize("churn", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(8))
 def test_clocks_stay_within_the_bound_and_every_part_is_trained_once(staleness: float, churn: float, seed: int) -> None:
-    clock = Clock(staleness, logical_ranks=4, lease=9.0, first=5)
+    clock = StalenessScheduler(staleness, logical_ranks=4, lease=9.0, first=5)
     clock.open(5 + 40)
     crew = Crew(clock, seed, churn=churn)
     for _ in range(100_000):
@@ -66,7 +66,7 @@ def test_clocks_stay_within_the_bound_and_every_part_is_trained_once(staleness: 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_part_of_a_synchronous_step_begins_before_the_step_before_is_complete(seed: int) -> None:
-    clock = Clock(0, logical_ranks=6, lease=9.0)
+    clock = StalenessScheduler(0, logical_ranks=6, lease=9.0)
     clock.open(30)
     crew = Crew(clock, seed, churn=0.2)
     while clock.complete < 30:
@@ -77,7 +77,7 @@ def test_no_part_of_a_synchronous_step_begins_before_the_step_before_is_complete
 
 
 def test_a_worker_that_has_shown_no_sign_of_life_is_expired_and_its_unit_is_dealt_again() -> None:
-    clock = Clock(0, logical_ranks=2, lease=5.0)
+    clock = StalenessScheduler(0, logical_ranks=2, lease=5.0)
     clock.open(1)
     clock.join("a", 0.0)
     clock.join("b", 0.0)
@@ -96,15 +96,14 @@ def test_a_worker_that_has_shown_no_sign_of_life_is_expired_and_its_unit_is_deal
 
 
 def test_who_leads_later_admits_workers_in_later_epochs_whoever_was_started_first() -> None:
-    standby, leader = Desk(timeout=5.0), Desk(timeout=5.0)
-    leader.begin(Clock(0, logical_ranks=1, lease=5.0))
-    before = leader._admit("worker-0")
-    standby.begin(Clock(0, logical_ranks=1, lease=5.0))
-    assert standby._admit("worker-0") > before
+    leader = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=5.0)
+    before = leader.admit("worker-0")
+    successor = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=5.0)
+    assert successor.admit("worker-0") > before
 
 
 def test_nobody_goes_beyond_what_is_open() -> None:
-    clock = Clock(math.inf, logical_ranks=1, lease=5.0)
+    clock = StalenessScheduler(math.inf, logical_ranks=1, lease=5.0)
     clock.join("a", 0.0)
     assert clock.next("a", 0.0) is None
     clock.open(1)

@@ -11,6 +11,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from worldsize.strategies.parameter_server.gradient_codecs import GradientCodec
+from worldsize.strategies.parameter_server.row_tables import RowRule
+
 _SMALLEST = 1 << 16  # bytes; what is smaller is not cut
 
 
@@ -58,10 +61,26 @@ class Bucket:
         return [flat_n[end - p.numel : end].view(p.shape) for end, p in zip(ends, self.pieces, strict=True)]
 
 
-Shard = tuple[Bucket, ...]
+ShardLayout = tuple[Bucket, ...]
 
 
-def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: int, cut: bool) -> list[Shard]:
+@final
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What servers and workers must agree on.
+
+    Attributes:
+        shards: The buckets of each shard.
+        rows: How rows of tables are dealt to servers and kept.
+        codec: How pushed gradients travel; None: as they are.
+    """
+
+    shards: Sequence[ShardLayout]
+    rows: RowRule
+    codec: GradientCodec | None = None
+
+
+def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: int, cut: bool) -> list[ShardLayout]:
     """The buckets of each of ``count`` servers, in the order in which a backward pass fills them.
 
     ``cut``: large parameters are spread over servers along their first dimension. That is right for optimizers

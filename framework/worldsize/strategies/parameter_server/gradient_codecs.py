@@ -12,7 +12,7 @@ from torch import Tensor
 Compression = Literal["none", "bf16", "onebit", "topk"]
 
 
-class Codec(ABC):
+class GradientCodec(ABC):
     """Of flat float32 gradients of ``numel`` numbers; the payload has a length that follows from that alone."""
 
     dtype: torch.dtype = torch.uint8
@@ -31,7 +31,7 @@ class Codec(ABC):
 
 
 @final
-class HalfBytes(Codec):
+class HalfBytes(GradientCodec):
     """bfloat16."""
 
     dtype = torch.bfloat16
@@ -47,7 +47,7 @@ class HalfBytes(Codec):
 
 
 @final
-class OneBit(Codec):
+class OneBit(GradientCodec):
     """Signs, and the mean of the positive and of the negative numbers (Seide et al. 2014, Interspeech, 1-bit SGD)."""
 
     def length(self, numel: int) -> int:
@@ -66,7 +66,7 @@ class OneBit(Codec):
 
 
 @final
-class TopK(Codec):
+class TopK(GradientCodec):
     """The ``share`` of the numbers that are largest, with their places (Aji and Heafield 2017, arXiv 1704.05021)."""
 
     def __init__(self, share: float) -> None:
@@ -94,7 +94,7 @@ class TopK(Codec):
 class Feedback:
     """Adds to each gradient what earlier ones have lost on the wire, by key (error feedback, arXiv 1901.09847)."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: GradientCodec) -> None:
         self._codec = codec
         self._lost: dict[object, Tensor] = {}
 
@@ -105,6 +105,6 @@ class Feedback:
         return payload
 
 
-def codec_of(compression: Compression, *, share: float) -> Codec | None:
+def codec_of(compression: Compression, *, share: float) -> GradientCodec | None:
     """None: gradients go as they are."""
     return {"none": None, "bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(share)}[compression]

@@ -1,0 +1,58 @@
+"""What a server does for whoever leads the run: commits, copies of its state, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from worldsize.strategies.parameter_server.operations import Operation
+from worldsize.strategies.parameter_server.shard_master import ShardMaster
+from worldsize.strategies.parameter_server.state_transfer import send_tree
+from worldsize.transport.channel import Channel
+from worldsize.transport.frames import CommonOperation, Header, RefusedError
+
+
+@final
+class LeaderService:
+    """Serves the process that leads the run.
+
+    Args:
+        master: Of the shard.
+        facts: Tells the server's load since the last call.
+        leader_prefix: How the names of processes that may lead begin, such as "server-".
+    """
+
+    def __init__(self, master: ShardMaster, facts: Callable[[], Mapping[str, Any]], *, leader_prefix: str) -> None:
+        self._master, self._facts, self._leader_prefix = master, facts, leader_prefix
+
+    def serve(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+        """Serve one connection, until it ends. Raises LostError or RefusedError."""
+        name = str(facts["name"])
+        if not name.startswith(self._leader_prefix):
+            raise RefusedError(f"{name} does not lead this run")
+        channel.send_message(CommonOperation.WELCOME, {"step": self._master.shard.step})
+        while True:
+            self._answer(channel, channel.header(), name)
+
+    def _answer(self, channel: Channel, header: Header, name: str) -> None:
+        match header.operation:
+            case Operation.NORMS:
+                channel.send_message(CommonOperation.MESSAGE, self._master.norms())
+            case Operation.APPLY:
+                self._master.apply(**channel.message(header))
+                channel.send(Header(CommonOperation.DONE))
+            case Operation.RESET:
+                self._master.reset(**channel.message(header))
+                channel.send(Header(CommonOperation.DONE))
+            case Operation.FACTS:
+                channel.send_message(CommonOperation.MESSAGE, self._facts())
+            case Operation.STATE:
+                state = self._master.state()
+                channel.send(Header(CommonOperation.DONE))  # from here on the shard may change again
+                send_tree(channel, state)
+            case Operation.STOP:
+                channel.message(header)
+                channel.send(Header(CommonOperation.DONE))
+                self._master.log.ended.set()
+            case _:
+                raise RefusedError(f"{header.operation.name} from {name}")

@@ -1,0 +1,61 @@
+"""Being the one master of a shard, and knowing whether one still is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import final
+
+from worldsize.transport.registry import Registry
+
+
+class Mastership(ABC):
+    """The right of a server to acknowledge pushes to its shard."""
+
+    @abstractmethod
+    def renew(self) -> bool:
+        """Become master of the next epoch; False if another server has."""
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether no other server has become master since."""
+
+
+@final
+class SoleMastership(Mastership):
+    """A server that has no rival, and that nobody looks up."""
+
+    def renew(self) -> bool:
+        return True
+
+    def is_current(self) -> bool:
+        return True
+
+
+@final
+class RegisteredMastership(Mastership):
+    """The mastership of whoever has registered for the newest epoch.
+
+    Args:
+        registry: Of the run.
+        service: The shard's.
+        address: Where this server listens.
+        name: Of this server, as in its certificate.
+
+    Attributes:
+        epoch: In which this server is master, or the newest that it has seen as a standby.
+    """
+
+    def __init__(self, registry: Registry, service: str, *, address: str, name: str) -> None:
+        self._registry, self._address, self._name = registry, address, name
+        self.service = service
+        self.epoch = 0
+
+    def renew(self) -> bool:
+        if not self._registry.acquire(self.service, self.epoch + 1, self._address, self._name):
+            return False
+        self.epoch += 1
+        return True
+
+    def is_current(self) -> bool:
+        entry = self._registry.newest(self.service)
+        return entry is None or entry.epoch == self.epoch

@@ -1,0 +1,90 @@
+"""Receiving gradients of one shard: what a worker announces is compared with what the shard has room for first."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from worldsize.strategies.parameter_server.gradient_codecs import GradientCodec
+from worldsize.strategies.parameter_server.operations import Fields, Operation
+from worldsize.strategies.parameter_server.row_tables import Rows
+from worldsize.strategies.parameter_server.shard import Gradient, Shard
+from worldsize.transport.channel import Channel
+from worldsize.transport.frames import Header, RefusedError, view
+
+_ID_BYTES, _NUMBER_BYTES = 8, 4
+
+
+@final
+class PushReceiver:
+    """Receives payloads of pushes to ``shard``, and decodes them by ``codec`` (None: they come as they are)."""
+
+    def __init__(self, shard: Shard, codec: GradientCodec | None) -> None:
+        self.shard, self._codec = shard, codec
+
+    def receive(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
+        """Receive the payload of a push: its bytes, and the gradient that they are.
+
+        Raises:
+            LostError: The peer has gone.
+            RefusedError: The shard has no such bucket or table, or the payload has another size.
+        """
+        if header.operation == Operation.PUSH_ROWS:
+            return self._receive_rows(channel, header)
+        table, buckets, codec = Fields._make(header.fields).table, self.shard.buckets, self._codec
+        if table >= len(buckets):
+            raise RefusedError(f"PUSH of table {table}; there are {len(buckets)}")
+        bucket = buckets[table]
+        dtype, length = (codec.dtype, codec.length(bucket.numel)) if codec else (bucket.dtype, bucket.numel)
+        header.require(dtype, (length,))
+        received = torch.empty(length, dtype=dtype)
+        channel.fill(payload := [view(received)])
+        return payload, codec.decode(received, bucket.numel) if codec else received
+
+    def _receive_rows(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
+        rows = self._rows(header)
+        count, rest = divmod(header.length, _ID_BYTES + _NUMBER_BYTES * rows.table.dim)
+        if rest or header.dtype != torch.uint8 or count > rows.table.rows:
+            raise RefusedError(f"PUSH_ROWS of {rows.table.name} carries {header.length} bytes")
+        ids_n, gradients_nd = torch.empty(count, dtype=torch.int64), torch.empty(count, rows.table.dim)
+        channel.fill(payload := [view(ids_n), view(gradients_nd)])
+        _check_ids(rows, ids_n)
+        return payload, (ids_n, gradients_nd)
+
+    def receive_ids(self, channel: Channel, header: Header) -> tuple[Rows, Tensor]:
+        """Receive the payload of PULL_ROWS: the table, and int64 [n]. Raises as :meth:`receive` does."""
+        rows = self._rows(header)
+        if header.dtype != torch.int64 or len(header.shape) != 1 or header.shape[0] > rows.table.rows:
+            raise RefusedError(f"PULL_ROWS of {rows.table.name} carries {header.dtype} {list(header.shape)}")
+        ids_n = torch.empty(header.shape, dtype=torch.int64)
+        channel.fill([view(ids_n)])
+        _check_ids(rows, ids_n)
+        return rows, ids_n
+
+    def _rows(self, header: Header) -> Rows:
+        table, tables = Fields._make(header.fields).table, self.shard.tables
+        if table >= len(tables):
+            raise RefusedError(f"rows of table {table}; there are {len(tables)}")
+        return tables[table]
+
+    def take(self, header: Header, gradient: Gradient) -> None:
+        """Give the shard a gradient that was received. Raises RefusedError as :meth:`Shard.push` does."""
+        fields = Fields._make(header.fields)
+        first = len(self.shard.buckets) if header.operation == Operation.PUSH_ROWS else 0
+        part = {"step": fields.step, "width": fields.width, "node": fields.node, "seen": fields.seen}
+        self.shard.push(first + fields.table, gradient, **part)
+
+
+def _check_ids(rows: Rows, ids_n: Tensor) -> None:
+    """Raise RefusedError unless these are rows of this server, sorted and each there once."""
+    ids = ids_n.numpy()  # whose calls cost a quarter of torch's, where there are few rows
+    if not len(ids):
+        return
+    if not (ids[1:] > ids[:-1]).all():
+        raise RefusedError(f"rows of {rows.table.name} come sorted and each once; these do not")
+    if ids[0] < 0 or ids[-1] >= rows.table.rows:
+        raise RefusedError(f"{rows.table.name} has rows 0 to {rows.table.rows - 1}; another one was named")
+    if rows.rule.shards > 1 and not bool((rows.rule.shard_of(ids_n, rows.table) == rows.shard).all()):
+        raise RefusedError(f"rows of {rows.table.name} were named that belong to another server")

@@ -1,0 +1,138 @@
+"""The master's log of operations: its standby makes every one of them before it is acknowledged."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+from worldsize.strategies.parameter_server.mastership import Mastership
+from worldsize.strategies.parameter_server.state_transfer import send_tree
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.frames import CommonOperation, Header, RefusedError
+
+_FENCED = 70  # exit code
+
+
+@dataclass
+class _Standby:
+    """The server that has a copy of the shard: operations that were sent to it, and that it has made too."""
+
+    channel: Channel
+    sent: int = 0
+    made: int = 0
+
+
+Ticket = tuple[_Standby, int]  # an operation that was forwarded, by its number
+
+
+@final
+class ReplicationLog:
+    """Forwards what changes a shard to its standby, in the same order.
+
+    Args:
+        mastership: Renewed when a standby is given up; whoever has lost it ends at once, without acknowledging.
+        lease: Seconds without an answer after which a standby is given up.
+        expects_standby: Whether a standby is to come.
+
+    Attributes:
+        changed: Guards the shard; notified when it has changed.
+        ended: Set when the run is over.
+    """
+
+    def __init__(self, mastership: Mastership, *, lease: float, expects_standby: bool) -> None:
+        self._mastership, self._lease = mastership, lease
+        self.changed = threading.Condition()
+        self.ended = threading.Event()
+        self._standby: _Standby | None = None
+        self._is_followed = threading.Event()
+        if not expects_standby:
+            self._is_followed.set()
+
+    def start(self) -> None:
+        """Watch over the mastership from now on."""
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+
+    def _watch(self) -> None:
+        """Send signs of life to the standby; and end one of two masters, should there ever be two."""
+        while not self.ended.wait(self._lease / 4):
+            if not self._mastership.is_current():
+                _end_fenced()
+            with self.changed:
+                self.forward(Header(CommonOperation.HEARTBEAT), [])
+
+    def wait_for_standby(self) -> None:
+        """Wait until a standby has come, if one is expected, but no longer than a lease."""
+        self._is_followed.wait(self._lease)
+
+    def lead(self, channel: Channel, name: str, image: Callable[[], Any]) -> None:
+        """Give the standby ``name`` a copy of everything, and every operation from then on, until it has gone.
+
+        Args:
+            channel: To the standby.
+            name: Of the standby.
+            image: Makes the copy; called with the lock held.
+
+        Raises:
+            RefusedError: There is a standby already.
+            LostError: It has gone before it had the copy.
+        """
+        channel.wait_at_most(self._lease)
+        standby = _Standby(channel)
+        with self.changed:
+            if self._standby is not None:
+                raise RefusedError("there is a standby already")
+            channel.send_message(CommonOperation.WELCOME, {})
+            send_tree(channel, image())
+            self._standby = standby
+        self._is_followed.set()
+        print(f"{name} stands by", flush=True)
+        with suppress(LostError, RefusedError):
+            while True:
+                channel.answer(CommonOperation.DONE)
+                with self.changed:
+                    standby.made += 1
+                    self.changed.notify_all()
+        self._abandon(standby)
+
+    def forward(self, header: Header, payload: Sequence[memoryview]) -> Ticket | None:
+        """Send an operation to the standby, if there is one.
+
+        The caller holds the lock until it has made the operation itself, so that both make all in the same order.
+        """
+        standby = self._standby
+        if standby is None:
+            return None
+        try:
+            standby.channel.send(header, payload)
+        except LostError:
+            self._abandon(standby)
+            return None
+        standby.sent += 1
+        return standby, standby.sent
+
+    def settle(self, ticket: Ticket | None) -> None:
+        """Wait until the standby has made the operation too, or is given up. The caller holds no lock."""
+        if ticket is not None:
+            standby, number = ticket
+            with self.changed:
+                self.changed.wait_for(lambda: standby.made >= number or self._standby is not standby)
+
+    def _abandon(self, standby: _Standby) -> None:
+        """Go on without a standby, unless it has taken this server for dead and is master now."""
+        with self.changed:
+            if self._standby is not standby or self.ended.is_set():
+                return
+            if not self._mastership.renew():
+                _end_fenced()
+            self._standby = None
+            self.changed.notify_all()
+        print("there is no standby any more", flush=True)
+
+
+def _end_fenced() -> NoReturn:
+    print("another server is master of this shard now", flush=True)
+    os._exit(_FENCED)

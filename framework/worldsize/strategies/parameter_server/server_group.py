@@ -1,0 +1,182 @@
+"""The servers of a run: their addresses and credentials, and how one of them begins."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+from worldsize.core import Cluster, ConfigError, Recipe, RunContext
+from worldsize.records.run_directory import private
+from worldsize.strategies.parameter_server.mastership import RegisteredMastership
+from worldsize.strategies.parameter_server.model_state import full_state, learning_of, load_full_state, tables_of
+from worldsize.strategies.parameter_server.operations import Operation, shard_service
+from worldsize.strategies.parameter_server.push_receiver import PushReceiver
+from worldsize.strategies.parameter_server.replication import ReplicationLog
+from worldsize.strategies.parameter_server.server import SERVER_PREFIX, ShardServer
+from worldsize.strategies.parameter_server.sessions import Sessions
+from worldsize.strategies.parameter_server.shard import Rule, Shard
+from worldsize.strategies.parameter_server.shard_master import ShardMaster, ignore_step
+from worldsize.strategies.parameter_server.sharding import ShardingPlan
+from worldsize.strategies.parameter_server.standby import Succession
+from worldsize.strategies.train_state import TrainState
+from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
+from worldsize.transport.connection_server import Service
+from worldsize.transport.dialer import Dialer
+from worldsize.transport.endpoints import address_of, listen
+from worldsize.transport.registry import Registry
+
+Transport = Literal["auto", "unix", "tls", "tcp"]
+
+
+@final
+@dataclass(frozen=True)
+class PendingServer:
+    """A server that is not master of its shard yet.
+
+    Attributes:
+        learning: The whole model with the newest checkpoint's state, to be saved or warned about.
+        succession: The way to being master; run it before :meth:`serve`.
+        dialer: Connects this process to the other servers.
+        listener: Where this server will accept connections.
+        lease: Seconds without a sign of life after which a standby is given up.
+        has_standby: Whether a standby is to come.
+    """
+
+    learning: TrainState
+    succession: Succession
+    dialer: Dialer
+    listener: socket.socket
+    lease: float
+    has_standby: bool
+
+    @property
+    def shard(self) -> Shard:
+        """The shard, which follows the master's as long as there is another one."""
+        return self.succession.receiver.shard
+
+    def serve(
+        self,
+        *,
+        services: Mapping[str, Service] = {},
+        on_step: Callable[[int], None] = ignore_step,
+        leader_prefix: str = SERVER_PREFIX,
+    ) -> ShardServer:
+        """Serve as the shard's master; returns when the standby has come, or none does within a lease.
+
+        Args:
+            services: What else a connection may be for.
+            on_step: Called with the number of the step in progress at each push.
+            leader_prefix: How the names of processes that may lead the run begin.
+        """
+        log = ReplicationLog(self.succession.mastership, lease=self.lease, expects_standby=self.has_standby)
+        sessions, timeout = self.succession.sessions, self.dialer.timeout
+        master = ShardMaster(self.succession.receiver, sessions, log, timeout=timeout, on_step=on_step)
+        server = ShardServer(
+            master, self.listener, self.dialer.credentials, services=services, leader_prefix=leader_prefix
+        )
+        server.start()
+        log.wait_for_standby()
+        return server
+
+
+@final
+@dataclass(frozen=True)
+class ServerGroup:
+    """The servers of a run. The options are those of :class:`ParameterServer`."""
+
+    servers: int
+    replicas: int
+    lease: float
+    transport: Transport
+    host: str | None
+    nodes: int
+
+    @property
+    def processes(self) -> int:
+        """Servers and standbys together."""
+        return self.servers * (1 + self.replicas)
+
+    @property
+    def wire(self) -> Transport:
+        """The transport that "auto" stands for."""
+        return self.transport if self.transport != "auto" else "unix" if self.nodes == 1 else "tls"
+
+    def check(self, cluster: Cluster, workers: int) -> None:
+        """Raise ConfigError for what cannot run."""
+        if self.servers < 1 or workers < 1:
+            raise ConfigError(
+                f"a parameter server needs at least one server and one worker; the cluster has {cluster.processes} "
+                f"processes, {self.processes} of them servers. "
+                f"Set cluster.processes={max(1, self.processes) + 1} or more."
+            )
+        if self.wire == "unix" and self.nodes > 1:
+            raise ConfigError(f"strategy.transport=unix ends at the host, and there are {self.nodes}. Set tls.")
+        if self.lease <= 0:
+            raise ConfigError(f"strategy.lease={self.lease} must be positive; it is in seconds.")
+        if self.replicas not in (0, 1):
+            raise ConfigError(f"strategy.replicas={self.replicas}: a shard has no standby (0) or one (1).")
+
+    def prepare(self, folder: Path) -> None:
+        """Make, in the launching process, what makes a process a member of this run."""
+        if self.wire == "tls":
+            create_authority(private(folder) / "keys")
+
+    def dialer(self, name: str, context: RunContext) -> Dialer:
+        """Give the process ``name`` its way to the servers of the run. Raises ConfigError outside of a run."""
+        meeting = context.meeting_place(needs="a parameter server needs its servers")
+        credentials = issue_certificate(meeting.folder / "keys", name) if self.wire == "tls" else None
+        return Dialer(name, Registry(meeting.folder, meeting.timeout), credentials, meeting.timeout, Operation)
+
+    def server(
+        self, recipe: Recipe, learning: TrainState, context: RunContext, *, plan: ShardingPlan, rule: Rule
+    ) -> PendingServer:
+        """Make this process's server, with the newest checkpoint's state.
+
+        Args:
+            recipe: Of the run.
+            learning: What the recipe made first in this process: only that has the run's initial weights.
+            context: Of the run, with its newest checkpoint.
+            plan: What is whose.
+            rule: When gradients become an update.
+        """
+        world = context.world
+        dialer, index = self.dialer(f"{SERVER_PREFIX}{world.rank}", context), world.rank % self.servers
+        shard, full = self._shard(recipe, learning, context, index, plan=plan, rule=rule)
+        listener = self._listener(dialer.credentials, context.meeting_place(needs="a server needs its workers").address)
+        service, address = shard_service(index), address_of(listener)
+        succession = Succession(
+            dialer,
+            RegisteredMastership(dialer.registry, service, address=address, name=dialer.name),
+            PushReceiver(shard, plan.codec),
+            Sessions(),
+            lease=self.lease,
+            founds=world.rank < self.servers,
+            has_standbys=self.replicas > 0,
+        )
+        return PendingServer(full, succession, dialer, listener, self.lease, self.replicas > 0)
+
+    def _shard(
+        self, recipe: Recipe, learning: TrainState, context: RunContext, index: int, *, plan: ShardingPlan, rule: Rule
+    ) -> tuple[Shard, TrainState]:
+        """Make the shard, and the whole model, from the newest checkpoint if there is one."""
+        full = learning_of(recipe)
+        empty = {each.table.name: each.state() for each in tables_of(learning, plan.rows, index)}
+        state, step = context.checkpoints.restore(lambda: full_state(full, empty, plan.rows)) or (None, 0)
+        if state is not None:
+            load_full_state(learning, state)
+            load_full_state(full, state)
+        tables = tables_of(learning, plan.rows, index)  # by the optimizer's groups, which loading has made anew
+        if state is not None:
+            for each in tables:
+                each.load(state["tables"][each.table.name])
+        return Shard(learning, plan.shards[index], rule, step=step, tables=tables), full
+
+    def _listener(self, credentials: Credentials | None, address: str) -> socket.socket:
+        if self.wire == "unix":
+            return listen(f"unix:{Path(tempfile.mkdtemp(prefix='worldsize_'), 'server')}", None)
+        host = self.host or ("127.0.0.1" if self.wire == "tcp" else address)
+        return listen(f"tcp:{host}:0", credentials)

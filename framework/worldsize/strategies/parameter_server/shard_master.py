@@ -1,0 +1,155 @@
+"""A shard that its master changes: under one lock, and with its standby a step behind no acknowledgement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from worldsize.strategies.parameter_server.operations import Fields, Operation
+from worldsize.strategies.parameter_server.push_receiver import PushReceiver
+from worldsize.strategies.parameter_server.replication import ReplicationLog
+from worldsize.strategies.parameter_server.row_tables import Rows
+from worldsize.strategies.parameter_server.server_load import ServerLoad
+from worldsize.strategies.parameter_server.sessions import Session, Sessions
+from worldsize.strategies.parameter_server.shard import Gradient
+from worldsize.transport.frames import Header, RefusedError, message
+
+_HOTTEST = 5  # rows of a table that are told
+
+
+def ignore_step(step: int) -> None:
+    """Do nothing when a step begins."""
+
+
+@final
+class ShardMaster:
+    """All that changes or reads a shard while it is served. Every method takes the lock itself.
+
+    Args:
+        receiver: Of the shard.
+        sessions: Of its workers.
+        log: Whose lock guards the shard, and which forwards every change to the standby.
+        timeout: Seconds to wait for a step to end.
+        on_step: Called with the number of the step in progress at each push.
+    """
+
+    def __init__(
+        self,
+        receiver: PushReceiver,
+        sessions: Sessions,
+        log: ReplicationLog,
+        *,
+        timeout: float,
+        on_step: Callable[[int], None] = ignore_step,
+    ) -> None:
+        self.shard, self.receiver, self.log = receiver.shard, receiver, log
+        self.timeout = timeout
+        self._sessions, self._on_step = sessions, on_step
+        self._load = ServerLoad()
+        self._lost = 0  # updates that workers had seen and this server has not
+
+    def open_session(self, name: str, epoch: int, *, seen: int) -> Session:
+        """Begin or go on with the session of a worker that has seen so many updates. Raises RefusedError."""
+        with self.log.changed:
+            session = self._sessions.open(name, epoch)
+            missing = seen - self.shard.updates - self._lost
+            if missing > 0:  # this server has come back from a checkpoint
+                self._lost += missing
+                print(
+                    f"{self._lost} updates are lost, which {name} has seen; going on at step {self.shard.step}",
+                    flush=True,
+                )
+            return session
+
+    def push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
+        """Take the next push of a session; returns when the standby has it too. Raises RefusedError."""
+        sequence = Fields._make(header.fields).sequence
+        self._load.queue(+1)
+        with self.log.changed:
+            self._load.queue(-1)
+            if sequence != session.sequence + 1:
+                raise RefusedError(f"PUSH {sequence} came twice at once")
+            self._on_step(self.shard.step + 1)
+            ticket = self.log.forward(header, payload)
+            self.receiver.take(header, gradient)
+            session.sequence += 1
+            self._load.count_push(header.length)
+            self.log.changed.notify_all()
+        self.log.settle(ticket)
+
+    def wait_for(self, step: int) -> int:
+        """Wait until the updates of steps up to ``step`` have been made, and give the number of updates made.
+
+        Raises:
+            RefusedError: The step did not end in time.
+        """
+        with self.log.changed:
+            if not self.log.changed.wait_for(lambda: self.shard.step >= step, self.timeout):
+                raise RefusedError(f"step {step} did not end; the shard is at step {self.shard.step}")
+            return self.shard.updates
+
+    def pull_rows(self, rows: Rows, ids_n: Tensor, *, step: int) -> tuple[Tensor, int, int]:
+        """Read rows once the updates of steps up to ``step`` have been made.
+
+        Returns:
+            float32 [n, dim], the number of updates made, and the step up to which no part is missing.
+
+        Raises:
+            RefusedError: The step did not end in time.
+        """
+        with self.log.changed:
+            self.wait_for(step)
+            return rows.pull(ids_n), self.shard.updates, self.shard.closed
+
+    def count_pull(self, nbytes: int) -> None:
+        """Note that so many bytes of weights were sent."""
+        self._load.count_pull(nbytes)
+
+    def norms(self) -> dict[str, list[float]]:
+        """Give the norms of the step that waits for its commit, by parameter, once all its gradients have come."""
+        with self.log.changed:
+            self.log.changed.wait_for(lambda: self.shard.waits_for_commit, self.timeout)
+            return self.shard.norms()
+
+    def apply(self, step: int, factor: float | None) -> None:
+        """Commit the update of ``step`` that waits; once, however often it is asked for. See :meth:`Shard.apply`."""
+        with self.log.changed:
+            ticket = self.log.forward(*message(Operation.APPLY, {"step": step, "factor": factor}))
+            self.shard.apply(step, factor)
+            self.log.changed.notify_all()
+        self.log.settle(ticket)
+
+    def reset(self, step: int, factor: float | None) -> None:
+        """Begin with another server that leads; see :meth:`Shard.reset`."""
+        with self.log.changed:
+            ticket = self.log.forward(*message(Operation.RESET, {"step": step, "factor": factor}))
+            self.shard.reset(step, factor)
+            self.log.changed.notify_all()
+        self.log.settle(ticket)
+
+    def state(self) -> dict[str, Any]:
+        """Copy the shard's state."""
+        with self.log.changed:
+            return self.shard.state()
+
+    def image(self) -> dict[str, Any]:
+        """Give all that a standby needs to become what this server is. The caller holds the lock."""
+        return {"shard": self.shard.image(), "sessions": self._sessions.image()}
+
+    def facts(self, *, refused: int) -> dict[str, Any]:
+        """Give the load since the last call, and the updates lost and frames ``refused`` since the start."""
+        with self.log.changed:
+            load, self._load = self._load, ServerLoad(waiting=self._load.waiting)
+            tables = {
+                rows.table.name: {
+                    "rows": rows.count,
+                    "evicted": rows.evicted,
+                    "missed": rows.missed,
+                    "hottest": rows.hottest(_HOTTEST),
+                }
+                for rows in self.shard.tables
+            }
+        state = {"step": self.shard.step, "lost_updates": self._lost, "refused": refused}
+        return {**state, **load.facts(), **({"tables": tables} if tables else {})}

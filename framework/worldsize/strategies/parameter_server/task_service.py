@@ -1,0 +1,46 @@
+"""What the server that leads does for the workers: gives each its tasks, and listens for its signs of life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from worldsize.strategies.parameter_server.operations import Operation
+from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.frames import CommonOperation, RefusedError
+
+
+@final
+class TaskService:
+    """Serves the connections by which workers ask ``scheduler`` for tasks."""
+
+    def __init__(self, scheduler: TaskScheduler) -> None:
+        self._scheduler = scheduler
+
+    def control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+        """Serve one worker: each TICK says what it has done, each TASK what comes next. Raises RefusedError."""
+        name = str(facts["name"])
+        epoch = self._scheduler.admit(name)
+        try:
+            channel.send_message(CommonOperation.WELCOME, {"epoch": epoch})
+            while self._scheduler.expects(name):
+                header = channel.header()
+                if header.operation != Operation.TICK:
+                    raise RefusedError(f"{header.operation.name} came, TICK was expected")
+                task = self._scheduler.next_task(name, epoch, channel.message(header))
+                channel.send_message(Operation.TASK, task)
+        except LostError:
+            self._scheduler.retire(name, epoch, "its connection ended")
+        except RefusedError:
+            self._scheduler.retire(name, epoch, "it was refused")
+            raise
+
+    def beat(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+        """Receive signs of life of a worker. Raises LostError or RefusedError."""
+        channel.send_message(CommonOperation.WELCOME, {})
+        while True:
+            header = channel.header()
+            if header.operation != CommonOperation.HEARTBEAT:
+                raise RefusedError(f"{header.operation.name} came, HEARTBEAT was expected")
+            self._scheduler.renew(str(facts["name"]))

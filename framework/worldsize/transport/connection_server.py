@@ -1,0 +1,90 @@
+"""A server of channels: one thread a connection, and strangers refused before anything of them is served."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, final
+
+from worldsize.transport.certificates import Credentials
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.endpoints import accept_channel, accept_join
+from worldsize.transport.frames import CommonOperation, RefusedError
+
+_HANDSHAKE = 10.0  # seconds
+_LOGGED = 100
+
+Service = Callable[[Channel, Mapping[str, Any]], None]
+"""Serves one connection: its channel, and what its JOIN says. The connection ends when it returns."""
+
+
+@final
+class ConnectionServer:
+    """Accepts connections, authenticates them, and hands each to the service that its JOIN asks for by "kind".
+
+    A peer that is no member of the run, claims another's name, or sends what its service raises RefusedError for, is
+    told why and logged, and its connection ends; the server goes on.
+
+    Args:
+        listener: From :func:`worldsize.transport.endpoints.listen`.
+        credentials: Of this process; None without TLS.
+        services: By the "kind" that JOIN names. A service answers JOIN by WELCOME.
+        timeout: Seconds without progress after which a peer is lost. Until it has joined, 10 s.
+        operations: What the processes speak.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        credentials: Credentials | None,
+        services: Mapping[str, Service],
+        *,
+        timeout: float,
+        operations: type[IntEnum],
+    ) -> None:
+        self.listener = listener
+        self.refused = 0  # frames and peers
+        self._credentials, self._services = credentials, services
+        self._timeout, self._operations = timeout, operations
+
+    def start(self) -> None:
+        """Accept connections from now on, in threads that end with the process or when the listener is closed."""
+        threading.Thread(target=self._accept, daemon=True, name="accept").start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return  # closed: the run is over
+            threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Serve one connection that was accepted, from its handshake to its end."""
+        channel, peer = None, "a peer"
+        try:
+            channel = accept_channel(connection, self._credentials, seconds=_HANDSHAKE, operations=self._operations)
+            channel.wait_at_most(_HANDSHAKE)
+            facts = accept_join(channel)
+            if facts["kind"] not in self._services:
+                raise RefusedError(f"JOIN says {str(facts)[:200]}")
+            peer = facts["name"]
+            channel.wait_at_most(self._timeout)
+            self._services[facts["kind"]](channel, facts)
+        except LostError:
+            pass
+        except RefusedError as error:
+            self._refuse(channel, peer, error)
+        finally:
+            (channel or connection).close()
+
+    def _refuse(self, channel: Channel | None, peer: str, error: RefusedError) -> None:
+        self.refused += 1
+        if self.refused <= _LOGGED or self.refused % _LOGGED == 0:  # a flood of them must not fill the disk
+            print(f"refused {peer}: {error} ({self.refused} so far)", flush=True)
+        if channel is not None:
+            with suppress(LostError):
+                channel.send_message(CommonOperation.REFUSED, str(error))

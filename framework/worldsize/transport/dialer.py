@@ -1,0 +1,78 @@
+"""Connecting to whoever serves: look a service up, authenticate, join, and try again while it changes hands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, final
+
+from worldsize.transport.certificates import Credentials
+from worldsize.transport.channel import Channel, LostError
+from worldsize.transport.endpoints import connect
+from worldsize.transport.frames import CommonOperation, RefusedError
+from worldsize.transport.registry import Entry, Registry
+
+_RETRY = 0.02  # seconds
+
+
+@final
+@dataclass(frozen=True)
+class Dialer:
+    """Connects one process of the run to services, whichever process serves them at the time.
+
+    Attributes:
+        name: Of this process, as in its certificate.
+        registry: Where services are looked up.
+        credentials: Of this process; None where the services ask for none.
+        timeout: Seconds to look for a service, and to wait for a peer without progress.
+        operations: What the processes speak.
+    """
+
+    name: str
+    registry: Registry
+    credentials: Credentials | None
+    timeout: float
+    operations: type[IntEnum]
+
+    def connect(self, service: str, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
+        """Join ``service`` for the purpose ``kind``, and try again until the timeout if nobody answers.
+
+        Args:
+            service: As in the registry.
+            kind: What the connection is for; the server chooses by it what to do.
+            facts: Further facts for the server, plain values.
+
+        Returns:
+            A channel, and what the server's WELCOME says.
+
+        Raises:
+            LostError: No server answers in time.
+            EndedError: The run has ended.
+            WorldsizeError: No process has taken the service in time.
+            RefusedError: The server does not accept this process.
+        """
+        deadline = time.monotonic() + self.timeout
+        while True:
+            entry = self.registry.wait(service)
+            try:
+                return self.attempt(entry, kind, **facts)
+            except LostError as error:
+                self.registry.check_open()
+                if time.monotonic() > deadline:
+                    raise LostError(f"{service} ({entry.name}) does not answer: {error}") from error
+                time.sleep(_RETRY)
+
+    def attempt(self, entry: Entry, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
+        """Join the process of ``entry`` as :meth:`connect` does, but try once. Raises LostError or RefusedError."""
+        channel = connect(
+            entry.address, self.credentials, peer=entry.name, seconds=self.timeout, operations=self.operations
+        )
+        try:
+            channel.wait_at_most(self.timeout)
+            channel.send_message(CommonOperation.JOIN, {"kind": kind, "name": self.name, **facts})
+            return channel, channel.message(channel.answer(CommonOperation.WELCOME))
+        except (LostError, RefusedError):
+            channel.close()
+            raise
