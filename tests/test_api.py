@@ -1,4 +1,4 @@
-"""The public API changes only on purpose, and users are told."""
+"""The public API changes only on purpose, and with a line in the changelog."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import api
 CHANGELOG = (api.REPOSITORY / "CHANGELOG.md").read_text()
 
 
-def test_the_listed_api_is_the_one_that_there_is_and_the_changelog_has_a_line_for_it() -> None:
+def test_the_listed_api_is_up_to_date_and_in_the_changelog() -> None:
     assert api.PAGE.read_text() == api.page(), "write it again with: uv run python tests/api.py"
     newest = CHANGELOG.split("\n## ")[1]
     digest = api.digest(api.listing())
@@ -28,7 +28,7 @@ def test_a_changed_name_or_signature_changes_the_digest(monkeypatch: pytest.Monk
     assert len({before, changed, api.digest(api.listing())}) == 3
 
 
-def test_what_the_bundled_plugins_and_templates_use_of_strategies_is_listed() -> None:
+def test_everything_that_templates_import_is_part_of_the_listed_api() -> None:
     templates = Path(api.REPOSITORY, "framework/worldsize/app/templates").rglob("*.py.j2")
     for text in (path.read_text() for path in templates):
         for line in (line for line in text.splitlines() if line.startswith("from worldsize.")):

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources."""
+"""The sources import each other only as the architecture allows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_package_has_a_floor() -> None:
 
 @pytest.mark.parametrize("path", [m for m in MODULES if place(m) in FLOORS], ids=str)
 def test_a_package_imports_only_from_floors_below_its_own(path: Path) -> None:
-    """Imports inside functions and for types alone are counted, so that there is no circle between packages."""
+    """Imports inside functions and for types alone count too, so that packages never form a circle."""
     floor = FLOORS.index(place(path))
     named = {name.split(".")[1] for name in imports(path) if name.startswith("worldsize.")} & set(FLOORS)
     assert [name for name in sorted(named) if FLOORS.index(name) >= floor and name != place(path)] == []
@@ -71,9 +71,9 @@ def test_core_imports_only_torch_the_standard_library_and_our_errors(path: Path)
 
 
 def plugin_names() -> set[str]:
-    """Every strategy, recipe and plugin that exists."""
-    found = {path.stem for path in CONF.glob("strategy/*.yaml")}
-    return found | {
+    """Return the names of all strategies, recipes and plugins."""
+    strategies = {path.stem for path in CONF.glob("strategy/*.yaml")}
+    return strategies | {
         path.name for kind in ("recipes", "plugins") for path in (CONF.parent / kind).glob("*") if path.is_dir()
     }
 

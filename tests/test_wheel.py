@@ -1,4 +1,4 @@
-"""The installed package, outside of any clone."""
+"""The installed package works outside of any clone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def test_the_wheel_has_its_extras_and_needs_none_of_their_packages(wheel: Path) 
 
 
 def test_importing_worldsize_imports_neither_torch_nor_hydra() -> None:
-    """It costs nothing next to importing torch."""
     body = "import sys, worldsize; print(sorted({'torch', 'numpy', 'hydra', 'wandb', 'rich'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -1,8 +1,8 @@
-"""A process that has imported what a launch needs and forks one child a request: tests need not wait for imports.
+"""Fork one child per request from a process that has done its imports, so that tests need not wait for them.
 
 ``zygote.py SOCKET``: each connection is one request, see :mod:`tests.warm`, which is the other end. The child gets the
-arguments, working directory, environment, standard streams and namespaces of whoever asks, as if it had been started
-there. It dies with the connection, is sent every signal number that comes over it, and its exit code goes back.
+arguments, working directory, environment, standard streams and namespaces of the client, as if it had been started
+there. It dies with the connection and gets every signal number that comes over it; its exit code is sent back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LIMIT = 1 << 20
 
 
 class _Child:
-    """A forked process and the connection that it lives by."""
+    """A forked process, and the connection that it lives as long as."""
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         self.pid, self.line, self.end = pid, line, os.pidfd_open(pid)
@@ -70,7 +70,7 @@ def serve(path: str) -> NoReturn:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
-    for name in PRELOADED if select.select([listener], [], []) else ():  # nobody may ask
+    for name in PRELOADED if select.select([listener], [], []) else ():  # at the first request, which may never come
         importlib.import_module(name)
     children: list[_Child] = []
     while True:
@@ -87,7 +87,7 @@ def serve(path: str) -> NoReturn:
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
     message, fds, _, _ = socket.recv_fds(line, _LIMIT, FDS)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in the child until it knows what it plays
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in the child until it knows which program it runs
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         for fd in (line.fileno(), *(fd for other in others for fd in (other.line.fileno(), other.end))):
@@ -100,7 +100,7 @@ def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
 
 
 def _run(request: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
-    """In the child: as if the command had been typed."""
+    """Run the request in the child as if the command had been typed."""
     die_with_parent(parent)
     code = 70
     try:
@@ -132,18 +132,18 @@ def _libc() -> ctypes.CDLL:
 
 
 def _show(words: Sequence[str]) -> None:
-    """Have ``words`` as the command line that other processes see."""
+    """Make ``words`` the command line that other processes see."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     text = b"\0".join(word.encode() for word in words)[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _play(words: Sequence[str]) -> None:
-    """What ``python WORDS`` does; of programs it knows ``worldsize`` and ``train.py``."""
+    """Do what ``python WORDS`` does; the known programs are ``worldsize`` and ``train.py``."""
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     while words[0] == "-u":
         words = words[1:]
-    if words[:3] != ["-m", "worldsize", "agent"]:  # __main__, which is not played, blocks them for an agent
+    if words[:3] != ["-m", "worldsize", "agent"]:  # an agent's __main__, which is not run here, keeps them blocked
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.argv = list(words[1:] if words[0] == "-m" else words)
     if words[0] == "-c":
@@ -171,6 +171,6 @@ def _exit_code(function: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this file's folder
+    del sys.path[0]  # the folder of this file
     die_with_parent(os.getppid())
     serve(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Exact reductions over real gloo processes, against fractions computed without rounding."""
+"""Exact reductions over real gloo processes agree with fractions computed without rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of logical ranks against its definition, and the reduction against one process."""
+"""The tree of logical ranks follows its definition, and the reduction agrees with one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIVISORS = [(total, size) for total in (1, 2, 3, 4, 6, 8, 12, 16) for size in ra
 
 
 def values(total: int, length: int = 1003) -> Tensor:
-    """Of very different sizes, so that every order of summation rounds to other bits."""
+    """Draw values of very different sizes, so that every order of summation rounds to other bits."""
     generator = torch.Generator().manual_seed(total)
     return torch.randn(total, length, generator=generator) * 10 ** torch.empty(total, length).uniform_(
         -4, 4, generator=generator
@@ -23,7 +23,7 @@ def values(total: int, length: int = 1003) -> Tensor:
 
 
 def by_definition(rows: Tensor) -> Tensor:
-    """The docstring's tree, over whole tensors."""
+    """Sum the rows by the tree that the docstring of the module defines."""
     count = len(rows)
     if count == 1:
         return rows[0]
@@ -36,7 +36,7 @@ def by_definition(rows: Tensor) -> Tensor:
 
 
 def nodes_of(rank: int, size: int, total: int) -> list[Tensor]:
-    """What process ``rank`` adds up before it meets the others."""
+    """Return the nodes that process ``rank`` sums before it communicates."""
     tree, mine = Tree(total, size), values(total)[rank::size]
     counters = [Counter() for _ in range(tree.local_nodes)]
     for node, counter in enumerate(counters):

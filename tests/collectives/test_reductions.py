@@ -1,4 +1,4 @@
-"""Compressed and hierarchical sums against float64 sums of the same numbers."""
+"""Compressed and hierarchical sums agree with float64 sums of the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worldsize.collectives.staged import finished
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
-LENGTH = 2501  # divides by no world size, and is more than two blocks
+LENGTH = 2501  # no multiple of a world size, and more than two blocks
 
 
 def row(rank: int, step: int = 0) -> Tensor:
@@ -23,29 +23,29 @@ def exact(size: int, step: int = 0) -> Tensor:
     return torch.stack([row(rank, step).double() for rank in range(size)]).sum(0)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
     ("name", "size", "most"),
     [("bf16", 2 * LENGTH, 4e-3), ("fp16", 2 * LENGTH, 5e-4), ("int8", 3 * (1024 + 4), 1e-2)],
 )
-def test_a_codec_keeps_what_it_promises_in_the_bytes_it_promises(name: str, size: int, most: float) -> None:
+def test_a_codec_has_the_promised_error_and_size(name: str, size: int, most: float) -> None:
     values = torch.stack([row(0), 1000 * row(1), torch.zeros(LENGTH)])
     wire = CODECS[name].encode(values)
     assert wire.dtype == torch.uint8
     assert wire.shape[1] == size
-    found = CODECS[name].decode(wire, LENGTH)
-    assert [error(found[place], values[place].double()) < most for place in (0, 1)] == [True, True]
-    assert torch.equal(found[2], values[2])
+    decoded = CODECS[name].decode(wire, LENGTH)
+    assert [error(decoded[place], values[place].double()) < most for place in (0, 1)] == [True, True]
+    assert torch.equal(decoded[2], values[2])
 
 
-def test_int8_is_off_by_at_most_half_a_level() -> None:
+def test_the_error_of_int8_is_at_most_half_a_level() -> None:
     """A level is 1/127 of the largest number of each block of 1,024."""
     values = row(3)
-    found = CODECS["int8"].decode(CODECS["int8"].encode(values[None]), LENGTH)[0]
-    for block, decoded in zip(torch.split(values, 1024), torch.split(found, 1024), strict=True):
+    whole = CODECS["int8"].decode(CODECS["int8"].encode(values[None]), LENGTH)[0]
+    for block, decoded in zip(torch.split(values, 1024), torch.split(whole, 1024), strict=True):
         assert (block - decoded).abs().max() <= block.abs().max() / 127 / 2 * 1.0001
 
 
@@ -61,8 +61,8 @@ def test_a_compressed_sum_is_near_the_exact_one_and_the_same_on_all_ranks(size: 
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_what_messages_leave_out_is_fed_back() -> None:
-    """The sum over many steps is off by the error of one, not of all (Karimireddy et al. 2019, lemma 3)."""
+def test_compression_errors_are_fed_back() -> None:
+    """The error of a sum over many steps is that of one step, not of all (Karimireddy et al. 2019, lemma 3)."""
     steps = 50
 
     def body(world: World) -> tuple[Tensor, Tensor]:
@@ -79,9 +79,9 @@ def test_what_messages_leave_out_is_fed_back() -> None:
 
 
 @pytest.mark.parametrize(("size", "local_size"), [(4, 2), (6, 3), (6, 2)])
-def test_a_hierarchical_sum_is_the_sum(size: int, local_size: int) -> None:
+def test_a_hierarchical_sum_agrees_with_the_exact_one(size: int, local_size: int) -> None:
     def body(world: World) -> Tensor:
         return finished(hierarchical(row(world.rank), world.groups["node"], world.groups["across"], all_reduced))
 
-    for found in run_in_worlds(body, size, local_size=local_size):
-        assert error(found, exact(size)) < 1e-6
+    for total in run_in_worlds(body, size, local_size=local_size):
+        assert error(total, exact(size)) < 1e-6

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by a timer that ticks once whenever it is asked."""
+"""The step timer attributes time to phases; its clock here ticks once whenever it is read."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
-    """Whose moments are 0, 1, 2 ..."""
+    """A timer whose clock reads 0, 1, 2 ..."""
     monkeypatch.setattr(time, "perf_counter", map(float, count()).__next__)
     return StepTimer(CPU)
 
 
-def test_what_is_done_within_a_phase_counts_there_and_everything_else_is_computing(timer: StepTimer) -> None:
+def test_time_within_a_phase_counts_there_and_all_other_time_is_computing(timer: StepTimer) -> None:
     with timer.opened():
-        timer.start(data=7.0)  # at 0
-        with phase("update"), phase("communication"):  # at 1 and 2, until 3 and 4
+        timer.start(data=7.0)  # reads 0
+        with phase("update"), phase("communication"):  # reads 1 and 2, then 3 and 4
             pass
-        timer.end()  # at 5
+        timer.end()  # reads 5
     assert timer.take().tolist() == [[7.0, 2.0, 1.0, 2.0]]
     assert timer.take().tolist() == []
 
 
-def test_a_phase_that_fails_ends_and_one_that_nobody_measures_asks_for_no_time(timer: StepTimer) -> None:
+def test_a_phase_that_fails_ends_and_one_that_nobody_measures_reads_no_clock(timer: StepTimer) -> None:
     with phase("update"):
         pass
     with timer.opened():
@@ -85,7 +85,7 @@ STRATEGIES: Sequence[Strategy] = (
 
 
 def measured(strategy: Strategy, world: World) -> list[float]:
-    """Moments spent in each phase of three steps, the last of them."""
+    """Take three steps, and return the ticks spent in each phase of the last one."""
     replica, order = strategy.replica(Chain(), RunContext(world)), Order(0, 8, 4, (world.rank, 2 + world.rank))
     timer = StepTimer(world.device)
     with timer.opened():
@@ -97,7 +97,7 @@ def measured(strategy: Strategy, world: World) -> list[float]:
     return [float(seconds) for seconds in timer.take()[-1]]
 
 
-def test_every_strategy_is_seen_computing_waiting_for_others_and_updating() -> None:
+def test_every_strategy_spends_time_computing_communicating_and_updating() -> None:
     def body(world: World) -> list[list[float]]:
         return [measured(strategy, world) for strategy in STRATEGIES]
 
@@ -106,11 +106,11 @@ def test_every_strategy_is_seen_computing_waiting_for_others_and_updating() -> N
             assert min(compute, communication, update) > 0, f"{strategy}: {compute} {communication} {update}"
 
 
-def test_what_ddps_reducer_waits_for_begins_when_the_last_gradient_is_there() -> None:
+def test_the_wait_for_ddps_reducer_begins_after_the_last_gradient() -> None:
     def body(world: World) -> list[str]:
         replica = DDP().replica(
             Chain(depth=300), RunContext(world)
-        )  # too large to be gathered: the reducer in C++ sums it
+        )  # too large to be gathered, so that the reducer in C++ sums it
         assert isinstance(replica, SynchronousReplica)
         order, timer, seen = Order(0, 8, 2, (world.rank,)), StepTimer(world.device), list[str]()
         _note(replica.model, timer, seen)
@@ -127,7 +127,7 @@ def test_what_ddps_reducer_waits_for_begins_when_the_last_gradient_is_there() ->
 
 
 def _note(model: nn.Module, timer: StepTimer, seen: list[str]) -> None:
-    """What happens, in order: gradients, and changes of phase."""
+    """Note what happens in order: gradients, and changes of phase."""
     switch = timer.switch
 
     def noted(phase: Phase) -> Phase:

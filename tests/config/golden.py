@@ -1,4 +1,4 @@
-"""Golden resolved configurations: ``uv run python tests/config/golden.py`` writes them again."""
+"""Golden resolved configurations; ``uv run python tests/config/golden.py`` writes them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMBINATIONS = {
 
 
 def resolved(overrides: list[str]) -> str:
-    """What ``train.py --cfg job --resolve`` prints."""
+    """Return what ``train.py --cfg job --resolve`` prints."""
     command = [sys.executable, "train.py", "--cfg", "job", "--resolve", *overrides]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WORLDSIZE")}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)

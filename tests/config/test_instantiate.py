@@ -1,4 +1,4 @@
-"""``_target_`` inside the allow-list, and arguments against signatures."""
+"""``_target_`` must be inside the allow-list, and its arguments must fit the signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where plugins are found, and what is recorded of them."""
+"""Plugins are found in projects, folders and packages, and recorded with a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ YAML = "# What it does\n_target_: {target}\n"
 
 
 def put(folder: Path, option: str, target: str, source: str = "") -> Path:
-    """A plugin's folder with one strategy."""
+    """Write a plugin's folder with one strategy."""
     (folder / "conf" / "strategy").mkdir(parents=True)
     (folder / "conf" / "strategy" / f"{option}.yaml").write_text(YAML.format(target=target))
     (folder / "strategy.py").write_text(source)
@@ -30,7 +30,7 @@ def put(folder: Path, option: str, target: str, source: str = "") -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory."""
+    """An empty project as the working directory."""
     folder = tmp_path / "project"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -39,7 +39,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """``install("worldsize_x")``: an installed package, whose import leaves a trace; its folder."""
+    """``install("worldsize_x")`` installs a package that must not be imported, and returns its folder."""
     site = tmp_path / "site"
 
     def package(name: str, option: str = "made_up", *, conf: bool = True) -> Path:
@@ -63,14 +63,14 @@ def test_an_installed_package_offers_its_options_and_is_not_imported(
 ) -> None:
     folder = install("worldsize_made_up")
     assert folder / "conf" in config_folders()
-    (found,) = [each for each in plugins() if each.folder == folder]
-    assert (found.name, found.source, found.version) == ("worldsize_made_up", "worldsize_made_up", "1.2")
-    assert [(each.name, each.about) for each in found.options] == [("made_up", "What it does")]
+    (plugin,) = [plugin for plugin in plugins() if plugin.folder == folder]
+    assert (plugin.name, plugin.source, plugin.version) == ("worldsize_made_up", "worldsize_made_up", "1.2")
+    assert [(option.name, option.about) for option in plugin.options] == [("made_up", "What it does")]
     check_unique()
     assert "worldsize_made_up" not in sys.modules
 
 
-def test_an_installed_package_that_offers_nothing_is_named_when_an_option_is_missed(
+def test_an_installed_package_without_options_is_named_when_an_option_is_missing(
     project: Path, install: Callable[..., Path]
 ) -> None:
     install("worldsize_empty", conf=False)
@@ -106,15 +106,15 @@ def test_two_folders_of_one_module_are_an_error_though_their_options_differ(
         check_unique()
 
 
-def test_a_run_needs_what_it_names_what_that_names_and_who_offers_its_options(project: Path) -> None:
+def test_a_run_uses_the_plugins_that_its_config_names_and_those_that_they_import(project: Path) -> None:
     put(project / "plugins" / "first", "first", "plugins.first.strategy.S", "from plugins.second import strategy\n")
     put(project / "plugins" / "second", "second", "plugins.second.strategy.S", "from plugins import third\n")
     put(project / "plugins" / "third", "third", "plugins.third.strategy.S")
     put(project / "plugins" / "fourth", "fourth", "plugins.fourth.strategy.S", "# plugins.fifth\n")
     put(project / "plugins" / "fifth", "fifth", "plugins.fifth.strategy.S", "import plugins.first_aid\n")
     config = {"strategy": {"_target_": "plugins.first.strategy.S"}, "path": str(project / "plugins" / "fifth")}
-    assert [each.name for each in used(config, {})] == ["plugins.first", "plugins.second", "plugins.third"]
-    assert [each.name for each in used({}, {"strategy": "fifth", "recipe": "first"})] == ["plugins.fifth"]
+    assert [plugin.name for plugin in used(config, {})] == ["plugins.first", "plugins.second", "plugins.third"]
+    assert [plugin.name for plugin in used({}, {"strategy": "fifth", "recipe": "first"})] == ["plugins.fifth"]
 
 
 def test_a_copy_has_the_digest_of_its_original_until_a_byte_changes(project: Path) -> None:
@@ -144,7 +144,7 @@ def test_every_bundled_option_says_what_it_does() -> None:
     assert [f"{option.group}={option.name}" for option in bundled if len(option.about) < 10] == []
 
 
-def test_list_shows_where_an_option_comes_from_and_refuses_a_kind_that_is_none(
+def test_list_shows_where_an_option_comes_from_and_refuses_unknown_kinds(
     command: Any, project: Path, environment_without_wandb: dict[str, str]
 ) -> None:
     put(project / "plugins" / "mine", "made_up", "plugins.mine.strategy.S")
@@ -160,7 +160,7 @@ def test_list_shows_where_an_option_comes_from_and_refuses_a_kind_that_is_none(
     assert (refused.returncode, "did you mean 'strategy'" in refused.stderr) == (2, True)
 
 
-def test_new_refuses_names_that_are_taken_or_no_modules(
+def test_new_refuses_names_that_are_taken_or_invalid(
     command: Any, project: Path, environment_without_wandb: dict[str, str]
 ) -> None:
     refusals = {
@@ -170,10 +170,10 @@ def test_new_refuses_names_that_are_taken_or_no_modules(
         ("recipe", "class"): "cannot be the name of a module",
         ("strategy", "world"): "would be a class World, which its file uses",
     }
-    for words, said in refusals.items():
+    for words, message in refusals.items():
         done = command("new", *words, cwd=project, environment=environment_without_wandb)
         assert done.returncode == 2
-        assert said in done.stderr
+        assert message in done.stderr
     assert not list(project.iterdir())
 
 

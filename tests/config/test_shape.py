@@ -1,4 +1,4 @@
-"""Processes of a cluster."""
+"""The number of processes follows from the shape of the cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, p
         ({"device": "tpu"}, 0, "cluster.device='tpu' is unknown"),
     ],
 )
-def test_a_shape_that_cannot_be_is_an_error(given: dict[str, Any], gpus: int, message: str) -> None:
+def test_a_contradictory_shape_is_an_error(given: dict[str, Any], gpus: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         with_processes({**BASE, **given}, gpus)
 

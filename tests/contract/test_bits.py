@@ -1,6 +1,6 @@
-"""Bits depend on no address: every strategy, killed and resumed on a heap in disorder, ends with an undisturbed run's.
+"""Bits depend on no address: killed and resumed on a disordered heap, every strategy ends with the same bits.
 
-``uv run pytest -m bits`` is run under each ATEN_CPU_CAPABILITY that the machine has: another vector width may give
+``uv run pytest -m bits`` runs under each ATEN_CPU_CAPABILITY that the machine has: another vector width may give
 other bits, but each must give its own at every world size and after every restart.
 """
 
@@ -54,9 +54,9 @@ ELASTIC = {
 
 
 def disturbed(train: Any, *options: str) -> Any:
-    """A run on a heap in disorder whose last worker is killed in its seventh step, and that goes on by itself."""
+    """Run on a disordered heap; the last worker is killed in its seventh step, and the run restarts by itself."""
     size = int(next(word for word in reversed(options) if word.startswith("cluster.processes")).split("=")[1])
-    # a server keeps what it has; where there are some they come first, and the last process always trains
+    # servers come first, so that the last process always trains
     kill = f"{{action: kill, rank: {size - 1}, step: 7}}"
     run = train(*options, *PACE, "launcher.max_restarts=1", f"faults=[{kill}, {PERTURBED}]")
     assert run.code == 0, run.error
@@ -64,11 +64,11 @@ def disturbed(train: Any, *options: str) -> Any:
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    """All that has to be equal: weights, every logged figure, and the whole state in the last checkpoint."""
+    """Return all that has to be equal: weights, logged figures, and the whole state in the last checkpoint."""
     result = json.loads((folder / "result.json").read_text())
     state = json.loads((max((folder / "checkpoints").glob("step_*")) / "manifest.json").read_text())
-    found = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
-    return {**found, **{key: state[key] for key in ("step", "values", "files", "tensors")}}
+    results = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
+    return {**results, **{key: state[key] for key in ("step", "values", "files", "tensors")}}
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)

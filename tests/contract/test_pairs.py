@@ -1,4 +1,4 @@
-"""What one strategy has saved, every other goes on from, at another world size."""
+"""Every strategy resumes from the checkpoint of every other one, at another world size."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STRATEGIES: dict[str, Strategy] = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
-    """Folder and weights of each strategy after four steps on four processes of two nodes."""
-    found = {}
+    """The checkpoint folder and the weights of each strategy after four steps on four processes of two nodes."""
+    checkpoints = {}
     for name, strategy in STRATEGIES.items():
         folder = tmp_path_factory.mktemp(name)
-        found[name] = folder, dict(_train(strategy, 4, folder, save=True)[0].model)
-    return found
+        checkpoints[name] = folder, dict(_train(strategy, 4, folder, save=True)[0].model)
+    return checkpoints
 
 
 def _train(strategy: Strategy, size: int, folder: Path, *, save: bool) -> list[Trained]:
@@ -46,7 +46,7 @@ def _train(strategy: Strategy, size: int, folder: Path, *, save: bool) -> list[T
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_goes_on_from_what_every_strategy_has_saved(
+def test_a_strategy_resumes_from_the_checkpoint_of_every_strategy(
     saved: dict[str, tuple[Path, dict[str, Tensor]]], name: str
 ) -> None:
     strategy = STRATEGIES[name]
@@ -56,5 +56,5 @@ def test_a_strategy_goes_on_from_what_every_strategy_has_saved(
 
     size = 1 if name == "single" else 2
     loaded = run_in_worlds(load_all, size)[0]
-    for found, (_, weights) in zip(loaded, saved.values(), strict=True):
-        assert_same(found.model, weights)
+    for result, (_, weights) in zip(loaded, saved.values(), strict=True):
+        assert_same(result.model, weights)

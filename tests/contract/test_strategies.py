@@ -1,4 +1,4 @@
-"""Every built-in strategy whose processes all train is held to the contract."""
+"""Every built-in strategy whose processes all train keeps the contract."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class TestMeshOfTensorsAndStages(StrategyContract):
     ],
     ids=str,
 )
-def test_other_options_reach_the_loss_of_one_process_as_well(strategy: Strategy, tolerance: float) -> None:
-    for found in run_in_worlds(lambda world: train(strategy, RunContext(world), STEPS), 4, local_size=2):
-        assert_close("loss", found.losses[-1], reference().losses[-1], tolerance)
+def test_strategies_with_other_options_reach_the_loss_of_one_process(strategy: Strategy, tolerance: float) -> None:
+    for result in run_in_worlds(lambda world: train(strategy, RunContext(world), STEPS), 4, local_size=2):
+        assert_close("loss", result.losses[-1], reference().losses[-1], tolerance)
 
 
-def test_copies_of_two_shards_need_an_even_number_of_ranks() -> None:
+def test_hsdp_with_two_shards_a_copy_needs_an_even_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match="3 processes do not divide into copies of 2 shards"):
         FSDP(shard=2).roles(Cluster("test", 1, 3, "cpu", "gloo"))

@@ -116,23 +116,23 @@ def events(path: Path) -> list[str]:
 
 
 def test_a_listener_aside_is_told_everything_in_order_by_another_process(tmp_path: Path) -> None:
-    aside = Aside(lambda: Recorder(tmp_path / "told"))
+    aside = Aside(lambda: Recorder(tmp_path / "events"))
     for event in (step(1), Evaluated(1, {}), RunEnded(1, "completed")):
         aside(event)
-    assert events(tmp_path / "told") == ["StepDone", "Evaluated", "RunEnded"]
-    assert str(os.getpid()) not in (tmp_path / "told").read_text()
+    assert events(tmp_path / "events") == ["StepDone", "Evaluated", "RunEnded"]
+    assert str(os.getpid()) not in (tmp_path / "events").read_text()
 
 
 def test_a_listener_aside_learns_that_its_run_died(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        aside = Aside(lambda: Recorder(tmp_path / "told"))
+        aside = Aside(lambda: Recorder(tmp_path / "events"))
         aside(step(1))
         os._exit(9)  # ends at once, as SIGKILL would
     os.waitpid(child, 0)
-    while not (tmp_path / "told").exists() or len(events(tmp_path / "told")) < 2:
+    while not (tmp_path / "events").exists() or len(events(tmp_path / "events")) < 2:
         pass
-    assert events(tmp_path / "told") == ["StepDone", "RunFailed"]
+    assert events(tmp_path / "events") == ["StepDone", "RunFailed"]
 
 
 def test_a_listener_that_cannot_be_made_costs_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,19 +162,19 @@ def blocked(door: Path, path: Path) -> Listener:
 
 def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "door")
-    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "told"))
+    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "events"))
     for number in range(1, 2001):  # several times as many as fit into a pipe
         aside(step(number))
     (tmp_path / "door").open("w").close()
     aside(RunEnded(2000, "completed"))
-    assert events(tmp_path / "told") == ["StepDone"] * 2000 + ["RunEnded"]
+    assert events(tmp_path / "events") == ["StepDone"] * 2000 + ["RunEnded"]
 
 
 def test_the_end_is_bounded_even_when_the_listener_took_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "door")
-    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "told"), timeout=0.1)
+    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "events"), timeout=0.1)
     for number in range(1, 2001):
         aside(step(number))
     aside(RunEnded(2000, "completed"))
@@ -182,7 +182,7 @@ def test_the_end_is_bounded_even_when_the_listener_took_nothing(
 
 
 def test_a_failure_after_the_end_is_not_hidden_by_the_listener(tmp_path: Path) -> None:
-    aside = Aside(lambda: Recorder(tmp_path / "told"))
+    aside = Aside(lambda: Recorder(tmp_path / "events"))
     aside(RunEnded(1, "completed"))
     aside(RunFailed("closing the replica failed"))
-    assert events(tmp_path / "told") == ["RunEnded"]
+    assert events(tmp_path / "events") == ["RunEnded"]

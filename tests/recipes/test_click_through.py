@@ -1,4 +1,4 @@
-"""The click_through recipe: Criteo's format, the made-up samples, the model."""
+"""The click_through recipe reads Criteo's format, generates samples and trains its model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_file_of_criteo_is_read_as_it_is_documented(criteo: Criteo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("1\t2\t3\n", "line 1 has 3 fields, not 40"),
         (line(1, ["x"] * 13, ["1"] * 26), "line 1: invalid literal for int"),
@@ -46,9 +46,9 @@ def test_a_file_of_criteo_is_read_as_it_is_documented(criteo: Criteo) -> None:
         ("", "no such lines"),
     ],
 )
-def test_a_file_of_another_form_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_of_another_form_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "train.txt").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Criteo(str(tmp_path), rows=3, test_rows=2).read("train")
 
 
@@ -88,7 +88,7 @@ def test_made_up_clicks_are_learnt(train: Any) -> None:
     assert metrics["predicted"] == pytest.approx(metrics["clicked"], abs=0.08)
 
 
-def test_the_files_of_criteo_are_one_override(train: Any, criteo: Criteo) -> None:
+def test_the_files_of_criteo_are_chosen_by_one_override(train: Any, criteo: Criteo) -> None:
     options = ("recipe=click_through", "data=criteo", f"data.path={criteo.path}", "data.rows=3", "data.test_rows=2")
     run = train(*options, "strategy=parameter_server", "cluster.processes=2", "batch_size=2", "steps=2")
     assert run.code == 0, run.error

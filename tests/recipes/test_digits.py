@@ -1,4 +1,4 @@
-"""The digits recipe against scikit-learn's own reader."""
+"""The digits recipe reads the same images as scikit-learn's own reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def recipe() -> Digits:
 
 def test_the_images_and_labels_are_scikit_learns() -> None:
     images, labels = read_digits(data_file())
-    from sklearn.datasets import load_digits  # takes seconds
+    from sklearn.datasets import load_digits  # slow import
 
     expected: Any = load_digits()
     assert numpy.array_equal(images[:, 0].numpy() * 16, expected.images)

@@ -31,11 +31,11 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-def by_hand(found: HFCausalLM) -> list[float]:
-    """Transformers' own loss on one process; labels of its own shift, so the windows overlap by a token."""
+def by_hand(own: HFCausalLM) -> list[float]:
+    """Train with transformers' own loss on one process; it shifts labels itself, so windows overlap by a token."""
     torch.manual_seed(0)
-    model, data, losses = found.model(), found.data("train"), []
-    optimizer = found.optimizer(model)
+    model, data, losses = own.model(), own.data("train"), []
+    optimizer = own.optimizer(model)
     for step in range(STEPS):
         inputs_bt, targets_bt = data.batch(torch.arange(4) + 4 * step)
         whole = torch.cat([inputs_bt, targets_bt[:, -1:]], dim=1)
@@ -47,30 +47,30 @@ def by_hand(found: HFCausalLM) -> list[float]:
     return losses
 
 
-def losses_of(strategy: Strategy, found: HFCausalLM, world: World) -> list[float]:
+def losses_of(strategy: Strategy, own: HFCausalLM, world: World) -> list[float]:
     torch.manual_seed(0)
-    replica, data, each = strategy.replica(found, RunContext(world)), found.data("train"), 4 // world.size
+    replica, data, share = strategy.replica(own, RunContext(world)), own.data("train"), 4 // world.size
     losses = []
     for step in range(STEPS):
-        rows = torch.arange(each) + 4 * step + each * world.rank
+        rows = torch.arange(share) + 4 * step + share * world.rank
         (loss,) = replica.step([MicroBatch(data.batch(rows), seed=1)]).losses
         losses.append(float(loss))
     return losses
 
 
 @pytest.mark.parametrize("strategy", [DDP(), FSDP()], ids=["ddp", "fsdp"])
-def test_every_step_has_the_loss_of_transformers_own(text: Path, strategy: Strategy) -> None:
-    found = recipe(text)
-    ranks = run_in_worlds(partial(losses_of, strategy, found), 2)
+def test_every_step_has_the_loss_that_transformers_computes(text: Path, strategy: Strategy) -> None:
+    own = recipe(text)
+    ranks = run_in_worlds(partial(losses_of, strategy, own), 2)
     means = [sum(losses) / 2 for losses in zip(*ranks, strict=True)]
-    assert means == pytest.approx(by_hand(found), rel=1e-5)
+    assert means == pytest.approx(by_hand(own), rel=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
 def test_blocks_are_the_decoder_layers(text: Path, model_type: str) -> None:
     config = {"model_type": model_type, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2}
-    found = recipe(text, config={**config, "intermediate_size": 64})
-    assert len(found.blocks(found.model())) == 3
+    own = recipe(text, config={**config, "intermediate_size": 64})
+    assert len(own.blocks(own.model())) == 3
 
 
 def test_weights_and_tokenizer_come_from_a_folder(text: Path, tmp_path: Path) -> None:
@@ -83,10 +83,10 @@ def test_weights_and_tokenizer_come_from_a_folder(text: Path, tmp_path: Path) ->
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
-    found = recipe(text, pretrained=str(folder), config={})
-    state = found.model().state_dict()
+    own = recipe(text, pretrained=str(folder), config={})
+    state = own.model().state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in kept.state_dict().items())
-    data = found.data("train")
+    data = own.data("train")
     assert data.text[1:10].tolist() == [1, 0, 0, 2, 0, 0, 1, 0, 3]
 
 

@@ -1,4 +1,4 @@
-"""The language model: causality, rotary embeddings, and bits per byte counted by hand."""
+"""The language model is causal, its rotary embeddings are exact, and bits per byte agree with a count by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_train_and_test_files_are_disjoint_and_cover_the_library() -> None:
     assert len(read("train")) + len(read("test")) == size
 
 
-def test_what_was_written_for_this_machine_or_installed_later_is_no_source(tmp_path: Path) -> None:
+def test_generated_and_installed_files_are_not_part_of_the_corpus(tmp_path: Path) -> None:
     kept, left = ["os.py", "json/encoder.py"], ["site-packages/a.py", "config-3.11-x86/b.py", "_sysconfigdata_x.py"]
     for name in [*kept, *left, "json/tests/c.py", "notes.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_every_byte_is_predicted_exactly_once(length: int) -> None:
     assert inputs[counted].tolist() == list(range(length))
 
 
-def test_training_windows_are_whole() -> None:
+def test_training_windows_have_no_ignored_targets() -> None:
     windows = StdlibLM(16, 1, 2, 1000, 0.0, test_bytes=None, make_optimizer=torch.optim.AdamW).data("train")
     assert not (windows[len(windows) - 1][1] == IGNORED).any()
 
@@ -105,7 +105,7 @@ def test_the_rotation_is_the_papers_complex_product() -> None:
 
 
 class Uniform(nn.Module):
-    """Gives each byte the same probability, except byte 10, which it thinks twice as likely."""
+    """A model that gives each byte the same probability, except byte 10, which is twice as likely."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(*tokens.shape, 256)
@@ -131,7 +131,7 @@ def test_training_compresses_better_than_guessing(train: Any) -> None:
     assert len(run.json("run_manifest.json")["data"]["files"]) > 300
 
 
-def test_sizes_are_a_choice_of_this_recipe(train: Any) -> None:
+def test_model_sizes_can_be_chosen_for_this_recipe_only(train: Any) -> None:
     shown = train("--cfg", "job", "recipe=stdlib_lm", "model=medium").output
     assert re.search(r"^recipe:\n  width: 1024\n  depth: 24\n", shown, re.MULTILINE)
     assert "no key 'model'" in train("recipe=digits", "model=small").error

@@ -1,4 +1,4 @@
-"""The word2vec recipe: its pairs, its negatives, and that it learns."""
+"""The word2vec recipe draws pairs and negatives as defined, and learns."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def recipe(*, sparse: bool = False) -> Word2Vec:
     return Word2Vec(16, 5, 5, 20, sparse, partial(torch.optim.Adagrad, lr=0.1))
 
 
-def test_the_distribution_has_english_prose() -> None:
+def test_the_python_distribution_contains_english_prose() -> None:
     counts = recipe().counts
     assert len(texts()) > 1000
     assert sum(counts.values()) > 100_000
     assert {"the", "string", "returns", "exception"} <= counts.keys()
 
 
-def test_words_are_ordered_by_frequency_and_rare_ones_left_out() -> None:
+def test_words_are_ordered_by_frequency_and_rare_ones_are_left_out() -> None:
     assert vocabulary([["b", "a", "b"], ["c", "a", "b"]], 2) == {"b": 3, "a": 2}
 
 
 def test_pairs_lie_within_the_window_and_within_one_text() -> None:
     pages = [numpy.arange(0, 6, dtype=numpy.int32), numpy.arange(10, 13, dtype=numpy.int32)]
-    found = pairs(pages, 2, seed=0)
-    distance = abs(found[:, 0] - found[:, 1])
+    paired = pairs(pages, 2, seed=0)
+    distance = abs(paired[:, 0] - paired[:, 1])
     assert set(distance.tolist()) == {1, 2}
     neighbours = {(i, i + 1) for i in (*range(5), 10, 11)}
-    assert {tuple(sorted(pair)) for pair in found[distance == 1].tolist()} == neighbours
-    assert (distance == 1).sum() == 2 * len(neighbours)  # each of the two is a center once
+    assert {tuple(sorted(pair)) for pair in paired[distance == 1].tolist()} == neighbours
+    assert (distance == 1).sum() == 2 * len(neighbours)  # each word of a pair is a center once
 
 
 def test_negatives_are_drawn_by_frequency_to_the_power_of_three_quarters() -> None:
@@ -48,7 +48,7 @@ def test_negatives_are_drawn_by_frequency_to_the_power_of_three_quarters() -> No
     torch.testing.assert_close(shares, expected / expected.sum(), rtol=0.05, atol=0.0)
 
 
-def test_loss_and_accuracy_against_the_formula() -> None:
+def test_the_loss_agrees_with_the_formula() -> None:
     word2vec = recipe()
     model = word2vec.model()
     torch.manual_seed(0)

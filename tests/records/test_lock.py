@@ -1,4 +1,4 @@
-"""The run's lock, held by this process and by others."""
+"""The run's lock works within this process and between processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_folder_that_was_never_locked_is_not_locked(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_is_told_apart_from_a_run_in_progress(
+def test_a_file_system_without_locks_gives_another_error_than_a_run_in_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

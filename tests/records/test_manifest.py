@@ -1,4 +1,4 @@
-"""The manifest on disk: who may read it, and what ``look`` may change."""
+"""The manifest on disk stays readable and intact, and ``look`` records only runs that have died."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_manifest_is_as_readable_as_the_other_files_of_its_run(run: Path) -> N
     assert len(modes) == 1
 
 
-def test_an_attempt_that_was_killed_is_told_so_by_the_next(run: Path) -> None:
+def test_the_next_attempt_records_that_the_last_was_killed(run: Path) -> None:
     with RunLock(run):
         assert begin_attempt(run / "run_manifest.json", hosts=["h"], world_size=1) == 2
         killed, running = read_manifest(run / "run_manifest.json")["attempts"]

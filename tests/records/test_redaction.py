@@ -1,4 +1,4 @@
-"""Secrets in the places where users put them."""
+"""Secrets are redacted in the places where users put them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worldsize.records.redaction import is_secret, redacted, redacted_arguments,
 
 
 @pytest.mark.parametrize("name", ["HFToken", "APIKey", "Authorization", "passwords", "secrets", "x.passphrase"])
-def test_secrets_are_known_in_camel_case_and_in_the_plural(name: str) -> None:
+def test_secrets_are_recognised_in_camel_case_and_in_the_plural(name: str) -> None:
     assert is_secret(name)
 
 

@@ -1,4 +1,4 @@
-"""Patches that re-create a checkout, whatever git is configured to show its user."""
+"""Patches re-create a checkout, however the user has configured git."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def repository(tmp_path: Path) -> tuple[Path, Git]:
-    """One commit in a folder whose name has a space."""
+    """A repository with one commit, in a folder whose name has a space."""
     root = tmp_path / "my project"
     root.mkdir()
 
@@ -42,9 +42,9 @@ def repository(tmp_path: Path) -> tuple[Path, Git]:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Content, or target, and the executable bit of every file."""
-    found = (path for path in root.rglob("*") if ".git" not in path.parts)
-    return {path.relative_to(root).as_posix(): content(path) for path in found if path.is_symlink() or path.is_file()}
+    """Return the content or link target and the executable bit of every file."""
+    paths = (path for path in root.rglob("*") if ".git" not in path.parts)
+    return {path.relative_to(root).as_posix(): content(path) for path in paths if path.is_symlink() or path.is_file()}
 
 
 def content(path: Path) -> bytes:
@@ -84,7 +84,7 @@ def test_the_patch_applies_whatever_the_user_has_configured(
     assert recreated(root, capture_code(root, exclude=root / "runs"), tmp_path / "clone") == tree(root)
 
 
-def test_the_patch_holds_the_bytes_and_not_what_a_text_filter_shows(
+def test_the_patch_holds_bytes_and_not_the_output_of_a_text_filter(
     repository: tuple[Path, Git], tmp_path: Path
 ) -> None:
     root, git = repository
@@ -117,7 +117,7 @@ def test_a_file_taken_out_of_the_index_alone_is_still_in_the_patched_tree(
 
 
 @pytest.mark.parametrize("commits", [0, 1])
-def test_a_repository_inside_is_named_and_costs_the_other_files_nothing(
+def test_a_nested_repository_is_named_and_all_other_files_are_recorded(
     repository: tuple[Path, Git], commits: int
 ) -> None:
     root, git = repository
@@ -134,18 +134,18 @@ def test_a_repository_inside_is_named_and_costs_the_other_files_nothing(
     assert b"inner" not in code.patch
 
 
-def test_an_unreadable_file_is_named_and_costs_the_other_files_nothing(repository: tuple[Path, Git]) -> None:
+def test_an_unreadable_file_is_named_and_all_other_files_are_recorded(repository: tuple[Path, Git]) -> None:
     root, _ = repository
     change(root)
     (root / "closed").touch(mode=0)
-    with tempfile.TemporaryDirectory() as place:  # not below pytest's folder, which is closed to other users
+    with tempfile.TemporaryDirectory() as place:  # other users cannot enter pytest's folder
         moved = Path(shutil.move(root, place))
         code = as_ordinary_user(Path(place), lambda: capture_code(moved, exclude=moved / "runs"))
     assert (code.left_out, b"b/new.py" in code.patch) == (("closed",), True)
 
 
 def as_ordinary_user(folder: Path, call: Callable[[], Code]) -> Code:
-    """``call()`` in a process that is not root's, which owns ``folder``: root reads every file."""
+    """Call ``call()`` in a process of an ordinary user who owns ``folder``, since root can read every file."""
     if os.geteuid() != 0:
         return call()
     for path in (folder, *folder.rglob("*")):
@@ -182,7 +182,7 @@ def test_a_detached_checkout_has_a_commit_and_no_branch(repository: tuple[Path, 
     assert (code.commit, code.branch, code.dirty) == (git("rev-parse", "HEAD").strip(), None, False)
 
 
-def test_without_git_there_is_nothing_to_say(
+def test_without_git_no_code_is_recorded(
     repository: tuple[Path, Git], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -241,14 +241,14 @@ def test_a_large_untracked_file_is_named_and_left_out(repository: tuple[Path, Gi
     assert (code.left_out, code.dirty, code.patch) == (("big.bin",), True, b"")
 
 
-def test_outside_git_and_before_the_first_commit_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_outside_git_and_before_the_first_commit_no_code_is_recorded(tmp_path: Path) -> None:
     assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
     subprocess.run(["git", "init"], cwd=tmp_path, capture_output=True, check=True)
     assert capture_code(tmp_path, exclude=tmp_path / "runs") == Code()
 
 
-def test_a_change_of_equal_size_within_the_second_of_the_commit_is_seen(repository: tuple[Path, Git]) -> None:
-    """Git compares whole seconds, and looks closer at files as young as its index."""
+def test_a_change_of_equal_size_in_the_same_second_as_the_commit_is_detected(repository: tuple[Path, Git]) -> None:
+    """Git compares whole seconds, but reads files that are as recent as its index."""
     root, git = repository
     second = (10**9, 10**9)
     git("config", "core.trustctime", "false")

@@ -1,4 +1,4 @@
-"""Distances between runs, against numbers that IEEE 754 gives."""
+"""Distances between runs agree with numbers that IEEE 754 gives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from worldsize.reproducibility.compare import compare_runs, tensor_ulps, ulps
     ("one", "other", "distance"),
     [
         (1.0, math.nextafter(1.0, 2.0), 1),
-        (1.0, 1.0 + 2**-50, 4),  # 2^-52 is one unit at 1
+        (1.0, 1.0 + 2**-50, 4),  # one unit at 1 is 2^-52
         (-0.0, 0.0, 0),
-        (-5e-324, 5e-324, 2),  # over zero, from the smallest number to the smallest
+        (-5e-324, 5e-324, 2),  # from the smallest negative number over zero to the smallest positive one
         (1.0, 2.0, 2**52),
     ],
 )
-def test_units_in_the_last_place(one: float, other: float, distance: int) -> None:
+def test_distances_are_counted_in_units_in_the_last_place(one: float, other: float, distance: int) -> None:
     assert ulps(one, other) == ulps(other, one) == distance
     assert (
         tensor_ulps(torch.tensor([0.0, one], dtype=torch.float64), torch.tensor([0.0, other], dtype=torch.float64))
@@ -35,7 +35,7 @@ def test_units_in_the_last_place(one: float, other: float, distance: int) -> Non
     )
 
 
-def test_tensors_count_units_of_their_own_dtype() -> None:
+def test_tensors_are_compared_in_units_of_their_own_dtype() -> None:
     assert tensor_ulps(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])) == 1
     assert tensor_ulps(torch.tensor([1.0]).bfloat16(), torch.tensor([1.0 + 2**-7]).bfloat16()) == 1
     assert tensor_ulps(torch.tensor([3, 5]), torch.tensor([3, 1])) == 4
@@ -55,17 +55,17 @@ def a_run(folder: Path, weights: dict[int, float], losses: dict[int, float], dig
     return folder
 
 
-def test_the_first_step_that_differs_and_by_how_much(tmp_path: Path) -> None:
+def test_a_comparison_names_the_first_step_that_differs_and_by_how_much(tmp_path: Path) -> None:
     first = a_run(tmp_path / "a", {5: 1.0, 10: 1.0, 15: 1.0}, {5: 0.5, 10: 0.25}, "x")
     second = a_run(tmp_path / "b", {5: 1.0, 10: 1.5, 15: 1.25, 20: 0.0}, {5: 0.5, 10: 0.2525}, "y")
-    found = compare_runs(first, second, tolerance=0.01)
-    (tensor,) = found.tensors
+    comparison = compare_runs(first, second, tolerance=0.01)
+    (tensor,) = comparison.tensors
     assert (tensor.name, tensor.first_step, tensor.absolute, tensor.relative) == ("w", 10, 0.25, 0.2)
-    assert tensor.ulp == 2**21  # a quarter, in units of 2^-23
-    loss = found.metrics[0]
+    assert tensor.ulp == 2**21  # a quarter is 2^21 units of 2^-23
+    loss = comparison.metrics[0]
     assert (loss.name, loss.first_step) == ("loss", 10)
     assert loss.relative == pytest.approx(0.0025 / 0.2525)
-    assert found.verdict == "within tolerance"
+    assert comparison.verdict == "within tolerance"
     assert compare_runs(first, second, tolerance=0.001).verdict == "different"
     assert compare_runs(first, first, tolerance=0).verdict == "bitwise identical"
 
@@ -73,20 +73,20 @@ def test_the_first_step_that_differs_and_by_how_much(tmp_path: Path) -> None:
 def test_changes_of_configuration_are_named_and_accepted_by_key() -> None:
     then = {"lr": 0.1, "optimizer": {"lr": 0.1, "betas": [0.9]}, "cluster": {"processes": 2}, "recipe": {"width": 4}}
     now = {"lr": 0.2, "optimizer": {"lr": 0.2, "betas": [0.8]}, "cluster": {"processes": 4}, "recipe": {"width": 4}}
-    found = changes(then, now)
-    assert [key for key, _, _ in found] == ["lr", "optimizer.betas", "optimizer.lr"]
-    assert [key for key, _, _ in changes_but(found, ["lr"])] == ["optimizer.betas"]
-    assert changes_but(found, ["lr", "optimizer"]) == []
+    differences = changes(then, now)
+    assert [key for key, _, _ in differences] == ["lr", "optimizer.betas", "optimizer.lr"]
+    assert [key for key, _, _ in changes_but(differences, ["lr"])] == ["optimizer.betas"]
+    assert changes_but(differences, ["lr", "optimizer"]) == []
 
 
 def test_goodput_counts_steps_that_were_done_again_as_lost() -> None:
-    """10 s of 10 steps, of which 4 are lost; 5 s of pause and start; 6 s of 6 steps."""
+    """There are 10 s of 10 steps, 4 of them lost, then 5 s of pause and start, then 6 s of 6 steps."""
     attempts = [
         {"start_at": 0.0, "first_step_at": 2.0, "end_at": 12.0, "steps": [0, 10]},
         {"start_at": 13.0, "first_step_at": 17.0, "end_at": 23.0, "steps": [6, 12]},
     ]
-    found = goodput(attempts)
-    assert found == {
+    measured = goodput(attempts)
+    assert measured == {
         "total_seconds": 23.0,
         "useful_seconds": 12.0,
         "fraction": 12 / 23,

@@ -1,4 +1,4 @@
-"""What is recorded of packages, torch and variables."""
+"""Packages, torch and environment variables are recorded without secrets."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def pins(tmp_path: Path) -> list[str]:
     return (tmp_path / "environment" / "requirements.txt").read_text().splitlines()
 
 
-def test_of_two_packages_with_one_name_the_one_that_import_finds_is_recorded(site: Path, tmp_path: Path) -> None:
+def test_the_recorded_one_of_two_packages_with_one_name_is_the_one_that_is_imported(site: Path, tmp_path: Path) -> None:
     install(site, "NumPy", "0.0.1")
     assert capture_environment()["packages"]["numpy"] == "0.0.1"
     assert [pin for pin in pins(tmp_path) if pin.startswith("numpy==")] == ["numpy==0.0.1"]
 
 
-def test_names_are_normalised_and_what_an_uninstall_has_left_is_no_package(site: Path, tmp_path: Path) -> None:
+def test_names_are_normalised_and_remains_of_uninstalled_packages_are_skipped(site: Path, tmp_path: Path) -> None:
     install(site, "Some_Odd.Name", "1.0")
     (site / "~umpy-1.0.dist-info").mkdir()
     packages = capture_environment()["packages"]
@@ -66,7 +66,7 @@ def test_a_package_from_a_url_is_pinned_to_it_without_credentials(site: Path, tm
     ]
 
 
-def test_a_lock_is_copied_with_what_it_locks_and_without_credentials(tmp_path: Path) -> None:
+def test_a_lock_file_is_copied_with_its_project_file_and_without_credentials(tmp_path: Path) -> None:
     lock = b'version = 1\r\nurl = "https://example.org/a.whl"\r\n'
     (tmp_path / "uv.lock").write_bytes(lock)
     (tmp_path / "pyproject.toml").write_text('url = "https://u:p@example.org/simple"\n')

@@ -1,4 +1,4 @@
-"""Code, environment, data and manifest of a run, with real repositories and real processes."""
+"""Code, environment, data and manifest of a run are recorded, with real repositories and real processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worldsize.reproducibility.seeds import seed_generators, stream
 @pytest.mark.parametrize(
     "name", ["api_key", "WANDB_API_KEY", "apiKey", "hub.token", "db-password", "AWS_SECRET", "auth"]
 )
-def test_names_of_secrets_are_known(name: str) -> None:
+def test_names_of_secrets_are_recognised(name: str) -> None:
     assert is_secret(name)
 
 
@@ -58,11 +58,10 @@ def test_only_variables_on_the_list_are_recorded() -> None:
 
 
 def test_the_environment_names_every_package(tmp_path: Path) -> None:
-    found = capture_environment()
-    assert (
-        found["packages"]["torch"] == torch.__version__.split("+")[0] or torch.__version__ in found["packages"]["torch"]
-    )
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    recorded = capture_environment()
+    torch_version = recorded["packages"]["torch"]
+    assert torch_version == torch.__version__.split("+")[0] or torch.__version__ in torch_version
+    assert recorded["python"] == ".".join(map(str, sys.version_info[:3]))
     digest = write_environment(tmp_path / "environment", project=tmp_path, clean=str)
     pins = (tmp_path / "environment" / "requirements.txt").read_bytes()
     assert digest == hashlib.sha256(pins).hexdigest()
@@ -79,18 +78,18 @@ def test_capturing_the_environment_leaves_cuda_alone() -> None:
 
 def test_a_fingerprint_is_the_files_own_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
-    found = fingerprint({"x/a": tmp_path / "a"})
+    recorded = fingerprint({"x/a": tmp_path / "a"})
     sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4, example "abc"
-    assert found["files"] == {"x/a": {"size": 3, "sha256": sha256}}
+    assert recorded["files"] == {"x/a": {"size": 3, "sha256": sha256}}
     (tmp_path / "a").write_bytes(b"abd")
-    assert fingerprint({"x/a": tmp_path / "a"})["sha256"] != found["sha256"]
+    assert fingerprint({"x/a": tmp_path / "a"})["sha256"] != recorded["sha256"]
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
     return state_digest(tensor_digests(state))
 
 
-def test_the_state_digest_sees_one_bit_a_name_and_a_shape() -> None:
+def test_the_state_digest_depends_on_every_bit_on_names_and_on_shapes() -> None:
     state = {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.int64)}
     changed = {
         "bit": {**state, "w": torch.nextafter(state["w"], torch.tensor(10.0))},
@@ -130,7 +129,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_manifest_tells_its_attempts(run: Path) -> None:
+def test_a_manifest_records_its_attempts(run: Path) -> None:
     path = run / "run_manifest.json"
     begin_attempt(path, hosts=["h"], world_size=3)
     assert read_manifest(path)["attempts"][0]["exit_reason"] == "running"
@@ -170,7 +169,7 @@ with RunLock(run):
 """
 
 
-def test_a_run_is_locked_while_its_launcher_lives_and_killed_when_it_does_not(run: Path) -> None:
+def test_a_run_is_locked_while_its_launcher_lives_and_reported_killed_afterwards(run: Path) -> None:
     command: list[Any] = [sys.executable, "-c", HOLDER, run]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None

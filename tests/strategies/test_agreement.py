@@ -1,4 +1,4 @@
-"""Strategies against a plain PyTorch loop on one process."""
+"""Strategies agree with a plain PyTorch loop on one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS, BATCH, SAMPLES = 50, 24, 101
 
 @dataclass(frozen=True)
 class Regression(Recipe):
-    """A small network on fixed random data; 101 samples, so that batches straddle epochs."""
+    """A small regression on fixed random data; 101 samples, so that batches straddle epochs."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -48,7 +48,7 @@ class Regression(Recipe):
 
 
 def reference(clip_norm: float | None = None) -> dict[str, Tensor]:
-    """Hand-written training on whole batches, with the documented order of samples."""
+    """Train by hand on whole batches, with the documented order of samples."""
     recipe = Regression()
     model = recipe.model()
     optimizer = recipe.optimizer(model)
@@ -85,10 +85,10 @@ def ignore(event: Event) -> None:
     pass
 
 
-def assert_equal_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal_weights(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        error = (found[name] - tensor).norm() / tensor.norm()
+        error = (actual[name] - tensor).norm() / tensor.norm()
         assert error < 1e-6, f"{name}: relative difference {error}"
 
 
@@ -115,7 +115,7 @@ def test_clipping_acts_on_the_global_gradient() -> None:
         assert_equal_weights(weights, reference(clip_norm=0.05))
 
 
-def test_what_a_recipe_keeps_frozen_stays_so_when_it_has_been_evaluated() -> None:
+def test_a_module_that_a_recipe_keeps_in_evaluation_mode_stays_so_after_an_evaluation() -> None:
     @dataclass(frozen=True)
     class Frozen(Regression):
         def model(self) -> nn.Module:

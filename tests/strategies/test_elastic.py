@@ -1,4 +1,4 @@
-"""``reproducibility=elastic``: one digest at every world size, of weights and of logged metrics."""
+"""``reproducibility=elastic`` gives the same digests of weights and logged metrics at every world size."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def digests(train: Any, *options: str) -> tuple[str, str]:
 
 
 def test_one_two_four_and_eight_processes_end_with_the_same_bits(train: Any) -> None:
-    found = {digests(train, *DIGITS, f"cluster.processes={size}") for size in (1, 2, 4, 8)}
-    assert len(found) == 1
+    different = {digests(train, *DIGITS, f"cluster.processes={size}") for size in (1, 2, 4, 8)}
+    assert len(different) == 1
 
 
-def test_in_bfloat16_and_with_dropout_too(train: Any) -> None:
-    found = {digests(train, *GPT, "precision=bf16", f"cluster.processes={size}") for size in (1, 8)}
-    assert len(found) == 1
+def test_bfloat16_and_dropout_end_with_the_same_bits_at_every_world_size(train: Any) -> None:
+    different = {digests(train, *GPT, "precision=bf16", f"cluster.processes={size}") for size in (1, 8)}
+    assert len(different) == 1
 
 
-def test_six_logical_ranks_on_one_two_three_and_six_processes(train: Any) -> None:
-    found = {digests(train, *DIGITS, "logical_ranks=6", f"cluster.processes={size}") for size in (1, 2, 3, 6)}
-    assert len(found) == 1
+def test_six_logical_ranks_end_with_the_same_bits_on_one_two_three_and_six_processes(train: Any) -> None:
+    different = {digests(train, *DIGITS, "logical_ranks=6", f"cluster.processes={size}") for size in (1, 2, 3, 6)}
+    assert len(different) == 1
 
 
 def test_another_strategy_and_another_bucket_size_do_not_change_a_bit(train: Any) -> None:
@@ -60,18 +60,18 @@ def test_another_strategy_and_another_bucket_size_do_not_change_a_bit(train: Any
 
 
 def test_plain_ddp_does_change_bits(train: Any) -> None:
-    """Or the tests above would show nothing."""
-    found = {digests(train, *DIGITS, "reproducibility.reduce=flat", f"cluster.processes={size}") for size in (1, 4)}
-    assert len(found) == 2
+    """Without this difference, the tests above would show nothing."""
+    different = {digests(train, *DIGITS, "reproducibility.reduce=flat", f"cluster.processes={size}") for size in (1, 4)}
+    assert len(different) == 2
 
 
-def test_the_manifest_claims_it(train: Any) -> None:
+def test_the_manifest_claims_bitwise_reproducibility(train: Any) -> None:
     run = train("reproducibility=elastic", "recipe=digits", "steps=1", "cluster.processes=1")
     assert run.json("run_manifest.json")["claim"]["level"] == "bitwise"
 
 
 class Scaled(nn.Module):
-    """By a buffer that nothing changes, as another one with infinities."""
+    """A layer that scales by a constant buffer, and has another buffer with infinities."""
 
     fixed: Tensor
 
@@ -86,7 +86,7 @@ class Scaled(nn.Module):
 
 @dataclass(frozen=True)
 class Normalised(Recipe):
-    """BatchNorm and dropout on fixed random data."""
+    """A recipe with BatchNorm and dropout on fixed random data."""
 
     inputs: Tensor = field(default_factory=lambda: torch.randn(96, 5, generator=torch.Generator().manual_seed(2)))
 
@@ -129,7 +129,7 @@ def test_batch_norm_statistics_are_the_same_at_every_world_size() -> None:
     ("strategy", "size"), [(DDP(reduce="ordered"), 1), (Single(), 1), (DDP(), 3), (ZeRO(), 2), (FSDP(), 2)]
 )
 def test_batch_norm_statistics_are_the_mean_over_logical_ranks(strategy: Strategy, size: int) -> None:
-    """One step, by hand: every micro-batch starts from zero mean and moves a tenth of the way."""
+    """One step by hand: every micro-batch starts from zero mean and moves a tenth of the way."""
     recipe = Normalised()
     order = Order(seed=1, batch_size=48, logical_ranks=12, mine=tuple(range(12)))
     batches: list[MicroBatch] = next(micro_batches(recipe.data("train"), order, torch.device("cpu")))
@@ -141,10 +141,10 @@ def test_batch_norm_statistics_are_the_mean_over_logical_ranks(strategy: Strateg
         replica = strategy.replica(recipe, RunContext(world))
         replica.step([batches[rank] for rank in logical_ranks_of(world.rank, world.size, 12)])
         model = replica.state()["model"]
-        return {name: model[name].clone() for name, _ in recipe.model().named_buffers()}  # which no strategy shards
+        return {name: model[name].clone() for name, _ in recipe.model().named_buffers()}  # no strategy shards buffers
 
     states = run_in_worlds(after_one_step, size)
-    assert len({state_digest(tensor_digests(state)) for state in states}) == 1, "on all ranks alike"
+    assert len({state_digest(tensor_digests(state)) for state in states}) == 1, "equal on all ranks"
     assert torch.allclose(states[0]["1.running_mean"], expected, rtol=1e-5, atol=1e-7)
     assert states[0]["1.num_batches_tracked"] == 1
     for name in ("2.fixed", "2.mask"):

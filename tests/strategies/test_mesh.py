@@ -1,4 +1,4 @@
-"""Data × tensor × pipeline parallelism against a plain PyTorch loop on one process."""
+"""Data × tensor × pipeline parallelism agrees with a plain PyTorch loop on one process."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def batch_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def reference(*, clip: bool = False) -> tuple[Losses, dict[str, Tensor], float]:
-    """Losses (with ``clip`` also norms), weights and bits per byte of one process of one thread."""
+    """Return losses (with ``clip`` also norms), weights and bits per byte of one process with one thread."""
     return run_in_worlds(lambda _: trained_by_hand(clip=clip), 1)[0]
 
 
 def trained_by_hand(*, clip: bool) -> tuple[Losses, dict[str, Tensor], float]:
-    """Plain PyTorch on whole batches."""
+    """Train with plain PyTorch on whole batches."""
     own = recipe()
     torch.manual_seed(5)
     model = own.model()
@@ -95,7 +95,7 @@ def built(strategy: Strategy, world: World, *, numerics: Numerics = PLAIN, **opt
 
 
 def parts(strategy: Strategy, world: World) -> tuple[int, int]:
-    """This rank's part of the data, and how many there are."""
+    """Return this rank's part of the data, and the number of parts."""
     return strategy.data_rank(world), strategy.data_parallel(cluster(world.size))
 
 
@@ -104,23 +104,23 @@ def cluster(processes: int, nodes: int = 1) -> Cluster:
 
 
 def steps(replica: Replica, strategy: Strategy, world: World, first: int = 0, last: int = STEPS) -> Losses:
-    """Global mean loss of each step, then the norms if there are any; a logical rank has two rows."""
+    """Return the global mean loss of each step, then norms if there are any; a logical rank has two rows."""
     rank, size = parts(strategy, world)
-    found, norms = [], list[float]()
+    losses, norms = [], list[float]()
     for step in range(first, last):
         mine = torch.split(DATA[step], 2)[rank::size]
         batches = [MicroBatch(batch_of(own), seed=100 * step + place) for place, own in enumerate(mine)]
         result = replica.step(batches)
-        found.append(torch.stack(list(result.losses)).mean())
+        losses.append(torch.stack(list(result.losses)).mean())
         norms += [] if result.grad_norm is None else [float(result.grad_norm)]
-    means = torch.stack(found).double()
+    means = torch.stack(losses).double()
     if world.group is not None:
         dist.all_reduce(means, group=world.group)
     return [*(means / world.size).tolist(), *norms]
 
 
 def evaluation(strategy: Strategy, world: World) -> Iterator[EvaluationBatch]:
-    """Rows in batches of three, three and two: the last is uneven, and padding where there are two parts."""
+    """Yield rows in batches of three, three and two: the last is uneven, with padding if there are two parts."""
     rank, size = parts(strategy, world)
     batches = [EvaluationBatch(index, batch_of(rows)) for index, rows in enumerate(torch.split(DATA[0], 3))]
     padding = [EvaluationBatch(2, batches[0].data, counted=False)] * (-len(batches) % size)
@@ -153,10 +153,10 @@ def test_a_mesh_trains_as_one_process_does(strategy: Mesh, numerics: Numerics) -
     size = (strategy.data or 1) * strategy.tensor * strategy.pipeline
     losses, weights, bits = reference(clip=numerics.clip_norm is not None)
     results = run_in_worlds(lambda world: trained(strategy, world, numerics), size)
-    for found, _, found_bits in results:
-        assert found[:STEPS] == pytest.approx(losses[:STEPS], rel=1e-5)
-        assert found[STEPS:] == pytest.approx(losses[STEPS:], rel=1e-4)
-        assert found_bits == pytest.approx(bits, rel=1e-5)
+    for trained_losses, _, trained_bits in results:
+        assert trained_losses[:STEPS] == pytest.approx(losses[:STEPS], rel=1e-5)
+        assert trained_losses[STEPS:] == pytest.approx(losses[STEPS:], rel=1e-4)
+        assert trained_bits == pytest.approx(bits, rel=1e-5)
     assert len({bits for _, _, bits in results}) == 1
     assert results[0][1].keys() == weights.keys()
     for name, tensor in weights.items():  # Adam turns rounding into steps where a gradient is nearly zero
@@ -164,7 +164,7 @@ def test_a_mesh_trains_as_one_process_does(strategy: Mesh, numerics: Numerics) -
 
 
 class Tangled(nn.Module):
-    """One weight under two names, a buffer and a parameter at the top, and a frozen one that nothing uses."""
+    """A model with one weight under two names, a buffer and a parameter at the top, and an unused frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,13 +230,13 @@ class TangledRecipe(Recipe):
 
 
 @pytest.mark.parametrize("strategy", [Mesh(pipeline=3), Mesh(data=2, pipeline=2)], ids=["three stages", "sharded"])
-def test_a_tangled_model_is_trained_saved_and_loaded(tmp_path: Path, strategy: Mesh) -> None:
+def test_a_model_with_tied_weights_and_buffers_is_trained_saved_and_loaded(tmp_path: Path, strategy: Mesh) -> None:
     def body(own: Strategy, world: World) -> tuple[Losses, dict[str, Tensor]]:
         replica = own.replica(TangledRecipe(), RunContext(world))
-        if (found := newest(tmp_path, world)) is not None:
-            replica.load(load(found, replica.state()))
-        losses = steps(replica, own, world, 3 if found else 0, 6 if found else 3)
-        if found is None:
+        if (checkpoint := newest(tmp_path, world)) is not None:
+            replica.load(load(checkpoint, replica.state()))
+        losses = steps(replica, own, world, 3 if checkpoint else 0, 6 if checkpoint else 3)
+        if checkpoint is None:
             save(tmp_path, replica, world, 3)
         return losses, {name: own.clone() for name, own in whole(replica.state()["model"], world).items()}
 
@@ -249,13 +249,13 @@ def test_a_tangled_model_is_trained_saved_and_loaded(tmp_path: Path, strategy: M
     before = run_in_worlds(lambda world: body(strategy, world), size)[0]
     assert before[0] == pytest.approx(losses[:3], rel=1e-5)
     for own, ranks in ((strategy, size), (DDP(), 2)):
-        found, model = run_in_worlds(lambda world, own=own: body(own, world), ranks)[0]  # type: ignore[misc]
-        assert found == pytest.approx(losses[3:], rel=1e-5)
+        resumed, model = run_in_worlds(lambda world, own=own: body(own, world), ranks)[0]  # type: ignore[misc]
+        assert resumed == pytest.approx(losses[3:], rel=1e-5)
         assert model.keys() == weights.keys()
         assert all(torch.allclose(model[name], tensor, rtol=1e-4, atol=1e-6) for name, tensor in weights.items())
 
 
-def test_dropout_draws_the_same_on_ranks_that_share_a_layer() -> None:
+def test_ranks_that_share_a_layer_draw_the_same_dropout() -> None:
     own = recipe(dropout=0.2)
     torch.manual_seed(5)
     model = own.model()
@@ -268,13 +268,13 @@ def test_dropout_draws_the_same_on_ranks_that_share_a_layer() -> None:
         strategy = Mesh(tensor=2)
         return steps(built(strategy, world, dropout=0.2), strategy, world, 0, 1)
 
-    for found in run_in_worlds(body, 2):
-        assert found == pytest.approx([sum(expected) / 4], rel=1e-5)
+    for losses in run_in_worlds(body, 2):
+        assert losses == pytest.approx([sum(expected) / 4], rel=1e-5)
 
 
-def test_an_optimizer_may_take_all_tensors_at_once() -> None:
+def test_an_optimizer_may_update_all_tensors_at_once() -> None:
     def body(world: World) -> Losses:
-        strategy = Mesh(tensor=2)  # some parameters are DTensors, the others not
+        strategy = Mesh(tensor=2)  # some parameters are DTensors, others plain tensors
         replica = built(strategy, world, foreach=True)
         replica.load(replica.state())
         return steps(replica, strategy, world, 0, 4)
@@ -308,7 +308,7 @@ def test_a_recipe_that_does_not_say_how_it_pipelines_is_refused_before_the_start
         Mesh(pipeline=2).check_recipe(own)
 
 
-def test_bfloat16_is_that_of_one_process() -> None:
+def test_bfloat16_trains_to_the_losses_of_one_process() -> None:
     def body(world: World) -> Losses:
         axis = 2 if world.size == 4 else 1
         strategy = Mesh(tensor=axis, pipeline=axis)
@@ -333,14 +333,14 @@ def save(folder: Path, replica: Replica, world: World, step: int) -> None:
 
 def loaded(folder: Path, strategy: Strategy, world: World, **options: Any) -> Replica:
     replica = built(strategy, world, **options)
-    found = newest(folder, world)
-    assert found is not None
-    replica.load(load(found, replica.state()))
+    checkpoint = newest(folder, world)
+    assert checkpoint is not None
+    replica.load(load(checkpoint, replica.state()))
     return replica
 
 
 def bits_of(replica: Replica) -> dict[str, bytes]:
-    """Of what this rank holds."""
+    """Return the bytes of the tensors that this rank holds."""
     held = {name: tensor for name, tensor in split(replica.state())[0].items() if not tensor.is_meta}
     local = {name: own.to_local() if isinstance(own, DTensor) else own for name, own in held.items()}
     return {name: tensor.detach().numpy().tobytes() for name, tensor in local.items()}
@@ -420,7 +420,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"pipeline": 4, "split": [2, 2, 3]}, "ascending"),
     ],
 )
-def test_what_cannot_run_is_refused_before_a_process_starts(options: Mapping[str, Any], message: str) -> None:
+def test_options_that_cannot_run_are_refused_before_a_process_starts(options: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Mesh(**options).roles(cluster(8, nodes=2))
 

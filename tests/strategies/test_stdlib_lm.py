@@ -23,7 +23,7 @@ def sgd(parameters: object) -> Optimizer:
 
 
 class _Seeded(StdlibLM):
-    """With the same initial weights in every process."""
+    """A recipe whose model has the same initial weights in every process."""
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
@@ -66,6 +66,6 @@ def test_the_loss_after_twenty_steps_is_that_of_one_process(name: str, size: int
     finally:
         torch.set_num_threads(threads)
     body = partial(train, STRATEGIES[name], steps=STEPS, recipe=RECIPE)
-    found = run_in_worlds(body, size, local_size=2 if size % 2 == 0 else None)[0]
-    assert_close("loss", found.losses[-1], expected().losses[-1], 1e-5)
-    assert_close("bits per byte", found.error, expected().error, 1e-5)
+    result = run_in_worlds(body, size, local_size=2 if size % 2 == 0 else None)[0]
+    assert_close("loss", result.losses[-1], expected().losses[-1], 1e-5)
+    assert_close("bits per byte", result.error, expected().error, 1e-5)

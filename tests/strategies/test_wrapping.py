@@ -1,4 +1,4 @@
-"""What is sharded as one."""
+"""Modules are grouped into the units that are sharded as one."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def test_a_recipe_without_blocks_is_sharded_by_size_unless_blocks_are_wanted() -
     recipe = _Plain()
     model = recipe.model()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    assert units(recipe, model, "auto", 100) == linear[:-1]  # the last has 51 parameters
+    assert units(recipe, model, "auto", 100) == linear[:-1]  # the last module has only 51 parameters
     with pytest.raises(ConfigError, match="names no blocks"):
         units(recipe, model, "blocks", 100)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"shard": "rack"}, "strategy.shard='rack' is unknown"),
         ({"param_dtype": "fp8"}, "strategy.param_dtype='fp8' is unknown"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         FSDP(**options)
 
 
@@ -62,23 +62,23 @@ def test_shards_on_the_host_need_a_gpu() -> None:
 
 
 def test_elastic_runs_end_with_the_bits_of_ddp(train: Any) -> None:
-    """With clipping, bfloat16 autocast and several micro-batches a rank."""
+    """The runs clip gradients, use bfloat16 autocast, and have several micro-batches per rank."""
     options = ("reproducibility=elastic", *STDLIB, "precision=bf16", "logical_ranks=4")
     expected = train(*options, "cluster.processes=4").json("result.json")
     for strategy, processes in (("fsdp", 2), ("zero", 2), ("hsdp", 4)):
         run = train(*options, f"strategy={strategy}", f"cluster.processes={processes}")
         assert run.code == 0, run.error
-        found = run.json("result.json")
-        assert (found["state_digest"], found["metrics_digest"]) == (
+        result = run.json("result.json")
+        assert (result["state_digest"], result["metrics_digest"]) == (
             expected["state_digest"],
             expected["metrics_digest"],
         ), strategy
 
 
-def test_a_run_goes_on_under_other_strategies(
+def test_a_run_resumes_under_other_strategies(
     train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
 ) -> None:
-    """Its data are files with names like secrets.py, which the record of the run must keep."""
+    """The data are files with names like secrets.py, which the record of the run must keep."""
     options = ("reproducibility=elastic", *STDLIB, "cluster.processes=2")
     expected = train(*options).json("result.json")["state_digest"]
     run = train(*options, "strategy=fsdp", "checkpoint.every=2", "faults=[{action: kill, rank: 1, step: 3}]")

@@ -1,4 +1,4 @@
-"""Payloads through memory that two processes map, and peers that offer something else."""
+"""Payloads travel through memory that two processes share, and peers that share anything else are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Operation(IntEnum):
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """Two ends that share memory."""
+    """Two connected channels that share memory."""
     here, there = (Channel(end, operations=Operation) for end in socket.socketpair())
     here.share(5.0)
     assert there.header().operation == CommonOperation.SHARE
@@ -35,7 +35,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.mark.parametrize("sizes", [(1 << 15,), (7, 3 << 20, 1, 1 << 20, 6 << 20), (4 << 20, 4 << 20), (100,)])
 def test_a_payload_arrives_as_it_was_sent_in_both_directions(pair: Pair, sizes: tuple[int, ...]) -> None:
-    """Of several parts, cut elsewhere by the receiver; some fit the shared memory, others are larger."""
+    """The receiver cuts the parts elsewhere than the sender; some fit the shared memory, others are larger."""
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     header = Header(Operation.WEIGHTS, shape=(sum(sizes),))
     for sender, receiver in (pair, pair[::-1]):
@@ -52,7 +52,7 @@ def test_a_payload_arrives_as_it_was_sent_in_both_directions(pair: Pair, sizes: 
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_who_waits_for_a_peer_that_has_gone_is_told(pair: Pair, sends: bool) -> None:
+def test_waiting_for_a_peer_that_has_gone_raises_an_error(pair: Pair, sends: bool) -> None:
     large = torch.zeros(16 << 20, dtype=torch.uint8)
     header = Header(Operation.WEIGHTS, shape=(len(large),))
     with ThreadPoolExecutor(1) as pool:
@@ -66,7 +66,7 @@ def test_who_waits_for_a_peer_that_has_gone_is_told(pair: Pair, sends: bool) -> 
             waiting.result(timeout=10)
 
 
-def test_memory_that_could_be_cut_under_the_server_is_refused() -> None:
+def test_memory_that_the_client_could_shrink_is_refused() -> None:
     ends = socket.socketpair()
     lines = [line.fileno() for line in ends]
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)

@@ -1,4 +1,4 @@
-"""What is measured when."""
+"""The probe's schedule measures every link once."""
 
 from __future__ import annotations
 

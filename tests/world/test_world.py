@@ -1,4 +1,4 @@
-"""Placement and process groups."""
+"""Processes find their placement in the environment, and form process groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.world.roles import role_of
 from worldsize.world.world import open_world, threads_per_process
 
 
-def test_a_placement_survives_its_own_variables() -> None:
+def test_a_placement_can_be_read_back_from_its_own_variables() -> None:
     placement = Placement(rank=5, world_size=8, local_rank=1, local_world_size=4, store="file:///x")
     assert placed(placement.variables()) == placement
     assert placement.node_rank == 1
@@ -26,7 +26,7 @@ def test_a_process_started_alone_is_rank_0_of_1() -> None:
     assert placed({}) == Placement(0, 1, 0, 1, "env://")
 
 
-def test_half_an_environment_is_an_error_that_names_what_is_missing() -> None:
+def test_an_incomplete_environment_is_an_error_that_names_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="RANK are set but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not"):
         placed({"RANK": "0"})
 
@@ -97,12 +97,12 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n"}
 
 
-def test_a_task_of_srun_and_of_mpirun_know_their_places() -> None:
-    found = placed(SLURM)
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
-    assert found.store == f"tcp://gpu007:{port_of('17')}"
-    found = placed(MPI)
-    assert (found.rank, found.world_size, found.node_rank) == (5, 8, 1)
+def test_tasks_of_srun_and_of_mpirun_know_their_placement() -> None:
+    placement = placed(SLURM)
+    assert (placement.rank, placement.world_size, placement.local_rank, placement.local_world_size) == (3, 4, 1, 2)
+    assert placement.store == f"tcp://gpu007:{port_of('17')}"
+    placement = placed(MPI)
+    assert (placement.rank, placement.world_size, placement.node_rank) == (5, 8, 1)
 
 
 def test_the_innermost_launcher_places_a_process_unless_another_is_named() -> None:
@@ -110,13 +110,13 @@ def test_the_innermost_launcher_places_a_process_unless_another_is_named() -> No
     assert placed(both).world_size == 2
     assert placed(both, "slurm").world_size == 4
     assert placed({**SLURM, **MPI}).world_size == 8
-    script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}  # of sbatch: no task of srun
+    script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}  # a script of sbatch
     assert placed(script).world_size == 1
     assert placed(SLURM, "alone").world_size == 1
 
 
 @pytest.mark.parametrize(
-    ("variables", "kind", "said"),
+    ("variables", "kind", "message"),
     [
         ({**SLURM, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "auto", "srun has started 4 torchrun"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "auto", "unevenly over the nodes: [3, 1]"),
@@ -125,8 +125,10 @@ def test_the_innermost_launcher_places_a_process_unless_another_is_named() -> No
         (SLURM, "slurmm", "did you mean"),
     ],
 )
-def test_what_cannot_be_is_refused_with_both_sides(variables: dict[str, str], kind: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_contradictory_variables_are_refused_with_both_values(
+    variables: dict[str, str], kind: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         placed(variables, kind)
 
 
@@ -141,7 +143,7 @@ def test_a_host_knows_its_place_under_every_scheduler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({**SKY, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES=3, but SKYPILOT_NODE_IPS names 2"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 2 nodes"),
@@ -149,6 +151,6 @@ def test_a_host_knows_its_place_under_every_scheduler() -> None:
         ({"WORLDSIZE_NODES": "2", "WORLDSIZE_NODE_RANK": "1"}, "nothing names the first"),
     ],
 )
-def test_a_host_that_is_told_what_cannot_be_says_so(variables: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_a_host_refuses_contradictory_variables(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         node(variables)

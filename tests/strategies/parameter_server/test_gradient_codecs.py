@@ -1,4 +1,4 @@
-"""Compressed gradients: what they keep, and that what they lose comes later."""
+"""Compressed gradients keep what their codec promises, and send later what they lose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.strategies.parameter_server.gradient_codecs import (
 )
 
 CODECS: dict[str, GradientCodec] = {"bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(0.05)}
-SIZES = {"bf16": 2.0, "onebit": 0.13, "topk": 0.41}  # bytes a number, of 1001
+SIZES = {"bf16": 2.0, "onebit": 0.13, "topk": 0.41}  # bytes per number, for 1001 numbers
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -34,8 +34,8 @@ def test_a_payload_is_as_long_as_announced_and_comes_back_in_shape(name: str, nu
 
 def test_one_bit_keeps_signs_and_the_mean_of_each_side() -> None:
     gradient_n = torch.tensor([1.0, -2.0, 3.0, -4.0, 0.0])
-    found = OneBit().decode(OneBit().encode(gradient_n), 5)
-    torch.testing.assert_close(found, torch.tensor([4 / 3, -3.0, 4 / 3, -3.0, 4 / 3]))
+    decoded = OneBit().decode(OneBit().encode(gradient_n), 5)
+    torch.testing.assert_close(decoded, torch.tensor([4 / 3, -3.0, 4 / 3, -3.0, 4 / 3]))
 
 
 def test_top_k_keeps_the_largest_as_they_are() -> None:
@@ -45,7 +45,7 @@ def test_top_k_keeps_the_largest_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_lost_is_added_to_what_follows(name: str) -> None:
+def test_a_compression_error_is_added_to_later_gradients(name: str) -> None:
     torch.manual_seed(0)
     feedback, sent_n, whole_n = Feedback(CODECS[name]), torch.zeros(200), torch.zeros(200)
     for _ in range(300):
@@ -60,6 +60,6 @@ def test_training_with_compressed_gradients_reaches_the_accuracy(train: Any, com
     options = ("recipe=digits", "steps=120", "cluster.threads=1", "strategy=parameter_server", "cluster.processes=3")
     run = train(*options, f"strategy.compression={compression}", "strategy.top_share=0.05")
     assert run.code == 0, run.error
-    assert run.json("result.json")["metrics"]["accuracy"] > 0.90  # by which worker is first
+    assert run.json("result.json")["metrics"]["accuracy"] > 0.90  # depends on which worker comes first
     last = run.steps()[-1]["facts"]["servers"][0]
     assert last["bytes_in"] / last["pushes"] < 0.6 * last["bytes_out"] / last["pulls"]

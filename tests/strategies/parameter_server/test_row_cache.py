@@ -1,4 +1,4 @@
-"""Rows that a worker reads again: each has seen what the bound asks for, and is the row that was asked for."""
+"""Cached rows are never staler than the bound, and are the rows that were asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM = 3
 
 
 def pulled(ids_n: Tensor, clock: int) -> Tensor:
-    """A row that says which one it is, and when it was pulled."""
+    """Return rows that hold their ids and the clock at which they were pulled."""
     return torch.stack([ids_n, torch.full_like(ids_n, clock), ids_n], dim=1).float()
 
 
@@ -24,15 +24,15 @@ def pulled(ids_n: Tensor, clock: int) -> Tensor:
 def test_a_read_is_never_staler_than_the_bound(capacity: int) -> None:
     dice, cache, reads = random.Random(capacity), RowCache(capacity, DIM), 0
     for step in range(1, 200):
-        staleness, clock = 4, step - 1 - dice.randrange(5)  # of the server, which is within the bound
+        staleness, clock = 4, step - 1 - dice.randrange(5)  # the server's clock stays within the bound
         ids_n = torch.tensor(sorted(dice.sample(range(500), dice.randrange(1, 60))))
         oldest = max(0, step - 1 - staleness)
         rows_nd, missing_n = cache.get(ids_n, oldest)
-        found_nd = rows_nd[~missing_n]
-        assert (found_nd[:, 0] == ids_n[~missing_n]).all()
-        assert (found_nd[:, 2] == ids_n[~missing_n]).all()
-        assert (found_nd[:, 1] >= oldest).all()
-        reads += len(found_nd)
+        cached_nd = rows_nd[~missing_n]
+        assert (cached_nd[:, 0] == ids_n[~missing_n]).all()
+        assert (cached_nd[:, 2] == ids_n[~missing_n]).all()
+        assert (cached_nd[:, 1] >= oldest).all()
+        reads += len(cached_nd)
         cache.put(ids_n[missing_n], pulled(ids_n[missing_n], clock), clock)
     assert reads == cache.read - cache.missed > 0
 

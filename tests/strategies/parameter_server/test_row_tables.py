@@ -1,4 +1,4 @@
-"""Rows of tables against torch's own sparse optimizers, and what happens to those that are forgotten."""
+"""Rows of tables learn as torch's own sparse optimizers do, and forgotten rows begin anew."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(make: Callable[..., Optimizer], rule: RowRule = RULE, shard: int = 0, *
 
 
 def touches(count: int, most: int = ROWS) -> list[tuple[Tensor, Tensor]]:
-    """Random rows, sorted and each once, with gradients."""
+    """Draw batches of sorted, unique row ids with random gradients."""
     generator = torch.Generator().manual_seed(5)
     ids = [torch.unique(torch.randint(most, (40,), generator=generator)) for _ in range(count)]
     return [(ids_n, torch.randn(len(ids_n), DIM, generator=generator)) for ids_n in ids]
@@ -39,7 +39,7 @@ def touches(count: int, most: int = ROWS) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("sharding", ["hash", "range"])
-def test_rows_on_three_servers_learn_what_the_whole_table_learns_in_torch(name: str, sharding: Sharding) -> None:
+def test_rows_on_three_servers_learn_as_the_whole_table_does_in_torch(name: str, sharding: Sharding) -> None:
     make, options = OPTIMIZERS[name]
     rule = RowRule(seed=3, shards=3, sharding=sharding)
     servers = [rows(make, rule, shard, **options) for shard in range(3)]
@@ -62,7 +62,7 @@ def test_rows_on_three_servers_learn_what_the_whole_table_learns_in_torch(name: 
 
 
 @pytest.mark.parametrize(("make", "decay"), [(torch.optim.Adam, 0.0), (torch.optim.AdamW, 0.1)])
-def test_each_row_takes_the_steps_of_adam_that_it_would_take_alone(make: Any, decay: float) -> None:
+def test_adam_steps_of_a_row_do_not_depend_on_other_rows(make: Any, decay: float) -> None:
     server = rows(make, lr=0.1, weight_decay=decay)
     alone = {row: nn.Parameter(initial_rows(3, TABLE, torch.tensor([row]))) for row in range(ROWS)}
     optimizers = {row: make([parameter], lr=0.1, weight_decay=decay) for row, parameter in alone.items()}
@@ -99,11 +99,11 @@ def test_new_rows_are_distributed_as_the_recipe_says(kind: Any, deviation: float
 
 
 def test_a_row_that_is_evicted_between_pull_and_push_does_not_shift_its_neighbours() -> None:
-    """Gradients are matched to rows by id, not by their place among those that are left."""
+    """Gradients are matched to rows by id, not by their place among the remaining rows."""
     server = rows(torch.optim.SGD, RowRule(seed=3, capacity=50), lr=1.0)
     ids_n = torch.arange(0, 40)
     before_nd = server.pull(ids_n)
-    server.pull(torch.arange(20, 40))  # 0 to 19 are now the oldest
+    server.pull(torch.arange(20, 40))  # rows 0 to 19 are now the oldest
     server.pull(torch.arange(100, 120))
     assert server.evicted >= 10
     gradients_nd = ids_n[:, None].float().expand(-1, DIM).contiguous()
@@ -166,7 +166,7 @@ def test_rows_come_back_from_a_checkpoint_on_another_number_of_servers() -> None
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop])
-def test_an_optimizer_without_a_form_for_rows_is_refused(optimizer: Any) -> None:
+def test_an_optimizer_that_cannot_update_single_rows_is_refused(optimizer: Any) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
     with pytest.raises(ConfigError, match="Use SGD without momentum"):
         rows(optimizer, lr=0.1, **options)
@@ -176,12 +176,12 @@ def test_an_optimizer_without_a_form_for_rows_is_refused(optimizer: Any) -> None
 
 
 def remote(local: nn.Module) -> RemoteTable:
-    """The module in whose place ``local`` is, with the same rows."""
+    """Return the remote module that replaces ``local``, with the same rows."""
     model = made_remote(nn.ModuleList([local]))
-    (found,) = remotes(model)
+    (table,) = remotes(model)
     weight_rd: Tensor = local.weight.detach()  # type: ignore[operator]
-    found.pull = lambda table, ids_n: weight_rd[ids_n].clone()
-    return found
+    table.pull = lambda _, ids_n: weight_rd[ids_n].clone()
+    return table
 
 
 @pytest.mark.parametrize("padding", [None, 3])
@@ -190,14 +190,14 @@ def test_a_remote_bag_computes_what_the_local_one_does(mode: str, padding: int |
     torch.manual_seed(0)
     local = nn.EmbeddingBag(20, DIM, mode=mode, sparse=mode != "max", padding_idx=padding)
     if mode == "max":
-        local.sparse = True  # torch has no sparse gradient for it; rows that are elsewhere have
+        local.sparse = True  # torch has no sparse gradients for max; remote tables do
     other = remote(local)
     local.sparse = False
     ids, offsets = torch.tensor([3, 1, 7, 7, 3, 0, 19, 1]), torch.tensor([0, 3, 3, 6])
-    expected, found = local(ids, offsets), other(ids, offsets)
-    assert torch.equal(found, expected)
+    expected, actual = local(ids, offsets), other(ids, offsets)
+    assert torch.equal(actual, expected)
     expected.square().sum().backward()
-    found.square().sum().backward()
+    actual.square().sum().backward()
     ids_n, gradients_nd = other.take()
     assert local.weight.grad is not None
     dense_rd = torch.zeros(20, DIM)
@@ -210,8 +210,8 @@ def test_a_table_that_is_used_twice_gets_both_gradients() -> None:
     local = nn.Embedding(20, DIM, sparse=True)
     other = remote(local)
     local.sparse = False
-    for each in (local, other):
-        (each(torch.tensor([[1, 2], [2, 5]])).sum() + 2 * each(torch.tensor([5])).sum()).backward()
+    for table in (local, other):
+        (table(torch.tensor([[1, 2], [2, 5]])).sum() + 2 * table(torch.tensor([5])).sum()).backward()
     ids_n, gradients_nd = other.take()
     assert ids_n.tolist() == [1, 2, 5]
     assert local.weight.grad is not None

@@ -1,4 +1,4 @@
-"""Whole runs with a parameter server: the same result as one process, whatever happens to workers."""
+"""Runs with a parameter server end with the results of one process, whatever happens to workers."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def digests(run: Any) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def single(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, str]]:
-    """What one process without any server computes."""
+    """``single(*options)`` is the digests of one process without any server."""
     train = train_in(tmp_path_factory.mktemp("single"))
     return cache(lambda *options: digests(train(*DIGITS, *ELASTIC, *options, "strategy=single", "cluster.processes=1")))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_synchronous_training_ends_with_the_bits_of_one_process(train: Any, single: Any, servers: int) -> None:
-    """Each number of workers with each number of servers, under one optimizer or the other."""
+    """Each number of workers meets each number of servers, with optimizers that alternate."""
     for place, workers in enumerate((1, 2, 4)):
         optimizer = list(OPTIMIZERS.values())[(servers + place) % 2]
         size = (f"strategy.servers={servers}", f"cluster.processes={workers + servers}")
-        found = digests(train(*DIGITS, *ELASTIC, *optimizer, SERVER, *size))
-        assert found == single(*optimizer), (workers, optimizer)
+        actual = digests(train(*DIGITS, *ELASTIC, *optimizer, SERVER, *size))
+        assert actual == single(*optimizer), (workers, optimizer)
 
 
-@pytest.mark.parametrize("workers", [2, 8])  # four logical ranks a worker, and one, whose pushes overlap its backward
+@pytest.mark.parametrize("workers", [2, 8])  # 4 logical ranks a worker, or one, whose pushes overlap its backward pass
 def test_gradients_that_are_pushed_during_the_backward_pass_change_no_bit(train: Any, workers: int) -> None:
     gpt = ("recipe=stdlib_lm", "recipe.context=32", "recipe.test_bytes=2000", "steps=4", "cluster.threads=1")
     wide = (*gpt, "reproducibility=elastic", "batch_size=8", "strategy.bucket_mb=0.25")
@@ -64,7 +64,7 @@ def test_clipping_and_three_workers_for_four_logical_ranks_change_no_bit(train: 
     assert digests(train(*DIGITS, *ELASTIC, *clipped, SERVER, *size)) == single(*clipped)
 
 
-def test_bounded_staleness_of_nothing_is_synchronous(train: Any, single: Any) -> None:
+def test_a_staleness_bound_of_zero_is_synchronous(train: Any, single: Any) -> None:
     bounded = ("strategy.consistency=bounded", "strategy.staleness=0")
     assert digests(train(*DIGITS, *ELASTIC, SERVER, *bounded, "cluster.processes=3")) == single()
 
@@ -73,19 +73,19 @@ def test_bounded_staleness_of_nothing_is_synchronous(train: Any, single: Any) ->
     ("optimizer", "options"),
     [("momentum", ("consistency=async",)), ("adamw", ("consistency=bounded", "strategy.staleness=2"))],
 )
-def test_overlapping_steps_reach_what_synchronous_ones_reach(
+def test_overlapping_steps_reach_the_accuracy_of_synchronous_ones(
     train: Any, optimizer: str, options: tuple[str, ...]
 ) -> None:
     size = ("strategy.servers=2", "cluster.processes=6")
     wanted = ("recipe=digits", "steps=100", "cluster.threads=1", *OPTIMIZERS[optimizer])
-    found = train(*wanted, SERVER, *size, f"strategy.{options[0]}", *options[1:])
-    assert found.code == 0, found.error
+    overlapping = train(*wanted, SERVER, *size, f"strategy.{options[0]}", *options[1:])
+    assert overlapping.code == 0, overlapping.error
     synchronous = train(*wanted, SERVER, *size).json("result.json")["metrics"]["accuracy"]
-    assert found.json("result.json")["metrics"]["accuracy"] > synchronous - 0.08
+    assert overlapping.json("result.json")["metrics"]["accuracy"] > synchronous - 0.08
 
 
 @pytest.mark.parametrize(("staleness", "warns"), [(2, False), (4, True)])
-def test_momentum_with_much_staleness_is_warned_of(train: Any, staleness: int, warns: bool) -> None:
+def test_momentum_with_much_staleness_gives_a_warning(train: Any, staleness: int, warns: bool) -> None:
     bounded = ("strategy.consistency=bounded", f"strategy.staleness={staleness}", "optimizer=sgd", "lr=0.01")
     run = train(*DIGITS, SERVER, *bounded, "cluster.processes=3", "steps=2")
     assert run.code == 0, run.error
@@ -97,7 +97,7 @@ def test_momentum_with_much_staleness_is_warned_of(train: Any, staleness: int, w
 def test_a_worker_that_is_killed_costs_nothing_but_time(
     train: Any, single: Any, begun: Any, tmp_path: Path, restarts: int
 ) -> None:
-    stop = ", {action: stop, rank: 1, step: 20}" if restarts else ""  # until it is woken; rank 0 is the server
+    stop = ", {action: stop, rank: 1, step: 20}" if restarts else ""  # until it gets SIGCONT; rank 0 is the server
     kill = f"faults=[{{action: kill, rank: 2, step: 9}}, {{action: kill, rank: 3, step: 15}}{stop}]"
     size = ("cluster.processes=5", "strategy.lease=120", f"launcher.max_restarts={restarts}")
     with ThreadPoolExecutor(1) as pool:
@@ -114,8 +114,8 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(
     assert log.count("worker-1 joins") == (2 if restarts else 1)
 
 
-def test_a_worker_that_dies_between_two_pushes_leaves_no_mixture(train: Any, single: Any) -> None:
-    kill = "faults=[{action: kill, rank: 3, step: 9, point: push:next-server}]"  # one server has its gradient
+def test_a_worker_that_dies_between_two_pushes_leaves_servers_consistent(train: Any, single: Any) -> None:
+    kill = "faults=[{action: kill, rank: 3, step: 9, point: push:next-server}]"  # only one server has its gradient then
     run = train(*DIGITS, *ELASTIC, SERVER, "strategy.servers=2", "cluster.processes=4", kill)
     assert "worker 1 failed: killed by SIGKILL" in run.error
     assert digests(run)[0] == single()[0]
@@ -136,7 +136,7 @@ def test_the_last_worker_that_fails_fails_the_run_with_its_cause(train: Any) -> 
     assert "a fault that the configuration planted" in run.error
 
 
-def test_a_server_that_is_killed_is_made_good_by_a_restart_from_the_checkpoint(train: Any, single: Any) -> None:
+def test_a_run_whose_server_is_killed_restarts_from_the_checkpoint(train: Any, single: Any) -> None:
     kill = "faults=[{action: kill, rank: 1, step: 9}]"
     size = ("strategy.servers=2", "cluster.processes=4", "checkpoint.every=4", "launcher.max_restarts=1")
     run = train(*DIGITS, *ELASTIC, SERVER, *size, kill)
@@ -144,7 +144,7 @@ def test_a_server_that_is_killed_is_made_good_by_a_restart_from_the_checkpoint(t
     assert run.json("run_manifest.json")["attempts"][0]["exit_reason"] == "failed"
 
 
-def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_strategy(
+def test_a_run_that_is_asked_to_end_saves_and_resumes_with_another_strategy(
     train: Any, single: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     slow = "faults=[{action: terminate, rank: 0, step: 8}, {action: sleep, rank: 0, seconds: 0.05}]"
@@ -156,7 +156,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_strategy(
     assert run.json("result.json")["state_digest"] == single()[0]
 
 
-def test_a_checkpoint_of_ddp_goes_on_with_servers(
+def test_a_checkpoint_of_ddp_resumes_with_servers(
     train: Any, single: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     slow = "faults=[{action: terminate, rank: 0, step: 8}, {action: sleep, rank: 0, seconds: 0.05}]"
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_ddp_goes_on_with_servers(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("cluster.processes=1",), "at least one server and one worker"),
         (("cluster.processes=2", "strategy.servers=2"), "Set cluster.processes=3 or more"),
@@ -178,10 +178,12 @@ def test_a_checkpoint_of_ddp_goes_on_with_servers(
         (("cluster.processes=2", "precision=fp16"), "no loss scaling"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(train: Any, options: tuple[str, ...], said: str) -> None:
+def test_options_that_cannot_run_are_refused_before_anything_starts(
+    train: Any, options: tuple[str, ...], message: str
+) -> None:
     run = train(*DIGITS, SERVER, *options)
     assert run.code == 2
-    assert said in run.error
+    assert message in run.error
     assert run.folder is None
 
 
@@ -252,11 +254,11 @@ def _children(pid: int) -> list[int]:
 
 
 def _stopped(folder: Path) -> int:
-    """A process that works in ``folder`` and was stopped, once there is one."""
+    """Wait for a stopped process that works in ``folder``, and return its id."""
     deadline = time.monotonic() + 120
     while True:
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process may have ended
                 if " T " in (process / "stat").read_text() and (process / "cwd").samefile(folder):
                     return int(process.name)
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A real server, and clients that it should not trust."""
+"""A real server does not trust its clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.endpoints import address_of, connect, listen
 from worldsize.transport.frames import HEADER_BYTES, LAYOUT, MAGIC, CommonOperation, Header, RefusedError, view
 
-OPEN: list[Any] = []  # what a test has opened
+OPEN: list[Any] = []  # sockets and channels that the test has opened
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def weights(server: ShardServer) -> Tensor:
 
 
 def assert_it_serves(server: ShardServer) -> None:
-    """An honest worker trains as if nothing had been."""
+    """Let an honest worker train a step, and check the result."""
     before, step = weights(server), server.master.shard.step
     gradient = torch.arange(20.0)
     channel = joined(server, name=f"worker-{random.random()}")
@@ -119,12 +119,12 @@ BAD = {
 def test_a_frame_that_does_not_fit_is_refused_and_changes_nothing(
     server: ShardServer, case: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    header, said = BAD[case]
+    header, message = BAD[case]
     before = weights(server)
     channel = joined(server)
     with pytest.raises(RefusedError) as error:
         push(channel, torch.ones(20), header)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert torch.equal(weights(server), before)
     assert_it_serves(server)
     assert f"refused worker-0: {error.value}" in capfd.readouterr().out
@@ -139,7 +139,7 @@ def test_a_gradient_that_is_not_finite_is_refused(server: ShardServer, value: fl
     assert_it_serves(server)
 
 
-def test_nan_is_taken_where_the_policy_says_so(tmp_path: Path) -> None:
+def test_nan_is_accepted_if_the_policy_allows_it(tmp_path: Path) -> None:
     server = served(listen(f"unix:{tmp_path}/server", None), finite=False)
     push(joined(server), torch.full((20,), float("nan")))
     assert weights(server).isnan().all()
@@ -172,7 +172,7 @@ def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
     joined(server, epoch=2)
     with pytest.raises(RefusedError, match="this is 1"):
         joined(server, epoch=1)
-    push(old, torch.ones(20))  # its part has not been done by the one of epoch 2 yet
+    push(old, torch.ones(20))  # the worker of epoch 2 has not done this part yet
     assert server.master.shard.step == 1
 
 
@@ -183,11 +183,11 @@ def test_a_hundred_thousand_frames_of_noise_change_nothing(
     address = address_of(server.connections.listener).removeprefix("unix:")
     for number in range(100_000):
         frame = _noise(noise, hello)
-        if number % 50 == 0:  # as a stranger would
+        if number % 50 == 0:  # over a connection, as a stranger would
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(address)
                 connection.sendall(frame)
-        else:  # the same without a thread for each
+        else:  # directly, which needs no thread per frame
             ours, theirs = socket.socketpair()
             with theirs:
                 theirs.sendall(frame)
@@ -195,7 +195,7 @@ def test_a_hundred_thousand_frames_of_noise_change_nothing(
                 server.connections.serve(ours)
     assert torch.equal(weights(server), before)
     assert_it_serves(server)
-    assert server.connections.refused > 50_000  # the others left before they had said enough to be refused
+    assert server.connections.refused > 50_000  # the other frames were too short to be refused
     assert "not a frame" in capfd.readouterr().out
 
 
@@ -205,7 +205,7 @@ def _join_bytes() -> list[bytes]:
 
 
 def _noise(noise: random.Random, hello: bytes) -> bytes:
-    """Random bytes, a random header, or a good header with random changes; before or after a good JOIN."""
+    """Return random bytes, a random header, or a good header with random changes; a good JOIN may come first."""
     kind = noise.randrange(4)
     if kind == 0:
         frame = bytearray(noise.randbytes(noise.randrange(1, 300)))
@@ -221,7 +221,7 @@ def _noise(noise: random.Random, hello: bytes) -> bytes:
 
 
 def _is_good(frame: bytearray) -> bool:
-    """The changes have cancelled out, or touch only what a PUSH does not look at."""
+    """Tell whether the changes cancel out, or touch only fields that a PUSH does not use."""
     good = bytearray(GOOD.pack())
     return all(frame[i] == good[i] for i in range(HEADER_BYTES) if i not in (7, *range(32, 40)))
 
@@ -248,9 +248,9 @@ def test_strangers_are_refused(keys: Path, tmp_path: Path, capfd: pytest.Capture
     server = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
     before = weights(server)
     create_authority(tmp_path / "other")
-    with pytest.raises((RefusedError, LostError)):  # its certificate is of another run
+    with pytest.raises((RefusedError, LostError)):  # with a certificate of another run
         joined(server, issue_certificate(tmp_path / "other", "worker-0"))
-    with pytest.raises((RefusedError, LostError)):  # it has none
+    with pytest.raises((RefusedError, LostError)):  # without a certificate
         joined(server, None)
     with pytest.raises(RefusedError, match="the certificate of worker-1 joins as worker-0"):
         joined(server, issue_certificate(keys, "worker-1"), name="worker-0")

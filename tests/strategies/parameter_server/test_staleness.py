@@ -1,4 +1,4 @@
-"""Who may begin what, while workers join, leave and die at random."""
+"""Units are dealt within the bound of staleness, while workers join, leave and die at random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 
 
 class Crew:
-    """Workers that take, finish and forget units in an order that ``seed`` decides."""
+    """Workers that take, finish and lose units in an order that ``seed`` decides."""
 
     def __init__(self, clock: StalenessScheduler, seed: int, *, churn: float) -> None:
         self.clock, self.churn = clock, churn
@@ -29,7 +29,7 @@ class Crew:
         self.born += 1
 
     def act(self) -> None:
-        """One thing happens."""
+        """Let one random thing happen."""
         if self.random.random() < self.churn:
             self._change()
         idle = [name for name in self.clock.members if name not in self.hands]
@@ -76,7 +76,7 @@ def test_no_part_of_a_synchronous_step_begins_before_the_step_before_is_complete
         assert all(sum(crew.trained[step - 1, rank] for rank in range(6)) == 6 for step in begun if step > 1)
 
 
-def test_a_worker_that_has_shown_no_sign_of_life_is_expired_and_its_unit_is_dealt_again() -> None:
+def test_a_worker_whose_lease_expires_is_retired_and_its_unit_is_dealt_again() -> None:
     clock = StalenessScheduler(0, logical_ranks=2, lease=5.0)
     clock.open(1)
     clock.join("a", 0.0)
@@ -95,14 +95,14 @@ def test_a_worker_that_has_shown_no_sign_of_life_is_expired_and_its_unit_is_deal
     assert clock.complete == 1
 
 
-def test_who_leads_later_admits_workers_in_later_epochs_whoever_was_started_first() -> None:
+def test_a_later_leader_admits_workers_in_later_epochs() -> None:
     leader = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=5.0)
     before = leader.admit("worker-0")
     successor = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=5.0)
     assert successor.admit("worker-0") > before
 
 
-def test_nobody_goes_beyond_what_is_open() -> None:
+def test_no_unit_is_dealt_beyond_the_steps_that_are_open() -> None:
     clock = StalenessScheduler(math.inf, logical_ranks=1, lease=5.0)
     clock.join("a", 0.0)
     assert clock.next("a", 0.0) is None

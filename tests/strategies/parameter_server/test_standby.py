@@ -1,4 +1,4 @@
-"""Servers that are killed: a standby has everything that was acknowledged; a checkpoint, what it says."""
+"""When a server is killed, its standby has all acknowledged updates, and a checkpoint those that it recorded."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from worldsize.transport.registry import Registry
 from worldsize.world.fork import ready_to_fork
 
 CELLS = 8
-LEASE = 10.0  # seconds; that a server was killed is seen by its closed connection at once
+LEASE = 10.0  # seconds; a killed server is detected at once by its closed connection
 PATIENCE = 60.0
 
 
 class Counters:
-    """A table of counters on a server with a standby, each a process of its own; a push of -1 counts one."""
+    """A table of counters on a server and its standby, each a process of its own; a push of -1 adds one."""
 
     def __init__(self, folder: Path, lease: float) -> None:
         self.registry = Registry(folder / "directory", PATIENCE)
@@ -72,7 +72,7 @@ class Counters:
         return self.registry.wait(shard_service(0)).name
 
     def kill(self, number: int = signal.SIGKILL) -> str:
-        """Kill the master; its name."""
+        """Kill the master, and return its name."""
         name = self.master()
         process = self.processes[name]
         assert process.pid is not None
@@ -80,12 +80,12 @@ class Counters:
         return name
 
     def again(self, name: str) -> None:
-        """Have a server that has ended come back as the standby of the other, which waits for one for a lease."""
+        """Start a server that has ended again, as the standby of the other one."""
         self.processes[name].join(PATIENCE)
         self.start(name)
 
     def wait_for_standbys(self, count: int) -> None:
-        """Until that many have taken their place, one after the other."""
+        """Wait until ``count`` standbys have taken their place, one after the other."""
         deadline = time.monotonic() + PATIENCE
         while (self.folder / "log").read_text().count("stands by\n") < count:
             assert time.monotonic() < deadline
@@ -99,18 +99,18 @@ class Counters:
 
 @pytest.fixture
 def counters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Counters]:
-    """Its parameter: another lease."""
-    found = Counters(tmp_path, getattr(request, "param", LEASE))
+    """Running counters; the parameter is another lease in seconds."""
+    running = Counters(tmp_path, getattr(request, "param", LEASE))
     (tmp_path / "directory").mkdir()
-    found.start("server-0", founds=True)
-    found.master()
-    found.start("server-1")
-    yield found
-    found.close()
+    running.start("server-0", founds=True)
+    running.master()
+    running.start("server-1")
+    yield running
+    running.close()
 
 
 def increments(link: ShardLink, steps: range, between: Callable[[int], None]) -> list[float]:
-    """Push one increment of a random cell a step; how many of each cell were acknowledged."""
+    """Push one increment of a random cell per step, and return how many of each cell were acknowledged."""
     acknowledged = [0.0] * CELLS
     for step in steps:
         cell = random.Random(step).randrange(CELLS)
@@ -134,7 +134,7 @@ def linked(counters: Counters, epoch: int = 1) -> ShardLink:
     return ShardLink(Dialer("worker-0", counters.registry, None, PATIENCE, Operation), 0, epoch=epoch)
 
 
-def test_every_acknowledged_push_survives_master_after_master(counters: Counters) -> None:
+def test_every_acknowledged_push_survives_the_loss_of_many_masters(counters: Counters) -> None:
     link = linked(counters)
     counters.wait_for_standbys(1)
     gaps: list[float] = []
@@ -203,13 +203,13 @@ def test_a_synchronous_run_whose_server_is_killed_ends_with_the_same_bits_in_one
     assert f"server {rank} failed: killed by SIGKILL; going on without it" in run.error
     result, reference = run.json("result.json"), expected.json("result.json")
     assert result["state_digest"] == reference["state_digest"]
-    losses, logged = ({line["step"]: line["loss"] for line in each.steps()} for each in (expected, run))
+    losses, logged = ({line["step"]: line["loss"] for line in one.steps()} for one in (expected, run))
     assert logged.items() <= losses.items()
-    assert len(logged) >= 23  # what the server that led had not written yet is not known to its successor
+    assert len(logged) >= 23  # the new leader lacks lines that the old one had not written yet
     assert len(run.json("run_manifest.json")["attempts"]) == 1
 
 
-def test_without_a_standby_a_server_comes_back_from_the_checkpoint_and_says_what_is_lost(train: Any) -> None:
+def test_without_a_standby_a_server_restarts_from_the_checkpoint_and_reports_lost_updates(train: Any) -> None:
     size = ("strategy.servers=2", "cluster.processes=5", "strategy.consistency=async", "strategy.lease=10")
     kill = "faults=[{action: kill, rank: 1, step: 30}, {action: sleep, rank: 2, seconds: 0.01, attempt: null}]"
     run = train(*DIGITS, *size, "launcher.max_restarts=1", "steps=60", "checkpoint.every=10", kill)

@@ -1,4 +1,4 @@
-"""Runs whose embeddings are on servers, against plain PyTorch with the whole tables."""
+"""Runs whose embeddings are on servers agree with plain PyTorch that has the whole tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.data.loader import Order, drawn
 from worldsize.strategies.parameter_server.row_tables import Table, initial_rows
 
 WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")
-MOVING = ("schedule=cosine", "schedule.steps=8")  # a rate that is not another one in a shorter run
+MOVING = ("schedule=cosine", "schedule.steps=8")  # a schedule that does not depend on the run's length
 ELASTIC = (*MOVING, "reproducibility=elastic", "logical_ranks=4", "evaluate_every=5", "seed=3")
 SERVERS = "strategy=parameter_server"
 HYBRID = "strategy=hybrid_parameter_server"
@@ -35,14 +35,14 @@ ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
 
 
 def moving(step: int) -> float:
-    """What MOVING makes of the learning rate: a cosine down to a tenth in seven steps, after one of warm-up."""
+    """Return the factor of the learning rate under MOVING: after a warm-up step, a cosine down to a tenth."""
     return 0.1 + 0.45 * (1 + math.cos(math.pi * max(0, step - 2) / 7))
 
 
 def reference(
     optimizer_of: Any = ADAGRAD, clip: float = float("inf"), factor: Callable[[int], float] = moving
 ) -> dict[str, Tensor]:
-    """A hand-written loop over whole tables, on whole batches of four parts."""
+    """Train whole tables by hand, on whole batches of four parts."""
     recipe = Word2Vec(16, 5, 5, 20, False, optimizer_of)
     model = recipe.model()
     local = Word2Vec(16, 5, 5, 20, True, partial(torch.optim.Adagrad, lr=0.1)).model()
@@ -75,24 +75,24 @@ def reference(
 def test_tables_on_servers_learn_what_they_learn_in_one_process(train: Any, how: tuple[str, ...]) -> None:
     run = train(*WORDS, *ELASTIC, *how)
     assert run.code == 0, run.error
-    found = weights(run.folder)
+    trained = weights(run.folder)
     for name, tensor in reference().items():
-        assert (found[name] - tensor).norm() / tensor.norm() < 1e-6, name
+        assert (trained[name] - tensor).norm() / tensor.norm() < 1e-6, name
 
 
-def test_the_norm_of_a_gradient_on_two_sides_is_that_of_the_whole(train: Any) -> None:
+def test_gradients_on_servers_and_workers_are_clipped_by_their_common_norm(train: Any) -> None:
     clip, plain = 0.001, ("optimizer=sgd", "optimizer.momentum=0", "lr=100")
     run = train(*WORDS, *plain, "seed=3", HYBRID, "cluster.processes=6", "strategy.servers=2", f"clip_norm={clip}")
     assert run.code == 0, run.error
     assert all(step["grad_norm"] > clip for step in run.steps())
-    found = weights(run.folder)
+    trained = weights(run.folder)
     for name, tensor in reference(partial(torch.optim.SGD, lr=100), clip, lambda step: 1.0).items():
-        assert (found[name] - tensor).norm() / tensor.norm() < 1e-6, name
+        assert (trained[name] - tensor).norm() / tensor.norm() < 1e-6, name
 
 
 @pytest.fixture(scope="module")
 def bits(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Digests of state and metrics with one server."""
+    """Digests of state and metrics of a run with one server."""
     run = train_in(tmp_path_factory.mktemp("one"))(*WORDS, *ELASTIC, SERVERS, "cluster.processes=2")
     assert run.code == 0, run.error
     return run.json("result.json")["state_digest"], run.json("result.json")["metrics_digest"]
@@ -125,7 +125,7 @@ def test_workers_servers_and_the_side_of_dense_parameters_change_no_bit(
     ],
     ids=str,
 )
-def test_a_run_with_tables_goes_on_with_another_number_of_servers(
+def test_a_run_with_tables_resumes_with_another_number_of_servers(
     train: Any,
     command: Any,
     environment_without_wandb: dict[str, str],
@@ -140,19 +140,19 @@ def test_a_run_with_tables_goes_on_with_another_number_of_servers(
     assert json.loads((run.folder / "result.json").read_text())["state_digest"] == bits[0]
 
 
-def test_rows_that_are_updated_as_gradients_come_learn_too(train: Any) -> None:
+def test_rows_that_are_updated_asynchronously_learn_too(train: Any) -> None:
     options = ("recipe=word2vec", "recipe.dim=16", "batch_size=510", "steps=150", "cluster.threads=1")
     cached = (SERVERS, "strategy.consistency=bounded", "strategy.staleness=4", "strategy.cache_rows=4096")
     ways = ((SERVERS, "strategy.consistency=async"), (HYBRID, "strategy.consistency=async"), cached)
-    found = [train(*options, *how, "cluster.processes=4") for how in ways]
-    assert [run.code for run in found] == [0, 0, 0], [run.error for run in found]
-    losses = [[step["loss"] for step in run.steps()] for run in found]
-    assert all(sum(each[-3:]) / 3 < 0.8 * each[0] for each in losses)
-    (told,) = re.findall(r"(\d+)% of outer.weight cached", (found[2].folder / "logs" / "worker_00000.log").read_text())
-    assert int(told) > 10
+    runs = [train(*options, *how, "cluster.processes=4") for how in ways]
+    assert [run.code for run in runs] == [0, 0, 0], [run.error for run in runs]
+    losses = [[step["loss"] for step in run.steps()] for run in runs]
+    assert all(sum(curve[-3:]) / 3 < 0.8 * curve[0] for curve in losses)
+    (share,) = re.findall(r"(\d+)% of outer.weight cached", (runs[2].folder / "logs" / "worker_00000.log").read_text())
+    assert int(share) > 10
 
 
-def test_what_a_table_cannot_do_is_said(train: Any) -> None:
+def test_options_that_tables_do_not_support_are_refused(train: Any) -> None:
     run = train(*WORDS, HYBRID, "cluster.processes=2", "clip_norm=1.0", "strategy.consistency=async")
     assert run.code == 2
     assert "Set clip_norm=null" in run.error
