@@ -47,7 +47,7 @@ _LIMIT = 1 << 20
 
 
 class _Child:
-    """A forked process, and the connection that it lives as long as."""
+    """A forked process and its connection, which end together."""
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         self.pid, self.line, self.end = pid, line, os.pidfd_open(pid)

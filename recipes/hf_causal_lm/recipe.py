@@ -87,6 +87,7 @@ class HFCausalLM(Recipe):
         return self.make_schedule(optimizer) if self.make_schedule else None
 
     def data(self, split: str) -> Windows:
+        """Return windows of ``context`` tokens and the tokens that follow them, int64 [context] each."""
         tokens = tokens_of(self.files().values(), self._tokenizer)
         first = int(len(tokens) * (1 - self.test_share))
         if min(first, len(tokens) - first) < self.context:

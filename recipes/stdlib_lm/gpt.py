@@ -42,6 +42,7 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
+        """Return logits [batch, time, 256] of the byte that follows each one."""
         hidden_btw = self.embedding(tokens_bt)
         for block in self.blocks:
             hidden_btw = block(hidden_btw)

@@ -105,6 +105,7 @@ class Word2Vec(Recipe):
         return self.make_schedule(optimizer) if self.make_schedule else None
 
     def data(self, split: str) -> Pairs:
+        """Return pairs of words and their negatives; one text in 20 is the test split."""
         counts = torch.tensor(list(self.counts.values()))
         chosen = [page for number, page in enumerate(self._pages) if (number % _TEST == 0) == (split == "test")]
         paired = torch.from_numpy(pairs(self._numbered(chosen), self.window, seed=0))

@@ -1,4 +1,4 @@
-"""The keys of a launcher, derived from its dataclass."""
+"""The keys of a launcher are derived from its dataclass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLUSTERS = sorted(path.stem for path in (REPOSITORY / "conf" / "cluster").glob("
 class Made:
     first: str = cluster_option()
     options: Mapping[str, Any] = cluster_option({})
-    port: int | None = cluster_option(None)  # which every cluster has
+    port: int | None = cluster_option(None)  # a key that every cluster has
     words: Sequence[str] = ("sky",)
 
 
@@ -60,7 +60,7 @@ def test_an_annotation_becomes_a_type_that_is_checked(hint: Any, plain: Any) -> 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_composing_a_cluster_imports_no_torch(cluster: str) -> None:
-    """It takes seconds, which every `--cfg job`, `--help` and misspelt option would cost."""
+    """The import takes seconds, which every `--cfg job`, `--help` and misspelt option would cost."""
     code = (
         "import sys; from worldsize.config.compose import compose_and_call; "
         "compose_and_call(lambda cfg: print('torch' in sys.modules), sys.argv[1:])"

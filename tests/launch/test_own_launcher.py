@@ -29,7 +29,7 @@ def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(
 
 @pytest.fixture
 def documented(tmp_path: Path) -> Path:
-    """A project folder with the launcher of docs/plugins.md, as its code blocks stand there; its YAML."""
+    """A project folder with the launcher and the YAML of docs/plugins.md, as its code blocks stand there."""
     shown = re.findall(r"`(plugins/mine/[\w/.]+)`:\n\n```\w+\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     assert {Path(name).suffix for name, _ in shown} == {".py", ".yaml"}
     for name, text in shown:

@@ -1,4 +1,4 @@
-"""The example of docs/api/transport.md, and what it refuses."""
+"""The example of docs/api/transport.md works, and refuses what it should."""
 
 from __future__ import annotations
 
