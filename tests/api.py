@@ -15,8 +15,10 @@ REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "api" / "public.md"
 EVERYTHING = (
     "worldsize.core.cluster",
+    "worldsize.core.context",
     "worldsize.core.events",
     "worldsize.core.launcher",
+    "worldsize.core.numerics",
     "worldsize.core.recipe",
     "worldsize.core.strategy",
     "worldsize.errors",
@@ -28,10 +30,13 @@ EVERYTHING = (
 )
 BLOCKS = {  # parts that strategies are built from
     "worldsize.collectives.exact": ("reduce_metrics",),
-    "worldsize.collectives.per_rank": ("own", "stacked"),
     "worldsize.collectives.step_timer": ("phase", "wait"),
+    "worldsize.collectives.per_rank": ("local_row", "stack_per_rank"),
     "worldsize.reproducibility.seeds": ("seed_generators",),
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),
+    "worldsize.strategies.periodic.parameters": ("averaged_buffers", "trained_parameters"),
+    "worldsize.strategies.periodic.replica": ("OuterOptimizer",),
+    "worldsize.strategies.periodic.strategy": ("PeriodicSyncStrategy",),
     "worldsize.strategies.train_state": ("TrainState",),
     "worldsize.strategies.synchronous": ("SynchronousReplica", "alone", "autocast", "metric_sums"),
     "worldsize.world.environments": ("Placement",),

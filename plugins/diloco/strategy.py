@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import final
 
-from plugins.diloco.fragment import Fragment
-from plugins.diloco.rounds import OuterRule, Rounds
-from plugins.local_sgd.apart import Apart, statistics, trained
-from plugins.local_sgd.exchange import Exact
-from plugins.local_sgd.replica import Outer
 from worldsize.core import Cluster, Cost, Recipe, Workload, World
+from worldsize.strategies.periodic.exchange import Exact
+from worldsize.strategies.periodic.fragment import Fragment
+from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
+from worldsize.strategies.periodic.replica import OuterOptimizer
+from worldsize.strategies.periodic.rounds import OuterRule, Rounds
+from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
 from worldsize.strategies.train_state import TrainState
 
 
 @final
 @dataclass(frozen=True)
-class DiLoCo(Apart):
+class DiLoCo(PeriodicSyncStrategy):
     """Douillard et al. 2023, arXiv 2311.08105, algorithm 1.
 
     Each worker takes ``inner_steps`` steps with the recipe's optimizer, whose state it keeps. Then the mean over
@@ -37,9 +38,11 @@ class DiLoCo(Apart):
         apart = super().cost(work, cluster)
         return replace(apart, memory_bytes=apart.memory_bytes + 2 * work.parameter_bytes)
 
-    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> Outer:
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         exchange = Exact(world)
-        fragments = [Fragment(trained(train_state.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)]
-        if buffers := statistics(train_state.model):
+        fragments = [
+            Fragment(trained_parameters(train_state.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)
+        ]
+        if buffers := averaged_buffers(train_state.model):
             fragments.append(Fragment(buffers, exchange, lr=1.0, momentum=0.0))
         return Rounds(fragments, [0] * len(fragments), inner_steps=self.inner_steps)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.easgd.centre import Link
-from plugins.local_sgd.apart import statistics, trained
-from plugins.local_sgd.exchange import Exact, flat, mean_of, parted
-from plugins.local_sgd.rows import own, spread
+from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.strategies.periodic.exchange import Exact, flat, mean_of, split_like
+from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
 from worldsize.strategies.synchronous import SynchronousReplica
 
 _HOST = torch.device("cpu")
@@ -33,7 +33,7 @@ class ElasticReplica(Replica):
     def __init__(self, inner: SynchronousReplica, world: World, link: Link, *, period: int, elasticity: float) -> None:
         self._inner, self._world, self._link = inner, world, link
         self._period, self._elasticity = period, elasticity
-        self._own = trained(inner.model)
+        self._own = trained_parameters(inner.model)
         self._taken = 0  # steps, since training began or went on from a model alone
         self._sent_bytes = 0
         self._put(self._row())
@@ -62,7 +62,7 @@ class ElasticReplica(Replica):
             **alone,
             "model": model,
             "optimizer": {**alone["optimizer"], "state": mean_of(optimizer, Exact(self._world))},
-            "strategy": {"taken": self._taken, "centre": centre_n, "workers": spread(mine, self._world)},
+            "strategy": {"taken": self._taken, "centre": centre_n, "workers": stack_per_rank(mine, self._world)},
         }
 
     def load(self, state: StateDict) -> None:
@@ -72,7 +72,7 @@ class ElasticReplica(Replica):
             self._inner.load(state)
             self._put(self._row())
             return
-        mine = own(kept["workers"])
+        mine = local_row(kept["workers"])
         optimizer = {**state["optimizer"], "state": mine["optimizer"]}
         self._inner.load({**state, "model": mine["model"], "optimizer": optimizer})
         self._put(kept["centre"].cpu())
@@ -88,7 +88,7 @@ class ElasticReplica(Replica):
         return flat(self._own, _HOST)
 
     def _move_to(self, row_n: Tensor) -> None:
-        for parameter, values in zip(self._own, parted(row_n, self._own), strict=True):
+        for parameter, values in zip(self._own, split_like(row_n, self._own), strict=True):
             parameter.detach().copy_(values)
 
     def _put(self, row_n: Tensor) -> None:
@@ -109,7 +109,7 @@ class ElasticReplica(Replica):
     @contextmanager
     def _at(self, centre_n: Tensor) -> Iterator[None]:
         """The model at the centre, with the mean of the workers' statistics."""
-        mine_n, shared = self._row(), statistics(self._inner.model)
+        mine_n, shared = self._row(), averaged_buffers(self._inner.model)
         kept = [tensor.clone() for tensor in shared]
         self._move_to(centre_n)
         for tensor, mean in zip(shared, mean_of(shared, Exact(self._world)), strict=True):

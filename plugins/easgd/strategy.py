@@ -10,7 +10,6 @@ from typing import Literal, final
 
 from plugins.easgd.centre import Centre, Link, Operation, joined
 from plugins.easgd.replica import ElasticReplica
-from plugins.local_sgd.apart import trained
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -25,6 +24,7 @@ from worldsize.core import (
 )
 from worldsize.cost.cluster import across, served_bytes, served_seconds, whole_bytes
 from worldsize.records.run_directory import private
+from worldsize.strategies.periodic.parameters import trained_parameters
 from worldsize.strategies.synchronous import alone
 from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
 from worldsize.transport.dialer import Dialer
@@ -93,7 +93,7 @@ class EASGD(Strategy):
             Registry(meeting.folder, meeting.timeout).acquire(_SERVICE, 1, address_of(listener), _CENTRE)
             channels = joined(listener, credentials, workers, meeting.timeout)
             listener.close()
-        numel = sum(parameter.numel() for parameter in trained(model))
+        numel = sum(parameter.numel() for parameter in trained_parameters(model))
         centre = Centre(channels, numel=numel, elasticity=self.moving_rate / workers)
         if self.rounds == "synchronous":
             centre.serve_synchronously()
@@ -106,7 +106,7 @@ class EASGD(Strategy):
         credentials = self._credentials(name, meeting.folder)
         channel, _ = Dialer(name, registry, credentials, meeting.timeout, Operation).connect(_SERVICE, "worker")
         model = recipe.model().to(world.device)
-        link = Link(channel, sum(parameter.numel() for parameter in trained(model)))
+        link = Link(channel, sum(parameter.numel() for parameter in trained_parameters(model)))
         inner = alone(recipe, model, context)
         return ElasticReplica(inner, world, link, period=self.period, elasticity=self.moving_rate / world.size)
 

@@ -7,10 +7,11 @@ from typing import Literal, final, get_args
 
 from torch import Tensor
 
-from plugins.local_sgd.apart import Apart, statistics, trained
-from plugins.local_sgd.exchange import Exact, flat, parted
-from plugins.local_sgd.replica import Outer
 from worldsize.core import ConfigError, Recipe, World
+from worldsize.strategies.periodic.exchange import Exact, flat, split_like
+from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
+from worldsize.strategies.periodic.replica import OuterOptimizer
+from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
 from worldsize.strategies.train_state import TrainState
 
 OptimizerState = Literal["local", "mean", "zero"]
@@ -18,7 +19,7 @@ OptimizerState = Literal["local", "mean", "zero"]
 
 @final
 @dataclass(frozen=True)
-class LocalSGD(Apart):
+class LocalSGD(PeriodicSyncStrategy):
     """Parameters and buffers are averaged every ``inner_steps`` steps (Stich 2019, arXiv 1805.09767).
 
     ``optimizer_state``: what becomes of the optimizer's then: each worker keeps its own ("local"), they are averaged
@@ -34,12 +35,12 @@ class LocalSGD(Apart):
                 f"strategy.optimizer_state={self.optimizer_state!r} is unknown. Known: {', '.join(known)}."
             )
 
-    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> Outer:
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         return Averaging(train_state, Exact(world), self.inner_steps, self.optimizer_state)
 
 
 @final
-class Averaging(Outer):
+class Averaging(OuterOptimizer):
     """Every ``every`` steps."""
 
     def __init__(self, train_state: TrainState, exchange: Exact, every: int, optimizer_state: OptimizerState) -> None:
@@ -49,7 +50,7 @@ class Averaging(Outer):
     def after(self, step: int) -> None:
         if step % self._every == 0:
             model = self._train_state.model
-            self._average([*trained(model), *statistics(model), *self._of_optimizer()])
+            self._average([*trained_parameters(model), *averaged_buffers(model), *self._of_optimizer()])
 
     def _of_optimizer(self) -> list[Tensor]:
         """What is averaged of the optimizer's state."""
@@ -64,5 +65,5 @@ class Averaging(Outer):
         tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         row_n = flat(tensors, self._exchange.device)
         self.sent_bytes += self._exchange.sent(row_n.numel())
-        for tensor, mean in zip(tensors, parted(self._exchange.begin(row_n)()(), tensors), strict=True):
+        for tensor, mean in zip(tensors, split_like(self._exchange.begin(row_n)()(), tensors), strict=True):
             tensor.detach().copy_(mean)

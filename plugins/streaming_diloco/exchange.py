@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.local_sgd.exchange import Begun, Exchange
 from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
 from worldsize.collectives.ordered import finish
 from worldsize.collectives.step_timer import wait
+from worldsize.strategies.periodic.exchange import Begun, Exchange
 
 
 @final

@@ -8,14 +8,15 @@ from typing import Literal, final
 
 from torch import Tensor, nn
 
-from plugins.diloco.fragment import Fragment
-from plugins.diloco.rounds import OuterRule, Rounds
-from plugins.local_sgd.apart import Apart, statistics, trained
-from plugins.local_sgd.exchange import Exact, Exchange
-from plugins.local_sgd.replica import Outer
 from plugins.streaming_diloco.e3m0 import BLOCK
 from plugins.streaming_diloco.exchange import Gathered, Scattered
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Workload, World
+from worldsize.strategies.periodic.exchange import Exact, Exchange
+from worldsize.strategies.periodic.fragment import Fragment
+from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
+from worldsize.strategies.periodic.replica import OuterOptimizer
+from worldsize.strategies.periodic.rounds import OuterRule, Rounds
+from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
 from worldsize.strategies.train_state import TrainState
 
 _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered, "e3m0_scatter": Scattered}
@@ -23,7 +24,7 @@ _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered,
 
 @final
 @dataclass(frozen=True)
-class StreamingDiLoCo(Apart):
+class StreamingDiLoCo(PeriodicSyncStrategy):
     """Douillard et al. 2025, arXiv 2501.18512, algorithm 2.
 
     Fragments of ``fragment_blocks`` of the recipe's blocks each, strided (block i is in fragment i mod their number),
@@ -73,12 +74,12 @@ class StreamingDiLoCo(Apart):
             same=False,
         )
 
-    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> Outer:
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         parts = partition(train_state.model, recipe.blocks(train_state.model), self.fragment_blocks)
         offsets = [place * self.inner_steps // len(parts) for place in range(len(parts))]
         exchange = _EXCHANGES[self.wire](world)
         fragments = [Fragment(part, exchange, lr=self.outer_lr, momentum=self.outer_momentum) for part in parts]
-        if buffers := statistics(train_state.model):
+        if buffers := averaged_buffers(train_state.model):
             fragments.append(Fragment(buffers, Exact(world), lr=1.0, momentum=0.0))
             offsets.append(offsets[-1])
         return Rounds(fragments, offsets, inner_steps=self.inner_steps, delay=self.delay, mix=self.mix)
@@ -87,7 +88,7 @@ class StreamingDiLoCo(Apart):
 def partition(model: nn.Module, blocks: Sequence[nn.Module], each: int) -> list[list[Tensor]]:
     """Trained parameters by fragment; what is in no block comes last. A shared one is where it is met first."""
     count = -(-len(blocks) // each)
-    left = {id(parameter): parameter for parameter in trained(model)}
+    left = {id(parameter): parameter for parameter in trained_parameters(model)}
     fragments: list[list[Tensor]] = [[] for _ in range(count)]
     for place, block in enumerate(blocks):
         fragments[place % count] += [left.pop(id(found)) for found in block.parameters() if id(found) in left]

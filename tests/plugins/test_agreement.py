@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from plugins.diloco.strategy import DiLoCo
-from plugins.local_sgd.rows import own
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
+from worldsize.collectives.per_rank import local_row
 from worldsize.core import EvaluationBatch, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
@@ -192,7 +192,7 @@ def trained(strategy: Strategy, world: World, recipe: Regression, steps: int = S
     for _ in range(steps):
         replica.step(next(batches))
     state = replica.state()
-    mine = own(state.get("strategy", {}).get("workers", {}).get("model", {}))
+    mine = local_row(state.get("strategy", {}).get("workers", {}).get("model", {}))
     copied: dict[str, Any] = {name: {key: value.clone() for key, value in weights.items()} for name, weights in
                               (("mean", state["model"]), ("own", mine))}  # fmt: skip
     return {**copied, "facts": replica.facts()}
@@ -311,10 +311,10 @@ def test_evaluation_uses_the_mean_model_and_leaves_training_unchanged() -> None:
         for _ in range(3):
             replica.step(next(batches))
         before, mean_model = replica.state()["strategy"]["workers"]["model"], replica.state()["model"]
-        kept = {name: tensor.clone() for name, tensor in own(before).items()}
+        kept = {name: tensor.clone() for name, tensor in local_row(before).items()}
         errors = [replica.evaluate([whole if world.rank == rank else padding])["error"] for rank in range(2)]
         assert errors[0] == errors[1], "it does not matter who evaluates"
-        return errors[0], mean_model, kept, list(own(replica.state()["strategy"]["workers"]["model"]).values())
+        return errors[0], mean_model, kept, list(local_row(replica.state()["strategy"]["workers"]["model"]).values())
 
     for error, weights, kept, after in run_in_worlds(body, 2):
         model = recipe.model()

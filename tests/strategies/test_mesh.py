@@ -23,7 +23,7 @@ from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.checkpoints.tree import split
-from worldsize.collectives.whole import whole
+from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -131,7 +131,7 @@ def trained(strategy: Strategy, world: World, numerics: Numerics) -> tuple[Losse
     replica = built(strategy, world, numerics=numerics)
     losses = steps(replica, strategy, world)
     metrics = replica.evaluate(evaluation(strategy, world))
-    model = {name: tensor.clone() for name, tensor in whole(replica.state()["model"], world).items()}
+    model = {name: tensor.clone() for name, tensor in gather_full(replica.state()["model"], world).items()}
     return losses, model, metrics["bits_per_byte"]
 
 
@@ -238,7 +238,7 @@ def test_a_model_with_tied_weights_and_buffers_is_trained_saved_and_loaded(tmp_p
         losses = steps(replica, own, world, 3 if checkpoint else 0, 6 if checkpoint else 3)
         if checkpoint is None:
             save(tmp_path, replica, world, 3)
-        return losses, {name: own.clone() for name, own in whole(replica.state()["model"], world).items()}
+        return losses, {name: own.clone() for name, own in gather_full(replica.state()["model"], world).items()}
 
     def undisturbed(world: World) -> tuple[Losses, dict[str, Tensor]]:
         replica = DDP().replica(TangledRecipe(), RunContext(world))

@@ -26,8 +26,8 @@ from worldsize.checkpoints.format import folder_name, read, sync_folder, verify
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
+from worldsize.collectives.gather_full import holders
 from worldsize.collectives.per_rank import local
-from worldsize.collectives.whole import holders
 from worldsize.core import CheckpointSaved, StateDict, World
 from worldsize.errors import CheckpointError
 

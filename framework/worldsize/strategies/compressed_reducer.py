@@ -15,7 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.codecs import CODECS, Codec
-from worldsize.collectives.per_rank import own, stacked
+from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.reductions import all_reduced, compressed, hierarchical
 from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import Reduction, StateDict, World
@@ -79,11 +79,11 @@ class Reduced(Flat):
         return self._errors.begin(before)
 
     def state(self) -> StateDict:
-        return {"errors": stacked(self._errors.now, self._world)} if self._errors else {}
+        return {"errors": stack_per_rank(self._errors.now, self._world)} if self._errors else {}
 
     def load(self, state: StateDict) -> None:
         if self._errors:
-            self._errors.now.copy_(own(state["errors"]))
+            self._errors.now.copy_(local_row(state["errors"]))
 
 
 @final

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.per_rank import own, stacked
+from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import StateDict, World
 from worldsize.strategies.gradient_reducer import Flat
@@ -78,14 +78,14 @@ class PowerSGD(Flat):
     def state(self) -> StateDict:
         """Errors of all buckets, then the right factors with which the next step begins."""
         if self._loaded is not None:
-            return {"memory": stacked(self._loaded, self._world)}
+            return {"memory": stack_per_rank(self._loaded, self._world)}
         memories = (self._torch.error_dict, self._torch.q_memory_dict)
         parts = [memory[bucket] for memory in memories for bucket in sorted(memory)]
         rest = torch.zeros(self._length - sum(part.numel() for part in parts), device=self._world.device)
-        return {"memory": stacked(torch.cat([*parts, rest]), self._world)}
+        return {"memory": stack_per_rank(torch.cat([*parts, rest]), self._world)}
 
     def load(self, state: StateDict) -> None:
-        memory = own(state["memory"])
+        memory = local_row(state["memory"])
         self._loaded = memory if memory.any() else None  # zeros: of a run that has not begun
 
 

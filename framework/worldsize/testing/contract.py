@@ -26,8 +26,8 @@ from torch import Tensor
 from worldsize.checkpoints.load import load, newest, read_tensors
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
+from worldsize.collectives.gather_full import gather_full
 from worldsize.collectives.per_rank import local
-from worldsize.collectives.whole import whole
 from worldsize.core import Cluster, ConfigError, Recipe, Replica, RunContext, Strategy, World
 from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
@@ -84,7 +84,7 @@ def train(
     found = World(**{**vars(world), "rank": part[0], "size": part[1]})
     (error,) = evaluate(replica, recipe.data("test"), found, batch_size=5).values()
     moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
-    model = whole(replica.state()["model"], world)
+    model = gather_full(replica.state()["model"], world)
     replica.close(complete=True)
     return Trained(losses, error, {name: tensor.clone() for name, tensor in model.items()}, moved)
 

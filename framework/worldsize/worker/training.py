@@ -15,8 +15,8 @@ from typing import Any, final
 
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.save import Saver
+from worldsize.collectives.gather_full import gather_full
 from worldsize.collectives.step_timer import StepTimer
-from worldsize.collectives.whole import whole
 from worldsize.config.settings import Settings
 from worldsize.core import (
     CheckpointSaved,
@@ -120,7 +120,7 @@ class Training:
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
-        model = whole(replica.state()["model"], self._world)
+        model = gather_full(replica.state()["model"], self._world)
         summary = self._result(model) if self._world.rank == 0 else {}
         if summary:
             self._run.result.write_text(json.dumps(summary, indent=2) + "\n")

@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.local_sgd.exchange import Exact, mean_of
-from plugins.local_sgd.rows import own, spread
+from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.strategies.periodic.exchange import Exact, mean_of
 from worldsize.strategies.synchronous import SynchronousReplica
 
 
-class Outer(ABC):
-    """How workers come together. ``sent_bytes``: by each of them, for that, since the run began."""
+class OuterOptimizer(ABC):
+    """Brings workers that train apart together: it is told of every step, and decides when they exchange what."""
 
     sent_bytes: int = 0
+    """Bytes that each worker has sent for that since the run began."""
 
     @abstractmethod
     def after(self, step: int) -> None:
@@ -38,14 +39,14 @@ class Outer(ABC):
 
 
 @final
-class LocalReplica(Replica):
+class PeriodicSyncReplica(Replica):
     """``inner`` trains alone; ``outer`` brings it together with the other workers.
 
     The model of the state is the mean over workers, and so is the optimizer's: what any other strategy goes on from.
     Part ``strategy`` has every worker's own besides, from which the same strategy goes on to the last bit.
     """
 
-    def __init__(self, inner: SynchronousReplica, world: World, outer: Outer) -> None:
+    def __init__(self, inner: SynchronousReplica, world: World, outer: OuterOptimizer) -> None:
         self._inner, self._world, self._outer = inner, world, outer
         self._exact = Exact(world)
         self._taken = 0  # steps, since training began or went on from a model alone
@@ -80,7 +81,7 @@ class LocalReplica(Replica):
             "model": mean["model"],
             "optimizer": {**alone["optimizer"], "state": mean["optimizer"]},
             "scaler": _with_figures(alone["scaler"], self._of_first(scaler)),
-            "strategy": {**common, "workers": spread({**mine, "scaler": scaler}, self._world)},
+            "strategy": {**common, "workers": stack_per_rank({**mine, "scaler": scaler}, self._world)},
         }
 
     def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +99,7 @@ class LocalReplica(Replica):
             self._inner.load(state)
             self._outer.restart()
             return
-        mine = own(kept["workers"])
+        mine = local_row(kept["workers"])
         alone = {"model": mine["model"], "optimizer": {**state["optimizer"], "state": mine["optimizer"]}}
         self._inner.load({**state, **alone, "scaler": _with_figures(state["scaler"], mine["scaler"])})
         self._outer.load(kept["outer"])

@@ -25,7 +25,7 @@ def holders(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]
     return found
 
 
-def whole(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """All of ``tensors`` in full on rank 0; nothing on the others, which must call it too."""
     full = {}
     for name, ranks in holders(tensors, world).items():

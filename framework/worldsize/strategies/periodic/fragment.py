@@ -8,8 +8,8 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from plugins.local_sgd.exchange import Begun, Exchange, flat, parted, wide
 from worldsize.core import StateDict
+from worldsize.strategies.periodic.exchange import Begun, Exchange, flat, split_like, wide
 
 
 @final
@@ -60,7 +60,7 @@ class Fragment:
         if (mean_n := self._mean()) is None:
             return
         self._arriving = None
-        for agreed, gradient in zip(self._agreed, parted(mean_n, self._agreed), strict=True):
+        for agreed, gradient in zip(self._agreed, split_like(mean_n, self._agreed), strict=True):
             agreed.grad = gradient.to(agreed)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -64,7 +64,7 @@ def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat([wide(tensor.detach()).flatten().to(device) for tensor in tensors])
 
 
-def parted(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """``row_n`` as tensors of the shapes of ``like``."""
     parts = torch.split(row_n, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
@@ -77,6 +77,6 @@ def mean_of(tree: Any, exchange: Exchange) -> Any:
     tensors = [leaves[place] for place in places]
     if tensors:
         row_n = exchange.begin(flat(tensors, exchange.device))()()
-        for place, mean in zip(places, parted(row_n, tensors), strict=True):
+        for place, mean in zip(places, split_like(row_n, tensors), strict=True):
             leaves[place] = mean.to(leaves[place])
     return tree_unflatten(leaves, spec)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from plugins.diloco.fragment import Fragment
-from plugins.local_sgd.replica import Outer
 from worldsize.core import ConfigError, StateDict
+from worldsize.strategies.periodic.fragment import Fragment
+from worldsize.strategies.periodic.replica import OuterOptimizer
 
 
 @final
-class Rounds(Outer):
+class Rounds(OuterOptimizer):
     """Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; what comes back is applied ``delay`` steps
     later, of which the first half is there for the first half of the exchange.
     """

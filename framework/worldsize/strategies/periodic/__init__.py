@@ -1,0 +1,6 @@
+"""Strategies under which workers train apart and synchronise periodically, for plugins to build on.
+
+A strategy derives from :class:`~worldsize.strategies.periodic.strategy.PeriodicSyncStrategy` and makes an
+:class:`~worldsize.strategies.periodic.replica.OuterOptimizer`, which is told of every step and decides when workers
+exchange what.
+"""

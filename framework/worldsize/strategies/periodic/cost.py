@@ -1,0 +1,13 @@
+"""What it costs that workers average their parameters now and then."""
+
+from __future__ import annotations
+
+from worldsize.core import Cluster, Cost, Workload
+from worldsize.cost.cluster import across, all_reduce_seconds, ring_share, whole_bytes
+
+
+def averaging_cost(work: Workload, cluster: Cluster, *, every: int) -> Cost:
+    """Cost a step of an all-reduce of the parameters once in ``every`` steps, which hides behind nothing."""
+    sent = 2 * ring_share(cluster.processes) * work.parameter_bytes / every
+    seconds = all_reduce_seconds(work.parameter_bytes, cluster) / every
+    return Cost(whole_bytes(work), sent, across(cluster, sent), seconds, exposed_seconds=seconds, same=False)
