@@ -21,6 +21,11 @@ from worldsize.core import Recipe, RowValues
 _HASH = 0x9E3779B1  # golden ratio, so that categories that share low digits do not share rows
 
 
+def _row_values(rows: int) -> RowValues:
+    """Return what an embedding is before it is trained, in a table of so many ``rows``."""
+    return RowValues("uniform", rows**-0.5)
+
+
 @final
 class DLRM(nn.Module):
     """Combine a network over counts with embedding tables over categories by pairwise dot products.
@@ -40,7 +45,7 @@ class DLRM(nn.Module):
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum", sparse=sparse) for _ in range(CATEGORIES))
         for table in self.tables:
             assert isinstance(table, nn.EmbeddingBag)
-            RowValues("uniform", rows**-0.5).fill(table)
+            _row_values(rows).fill(table)
         self.top = _network([dim + (CATEGORIES + 1) * CATEGORIES // 2, *top, 1], last=nn.Identity())
         self.register_buffer("below", torch.tril_indices(CATEGORIES + 1, CATEGORIES + 1, -1), persistent=False)
 
@@ -80,6 +85,9 @@ class ClickThrough(Recipe):
 
     def model(self) -> nn.Module:
         return DLRM(dim=self.dim, rows=self.rows, bottom=self.bottom, top=self.top, sparse=self.sparse)
+
+    def row_values(self, model: nn.Module) -> Mapping[str, RowValues]:
+        return {f"tables.{feature}": _row_values(self.rows) for feature in range(CATEGORIES)}
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return self.make_optimizer(model.parameters())

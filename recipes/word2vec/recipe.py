@@ -26,6 +26,11 @@ _SHOWN = ("class", "return", "string", "file", "error", "first")
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
+def _row_values(dim: int) -> dict[str, RowValues]:
+    """Return what vectors of length ``dim`` are before they are trained, by the name of their embedding."""
+    return {"inner": RowValues("uniform", 0.5 / dim), "outer": RowValues("uniform", 0.0)}
+
+
 @final
 class SkipGram(nn.Module):
     """Two vectors per word: ``inner`` for a word as the center, ``outer`` for it as a neighbour."""
@@ -34,8 +39,9 @@ class SkipGram(nn.Module):
         super().__init__()
         self.inner = nn.Embedding(words, dim, sparse=sparse)
         self.outer = nn.Embedding(words, dim, sparse=sparse)
-        RowValues("uniform", 0.5 / dim).fill(self.inner)
-        RowValues("uniform", 0.0).fill(self.outer)
+        values = _row_values(dim)
+        values["inner"].fill(self.inner)
+        values["outer"].fill(self.outer)
 
     def forward(self, center_b: Tensor, others_bk: Tensor) -> Tensor:
         """Return scores [b, k] of each center with each of its k other words."""
@@ -97,6 +103,9 @@ class Word2Vec(Recipe):
 
     def model(self) -> nn.Module:
         return SkipGram(len(self.counts), self.dim, sparse=self.sparse)
+
+    def row_values(self, model: nn.Module) -> Mapping[str, RowValues]:
+        return _row_values(self.dim)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return self.make_optimizer(model.parameters())

@@ -76,6 +76,13 @@ class Recipe(ABC):
         """
         return {}
 
+    def row_values(self, model: nn.Module) -> Mapping[str, RowValues]:
+        """Say what untouched rows of embeddings are, by the embedding's name in ``model``; others are standard normal.
+
+        It counts where a strategy makes rows as they are touched, in embeddings with ``sparse=True``.
+        """
+        return {}
+
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
         """Lines to show at the end of a run, from the trained model's state."""
         return []
@@ -87,22 +94,23 @@ class Recipe(ABC):
 
 @dataclass(frozen=True)
 class RowValues:
-    """What the rows of an embedding are before their first update: "normal" with deviation ``scale``, or "uniform"
-    in [-scale, scale). It counts where a strategy makes rows as they are touched (``sparse=True``).
+    """What the rows of an embedding are before their first update.
+
+    Args:
+        kind: "normal" with deviation ``scale``, or "uniform" in [-scale, scale).
     """
 
     kind: Literal["normal", "uniform"] = "normal"
     scale: float = 1.0
 
     def fill(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
-        """Draw the whole table like that, and leave a mark for strategies that make its rows one by one."""
+        """Draw the whole table like that; :meth:`Recipe.row_values` names it where its rows are made one by one."""
         from torch import nn
 
         if self.kind == "uniform":
             nn.init.uniform_(embedding.weight, -self.scale, self.scale)
         else:
             nn.init.normal_(embedding.weight, std=self.scale)
-        object.__setattr__(embedding, "row_values", self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def test_an_optimizer_that_cannot_update_single_rows_is_refused(optimizer: Any) 
 
 def remote(local: nn.Module) -> RemoteTable:
     """Return the remote module that replaces ``local``, with the same rows."""
-    model = made_remote(nn.ModuleList([local]))
+    model = made_remote(nn.ModuleList([local]), {})
     (table,) = remotes(model)
     weight_rd: Tensor = local.weight.detach()  # type: ignore[operator]
     table.pull = lambda _, ids_n: weight_rd[ids_n].clone()

@@ -31,7 +31,7 @@ from worldsize.strategies.gradient_reducer import Backward, GradientReducer, gra
 from worldsize.strategies.parameter_server.all_shards import Peer
 from worldsize.strategies.parameter_server.model_state import joined_rows, learning_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
-from worldsize.strategies.parameter_server.remote_embedding import TableLinks, made_remote
+from worldsize.strategies.parameter_server.remote_embedding import TableLinks, remote_model
 from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule, Sharding
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
@@ -157,7 +157,7 @@ class _HybridReplica(Replica):
         world = context.world
         self._world, self._dialer, self._rule = world, dialer, rule
         self._synchronous = strategy.consistency == "sync"
-        model = made_remote(recipe.model()).to(world.device)
+        model = remote_model(recipe).to(world.device)
         self._tables = TableLinks(model, rule)
         self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
         module = self._wrapped(model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.parameter_server.remote_embedding import made_remote, remotes
+from worldsize.strategies.parameter_server.remote_embedding import remote_model, remotes
 from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, initial_rows
 from worldsize.strategies.train_state import TrainState
 
@@ -19,7 +19,7 @@ RowStates = Mapping[str, Mapping[str, Tensor]]
 
 def learning_of(recipe: Recipe) -> TrainState:
     """Of a recipe's model without the rows of its tables."""
-    return TrainState.of(recipe, made_remote(recipe.model()))
+    return TrainState.of(recipe, remote_model(recipe))
 
 
 def tables_of(learning: TrainState, rule: RowRule, shard: int) -> list[Rows]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, Recipe, RowValues
 from worldsize.strategies.parameter_server.row_cache import RowCache
-from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule, Table
+from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule, Table, tables
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 
 Pull = Callable[[Table, Tensor], Tensor]  # int64 [n], sorted and each once, to float32 [n, dim]
@@ -90,11 +90,17 @@ class RemoteEmbeddingBag(RemoteTable):
         )
 
 
-def made_remote(model: nn.Module) -> nn.Module:
-    """``model`` with every table (see :meth:`Table.found`) replaced."""
-    tables = {table.name: table for table in Table.found(model)}
+def remote_model(recipe: Recipe) -> nn.Module:
+    """Make the recipe's model with its tables replaced."""
+    model = recipe.model()
+    return made_remote(model, recipe.row_values(model))
+
+
+def made_remote(model: nn.Module, values: Mapping[str, RowValues]) -> nn.Module:
+    """Replace every table of ``model``, see :func:`~worldsize.strategies.parameter_server.row_tables.tables`."""
+    replaced = {table.name: table for table in tables(model, values)}
     for name, module in list(model.named_modules()):
-        if table := tables.get(f"{name}.weight"):
+        if table := replaced.get(f"{name}.weight"):
             parent, _, own = name.rpartition(".")
             remote: RemoteTable
             if isinstance(module, nn.EmbeddingBag):

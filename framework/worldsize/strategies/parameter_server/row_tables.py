@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, RowValues
+from worldsize.errors import neighbours
 
 Sharding = Literal["hash", "range"]
 RowGradients = tuple[Tensor, Tensor]  # int64 [n], sorted and each once, and float32 [n, dim]
@@ -32,19 +33,24 @@ class Table:
     padding: int | None
     values: RowValues
 
-    @staticmethod
-    def found(model: nn.Module) -> list[Table]:
-        """Of every nn.Embedding and nn.EmbeddingBag with ``sparse=True``, in the order of the model."""
-        return [
-            Table(f"{name}.weight", each.num_embeddings, each.embedding_dim, each.padding_idx, _values(each))
-            for name, each in model.named_modules()
-            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
-        ]
 
+def tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table]:
+    """Describe every nn.Embedding and nn.EmbeddingBag with ``sparse=True``, in the order of ``model``.
 
-def _values(embedding: nn.Module) -> RowValues:
-    values = getattr(embedding, "row_values", None)
-    return values if isinstance(values, RowValues) else RowValues()
+    ``values``: what their rows are before the first update, see :meth:`Recipe.row_values`.
+
+    Raises:
+        ConfigError: ``values`` names a module that ``model`` does not have.
+    """
+    modules, normal = dict(model.named_modules()), RowValues()
+    for name in values:
+        if name not in modules:
+            raise ConfigError(f"row_values: the model has no module {name!r}{neighbours(name, modules)}")
+    return [
+        Table(f"{name}.weight", each.num_embeddings, each.embedding_dim, each.padding_idx, values.get(name, normal))
+        for name, each in modules.items()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+    ]
 
 
 def initial_rows(seed: int, table: Table, ids_n: Tensor) -> Tensor:

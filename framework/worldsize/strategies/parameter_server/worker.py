@@ -18,7 +18,7 @@ from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.parameter_server.gradient_codecs import Feedback
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.overlapped_push import Overlap, Place
-from worldsize.strategies.parameter_server.remote_embedding import TableLinks, made_remote
+from worldsize.strategies.parameter_server.remote_embedding import TableLinks, remote_model
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import Bucket, ShardingPlan
 from worldsize.strategies.parameter_server.worker_heartbeat import WorkerHeartbeat
@@ -70,7 +70,7 @@ class Worker:
         world, shards = context.world, plan.shards
         self._recipe, self._world, self._context, self._dialer = recipe, world, context, dialer
         self._numerics, self._synchronous, self._shards = context.numerics, options.synchronous, shards
-        self._model = made_remote(recipe.model()).to(world.device)
+        self._model = remote_model(recipe).to(world.device)
         self._staleness = options.staleness
         self._tables = TableLinks(self._model, plan.rows, cache_rows=options.cache_rows)
         self._codec, self._feedback = plan.codec, Feedback(plan.codec) if plan.codec else None
