@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -14,47 +14,35 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.codecs import CODECS, Codec
+from worldsize.collectives.codecs import Codec
 from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.reductions import all_reduced, compressed, hierarchical
 from worldsize.collectives.staged import Phases, Staged
-from worldsize.core import Reduction, StateDict, World
-from worldsize.strategies.gradient_reducer import Flat, GradientReducer, gradient_reducer
-from worldsize.strategies.powersgd_reducer import PowerSGD
-
-Compression = Literal["none", "bf16", "fp16", "int8", "powersgd"]
-SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}  # to float32; of PowerSGD it depends on the matrices
-
-
-def reduced(
-    reduce: Reduction, compress: Compression, module: DistributedDataParallel, world: World, *, rank: int
-) -> GradientReducer:
-    """The mean gradient over ``world`` by ``reduce`` and ``compress``; ``rank``: of PowerSGD's approximation."""
-    node = world.groups.get("node") if reduce == "hierarchical" else None
-    if compress == "powersgd":
-        return PowerSGD(module, world, rank=rank, node=node)
-    if compress == "none" and node is None:
-        return gradient_reducer(reduce, module, world.group)
-    return Reduced(module, world, CODECS.get(compress), node)
+from worldsize.core import StateDict, World
+from worldsize.strategies.all_reduce_reducer import BucketHook
 
 
 @final
-class Reduced(Flat):
-    """``codec``: how sums are sent (None: as they are), with ``node`` only those that cross nodes."""
+class CompressedHook(BucketHook):
+    """Sends sums as ``codec`` encodes them (None: as they are); with ``node`` only sums that cross nodes.
+
+    What a lossy codec leaves out is added to the next message.
+    """
 
     def __init__(
         self, module: DistributedDataParallel, world: World, codec: Codec | None, node: ProcessGroup | None
     ) -> None:
-        super().__init__(module)
         self._world, self._codec, self._node = world, codec, node
         self._staged = Staged()
         self._errors: Errors | None = None
         if codec and codec.lossy:
             self._errors = Errors(module, dist.get_world_size(node) if node else 1)
-            self._settled = False  # errors are kept by bucket
-        module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
-    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+    @property
+    def has_bucket_memory(self) -> bool:
+        return self._errors is not None
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         flat = bucket.buffer().div_(self._world.size)  # before it is encoded: float16 has no large numbers
         return self._staged.add(flat, self._total(flat, bucket.index()), last=bucket.is_last())
 
@@ -71,12 +59,11 @@ class Reduced(Flat):
         error = self._errors.of(bucket, flat.numel()) if self._errors else None
         return compressed(flat, group, self._codec, error)
 
-    def _settle(self, backward: Callable[[float], Tensor]) -> None:
-        if self._errors is None:
-            return super()._settle(backward)
-        before = self._errors.now.clone()
-        super()._settle(backward)
-        return self._errors.begin(before)
+    def settle(self, discarded_pass: Callable[[], None]) -> None:
+        before = self._errors.now.clone() if self._errors else None
+        discarded_pass()
+        if self._errors and before is not None:
+            self._errors.begin(before)
 
     def state(self) -> StateDict:
         return {"errors": stack_per_rank(self._errors.now, self._world)} if self._errors else {}

@@ -25,8 +25,7 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.cost.cluster import across, link, ring_share, slowest
-from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
+from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
@@ -79,41 +78,15 @@ class FSDP(Strategy):
         return {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Gathered for the forward pass and, unless kept, for the backward pass; gradients reduce-scattered, and with
-        several copies all-reduced between them. gloo's reduce-scatter is an all-reduce of which most is thrown away
-        (bytes counted at the interface: benchmarks/README.md), and waits for each unit; on GPUs only the first
-        gather and the last reduce-scatter have nothing to hide behind (arXiv 2304.11277, section 3.3).
-        """
-        payload, size = work.parameter_bytes, self._shard_size(cluster.processes, cluster.processes_per_node)
-        on_cpu = cluster.backend == "gloo"
-        gathers, scatters = 2 if self.reshard_after_forward else 1, 2 if on_cpu else 1
-        passes = gathers * _smaller(self.param_dtype) + scatters * _smaller(self.reduce_dtype or self.param_dtype)
-        inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
-        units = work.blocks + 1  # gathered one by one, the rest of the model as one
-        seconds = passes * units * all_gather_seconds(payload / units, size, inside)
-        sent = passes * ring_share(size) * payload
-        copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
-        if copies > 1:
-            between = 2 * ring_share(copies) * payload / size
-            shared = divided(slowest(cluster), cluster.processes_per_node)
-            seconds += ring_all_reduce_seconds(payload / size, copies, shared)
-            sent, leaving = sent + between, leaving + between * cluster.processes_per_node
-        ends = 2 * all_gather_seconds(work.unit_bytes, size, inside)
-        hidden = max(ends, exposed_seconds(seconds, work.overlap * work.compute_seconds))
-        return Cost(
-            memory_bytes=self._memory_bytes(work, size),
-            sent_bytes=sent,
-            across_bytes=across(cluster, leaving),
-            communication_seconds=seconds,
-            exposed_seconds=min(seconds, hidden) if work.overlap and not on_cpu else seconds,
-            added_seconds=-ring_share(size) * work.update_seconds,
+        sharding = FSDPSharding(
+            ranks=self._shard_size(cluster.processes, cluster.processes_per_node),
+            reshard_after_forward=self.reshard_after_forward,
+            gathered_share=_share_of_fp32(self.param_dtype),
+            scattered_share=_share_of_fp32(self.reduce_dtype or self.param_dtype),
+            activation_checkpointing=self.activation_checkpointing,
+            cpu_offload=self.cpu_offload,
         )
-
-    def _memory_bytes(self, work: Workload, size: int) -> float:
-        gathered = 2 * work.unit_bytes if self.reshard_after_forward else work.parameter_bytes
-        activations = work.boundary_bytes * work.blocks if self.activation_checkpointing else work.activation_bytes
-        kept = 0.0 if self.cpu_offload else (2 * work.parameter_bytes + work.optimizer_bytes) / size
-        return kept + gathered * _smaller(self.param_dtype) + activations
+        return fsdp_cost(work, cluster, sharding)
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
@@ -153,6 +126,6 @@ class FSDP(Strategy):
             )
 
 
-def _smaller(dtype: Precision | None) -> float:
-    """Bytes for each of float32."""
+def _share_of_fp32(dtype: Precision | None) -> float:
+    """Return the bytes of a number of ``dtype`` for each byte of a float32."""
     return _DTYPES[dtype].itemsize / 4 if dtype else 1.0

@@ -17,22 +17,20 @@ from torch.nn.parallel import DistributedDataParallel
 from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import StateDict, World
-from worldsize.strategies.gradient_reducer import Flat
+from worldsize.strategies.all_reduce_reducer import BucketHook
 
 _WARM_UP = 2  # passes before torch's hook compresses; here they are thrown away
 
 
 @final
-class PowerSGD(Flat):
-    """Each matrix of a gradient as the product of two of ``rank`` columns, with error feedback and warm start.
+class PowerSGDHook(BucketHook):
+    """Sends each matrix of a gradient as the product of two of ``rank`` columns, with error feedback and warm start.
 
     With ``node``: the sum inside a node is exact, and what crosses nodes is compressed.
     """
 
     def __init__(self, module: DistributedDataParallel, world: World, *, rank: int, node: ProcessGroup | None) -> None:
-        super().__init__(module)
         self._world, self._rank, self._node = world, rank, node
-        self._settled = False  # its memory is kept by bucket
         self._loaded: Tensor | None = None
         self._length = sum(
             parameter.numel() + _columns(parameter, rank)
@@ -40,13 +38,16 @@ class PowerSGD(Flat):
             if parameter.requires_grad
         )
         self._torch = self._fresh()
-        module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    @property
+    def has_bucket_memory(self) -> bool:
+        return True
 
     def _fresh(self) -> PowerSGDState:
         group = self._world.groups["across"] if self._node else self._world.group
         return PowerSGDState(group, self._rank, start_powerSGD_iter=_WARM_UP, orthogonalization_epsilon=1e-8)
 
-    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         if self._node is not None:
             bucket.buffer().div_(dist.get_world_size(self._node))
             with phase("communication"):
@@ -57,10 +58,10 @@ class PowerSGD(Flat):
                 future.wait()  # it begins collectives in callbacks, which must not meet those of the next bucket
         return future
 
-    def _settle(self, backward: Callable[[float], Tensor]) -> None:
+    def settle(self, discarded_pass: Callable[[], None]) -> None:
         self._torch = self._fresh()
         for _ in range(_WARM_UP + 1):  # the last one lays out the memory
-            super()._settle(backward)
+            discarded_pass()
         layout, self._torch = self._torch, self._fresh()
         self._torch.iter = _WARM_UP
         if self._loaded is not None:

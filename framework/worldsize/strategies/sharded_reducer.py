@@ -17,7 +17,9 @@ from worldsize.collectives.ordered import Counter, Tree, finish
 from worldsize.collectives.step_timer import phase
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import MicroBatch, Reduction, World
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer, Statistics, gradient_reducer
+from worldsize.strategies.buffer_mean import BufferMean
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.reducers import gradient_reducer
 
 
 def sharded_reducer(
@@ -27,28 +29,28 @@ def sharded_reducer(
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
     time_sharding(model, world.device, copies=copies is not None and reduce != "ordered")
-    return OrderedShards(model, world, copies) if reduce == "ordered" else FlatShards(model, world)
+    return OrderedShardReducer(model, world, copies) if reduce == "ordered" else ReduceScatterReducer(model, world)
 
 
 @final
-class FlatShards(GradientReducer):
+class ReduceScatterReducer(GradientReducer):
     """Torch's reduce-scatter, once a step: the gradients of earlier micro-batches are kept whole until then."""
 
     def __init__(self, model: FSDPModule, world: World) -> None:
         assert isinstance(model, nn.Module)
         self._model = model
-        self._statistics = Statistics(model, world.group)
+        self._buffers = BufferMean(model, world.group)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
-        self._statistics.begin(len(batches))
+        self._buffers.begin(len(batches))
         losses = []
         for place, batch in enumerate(batches):
             last = place == len(batches) - 1
             self._model.set_requires_gradient_sync(last)
             self._model.set_is_last_backward(last)
             losses.append(backward(batch, 1 / len(batches)))
-            self._statistics.add(place)
-        self._statistics.finish()
+            self._buffers.add(place)
+        self._buffers.finish()
         return losses
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -60,7 +62,7 @@ class FlatShards(GradientReducer):
 
 
 @final
-class OrderedShards(GradientReducer):
+class OrderedShardReducer(GradientReducer):
     """The fixed tree of :mod:`worldsize.collectives.ordered`, as FSDP's reduce-scatter: the bits of every other
     strategy at every world size. Micro-batches but the last are summed here, whole.
     """
@@ -69,7 +71,7 @@ class OrderedShards(GradientReducer):
         assert isinstance(model, nn.Module)
         assert world.group is not None
         self._model, self._size = model, world.size
-        self._statistics = Statistics(model, world.group)
+        self._buffers = BufferMean(model, world.group)
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._scatters = [_OrderedScatter(world.group, copies) for _ in modules]
         for module, scatter in zip(modules, self._scatters, strict=True):
@@ -79,7 +81,7 @@ class OrderedShards(GradientReducer):
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         tree, losses = Tree(len(batches) * self._size, self._size), dict[int, Tensor]()
-        self._statistics.begin(len(batches))
+        self._buffers.begin(len(batches))
         for scatter in self._scatters:
             scatter.begin(tree)
         order = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
@@ -87,10 +89,10 @@ class OrderedShards(GradientReducer):
             for scatter in self._scatters:
                 scatter.node, scatter.last = node, place == len(order) - 1
             losses[leaf] = backward(batches[leaf], 1.0)
-            self._statistics.add(leaf)
+            self._buffers.add(leaf)
             if place < len(order) - 1:
                 self._model.zero_grad()  # shards of zeros
-        self._statistics.finish()
+        self._buffers.finish()
         return [losses[leaf] for leaf in range(len(batches))]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -121,6 +123,7 @@ class _OrderedScatter(ReduceScatter):
     def __init__(self, group: ProcessGroup, copies: ProcessGroup | None) -> None:
         self._group, self._copies = group, copies
         self.node, self.last = 0, True
+        self.begin(Tree(group.size(), group.size()))
 
     def begin(self, tree: Tree) -> None:
         self._tree = tree

@@ -23,7 +23,8 @@ from worldsize.core import (
     StepResult,
 )
 from worldsize.reproducibility.seeds import seed_generators
-from worldsize.strategies.gradient_reducer import GradientReducer, gradient_reducer
+from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.train_state import TrainState
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,7 +16,7 @@ from worldsize.core import Cluster, Cost, Recipe, Replica, Role, RunContext, Str
 from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.ddp import replicated
-from worldsize.strategies.gradient_reducer import gradient_reducer
+from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.sharded_state import ShardedTrainState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica, alone
 from worldsize.strategies.train_state import TrainState
@@ -38,22 +38,7 @@ class ZeRO(Strategy):
         return {"worker": Role(processes=cluster.processes)}
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """As DDP, and each rank sends the parameters that it has updated to all others, when it has."""
-        payload, ranks = work.parameter_bytes, cluster.processes
-        sent = 3 * ring_share(ranks) * payload
-        gathered = all_gather_all_seconds(payload, cluster)
-        seconds = partial(all_reduce_seconds, cluster=cluster)
-        exposed = bucketed_exposed_seconds(
-            payload, self.bucket_mb * 2**20, work.overlap * work.compute_seconds, seconds
-        )
-        return Cost(
-            memory_bytes=2 * payload + work.optimizer_bytes / ranks + work.activation_bytes,
-            sent_bytes=sent,
-            across_bytes=across(cluster, sent),
-            communication_seconds=seconds(payload) + gathered,
-            exposed_seconds=exposed + gathered if work.overlap else None,
-            added_seconds=-ring_share(ranks) * work.update_seconds,
-        )
+        return _cost(work, cluster, bucket_mb=self.bucket_mb)
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
@@ -76,3 +61,20 @@ def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     time_parameters(sharded, sharded.optim)
     whole = meta_state(recipe, model)["optimizer"]
     return ShardedTrainState(model, sharded, recipe.schedule(sharded), own=sharded.optim, whole=whole)
+
+
+def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
+    """Cost as of DDP, and each rank sends the parameters that it has updated to all others, when it has."""
+    payload, ranks = work.parameter_bytes, cluster.processes
+    sent = 3 * ring_share(ranks) * payload
+    gathered = all_gather_all_seconds(payload, cluster)
+    seconds = partial(all_reduce_seconds, cluster=cluster)
+    exposed = bucketed_exposed_seconds(payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, seconds)
+    return Cost(
+        memory_bytes=2 * payload + work.optimizer_bytes / ranks + work.activation_bytes,
+        sent_bytes=sent,
+        across_bytes=across(cluster, sent),
+        communication_seconds=seconds(payload) + gathered,
+        exposed_seconds=exposed + gathered if work.overlap else None,
+        added_seconds=-ring_share(ranks) * work.update_seconds,
+    )

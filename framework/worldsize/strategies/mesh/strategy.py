@@ -19,15 +19,7 @@ from worldsize.core import (
     Workload,
     World,
 )
-from worldsize.cost.cluster import link, ring_share, slowest
-from worldsize.cost.collectives import (
-    all_gather_seconds,
-    bubble_share,
-    divided,
-    exposed_seconds,
-    message_seconds,
-    ring_all_reduce_seconds,
-)
+from worldsize.strategies.mesh.cost import mesh_cost
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding
 from worldsize.strategies.mesh.partition import check_pipelines
@@ -153,31 +145,8 @@ class Mesh(Strategy):
         return {"worker": Role(processes=cluster.processes)}
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Tensor: four all-reduces of a block's output for each micro-batch (arXiv 1909.08053, section 3), inside a
-        node; pipeline: outputs and their gradients at both edges of a stage; data: as FSDP, of what a rank holds.
-        """
-        layout = self.layout(cluster.processes)
-        rings, edge = _crossing(layout, cluster)
-        held = work.parameter_bytes / (layout.tensor * layout.pipeline)
-        count = work.micro_batches or self.default_micro_batches
-        blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
-        reduced = 4 * blocks * count * work.boundary_bytes
-        passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
-        on_cpu = cluster.backend == "gloo"  # whose reduce-scatter is an all-reduce, and hides nothing
-        gathers = (2 if self.pipeline == 1 else 1) + (2 if on_cpu else 1)
-        waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
-        if layout.pipeline > 1:
-            waited += 2 * message_seconds(work.boundary_bytes, divided(slowest(cluster), edge)) * count
-        along = divided(slowest(cluster), rings) if rings else near
-        along_data = gathers * all_gather_seconds(held, layout.data, along)
-        exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
-        sharded = gathers * ring_share(layout.data) * held
-        share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
-        memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
-        memory += work.activation_bytes * min(count, layout.pipeline) / (layout.tensor * layout.pipeline)
-        sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
-        idle = bubble_share(layout.pipeline, count, self.stages // layout.pipeline)
-        return Cost(memory, sent, sharded * rings + passed * edge, waited + along_data, idle, exposed)
+        layout, count = self.layout(cluster.processes), work.micro_batches or self.default_micro_batches
+        return mesh_cost(work, cluster, layout, micro_batches=count, stages=self.stages)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         return self.layout(cluster.processes).groups()
@@ -205,11 +174,3 @@ class Mesh(Strategy):
             split=self.split,
             sharding=Sharding(self.wrap, self.wrap_parameters, reshard, self.activation_checkpointing),
         )
-
-
-def _crossing(layout: Layout, cluster: Cluster) -> tuple[int, int]:
-    """Of a node: rings along data that leave it, and ranks that hand outputs to other stages outside."""
-    stage, each = layout.data * layout.tensor, cluster.processes_per_node
-    if cluster.nodes == 1:
-        return 0, 0
-    return layout.tensor if stage > each else 0, min(stage, each) if layout.pipeline > 1 else 0

@@ -27,7 +27,7 @@ from worldsize.core import (
 )
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer, gradient_reducer
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.parameter_server.all_shards import Peer
 from worldsize.strategies.parameter_server.model_state import joined_rows, learning_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
@@ -37,6 +37,7 @@ from worldsize.strategies.parameter_server.server_group import ServerGroup, Tran
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
+from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.transport.dialer import Dialer

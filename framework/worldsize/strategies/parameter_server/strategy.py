@@ -22,10 +22,9 @@ from worldsize.core import (
     Strategy,
     Workload,
 )
-from worldsize.cost.cluster import across, served_bytes, served_seconds
-from worldsize.cost.collectives import exposed_seconds
 from worldsize.strategies.parameter_server.all_shards import AllShards, Peer
 from worldsize.strategies.parameter_server.coordinator import Coordinator
+from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, GradientCodec, codec_of
 from worldsize.strategies.parameter_server.model_state import learning_of
 from worldsize.strategies.parameter_server.operations import shard_service
@@ -136,26 +135,16 @@ class ParameterServer(Strategy):
         }
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Push, then pull, over the busiest link: of servers, unless there are as many as workers. Pushes, which
-        ``compression`` makes smaller, hide behind the backward pass, but for the last frame; servers add up what comes
-        meanwhile, and update when all has come.
-        """
-        payload, shards = work.parameter_bytes, range(self.servers)
-        numel = round(payload / 4)
-        pushed_bytes = self._codec.length(numel) * self._codec.dtype.itemsize if self._codec else payload
-        workers = range(self._group.processes, cluster.processes)
-        pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
-        added = len(workers) / self.servers * work.sum_seconds
-        frame = served_seconds(min(pushed_bytes, self.bucket_mb * 2**20), workers, shards, cluster)
-        pushed = max(frame, exposed_seconds(max(push, added), work.overlap * work.compute_seconds))
-        worker = 2 * payload + work.activation_bytes
-        return Cost(
-            memory_bytes=max(worker, (payload + work.optimizer_bytes) / self.servers),
-            sent_bytes=max(pushed_bytes, len(workers) * payload / self.servers),
-            across_bytes=across(cluster, served_bytes(payload, workers, shards, cluster)),
-            communication_seconds=push + pull,
-            exposed_seconds=pushed + pull,
-            added_seconds=work.update_seconds / self.servers - work.update_seconds,
+        numel = round(work.parameter_bytes / 4)
+        codec = self._codec
+        pushed_bytes = codec.length(numel) * codec.dtype.itemsize if codec else work.parameter_bytes
+        return served_cost(
+            work,
+            cluster,
+            servers=self.servers,
+            first_worker=self._group.processes,
+            pushed_bytes=pushed_bytes,
+            bucket_bytes=self.bucket_mb * 2**20,
             same=self.bound == 0,
         )
 

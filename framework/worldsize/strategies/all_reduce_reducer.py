@@ -1,0 +1,118 @@
+"""Mean gradients by an all-reduce: torch's own, or one that a communication hook of DDP computes in its place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.collectives.gathered import gathered_mean
+from worldsize.core import MicroBatch, StateDict
+from worldsize.strategies.buffer_mean import BufferMean
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, without_sync
+
+
+class BucketHook(ABC):
+    """Sums a bucket of DDP's gradients over processes, and may remember something by bucket for the next step."""
+
+    @property
+    def has_bucket_memory(self) -> bool:
+        """Whether something is remembered by bucket, so that DDP must have its final buckets before the first step."""
+        return False
+
+    @abstractmethod
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return the mean over processes of ``bucket``, in its shape."""
+
+    def settle(self, discarded_pass: Callable[[], None]) -> None:
+        """Run ``discarded_pass``, after which DDP has its final buckets, and lay out what is remembered by them."""
+        discarded_pass()
+
+    def state(self) -> StateDict:
+        """Return what is remembered from step to step."""
+        return {}
+
+    def load(self, state: StateDict) -> None:  # noqa: B027 - most remember nothing
+        """Take what :meth:`state` gave."""
+
+
+@final
+class GatherHook(BucketHook):
+    """Gathers buckets and sums them everywhere, see :mod:`worldsize.collectives.gathered`: for small models on CPUs."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Wait for the sum here, which costs nothing: there is nothing left to overlap with."""
+        future: Future[Tensor] = Future()
+        future.set_result(gathered_mean(bucket.buffer(), self._group))
+        return future
+
+
+@final
+class AllReduceReducer(GradientReducer):
+    """Sums in the order of arrival here, and across processes in the order of torch's all-reduce or as ``hook`` does.
+
+    ``module`` is a model, or the DistributedDataParallel around it, which alone can have a ``hook``.
+    """
+
+    def __init__(self, module: nn.Module, hook: BucketHook | None = None) -> None:
+        self._module, self._hook = module, hook
+        group = module.process_group if isinstance(module, DistributedDataParallel) else None
+        self._buffers = BufferMean(module, group)
+        self._is_settled = hook is None or not hook.has_bucket_memory
+        if hook is not None:
+            assert isinstance(module, DistributedDataParallel)
+            module.register_comm_hook(None, lambda _, bucket: hook.reduce(bucket))
+
+    def resumed(self) -> None:
+        self._is_settled = not isinstance(self._module, DistributedDataParallel)
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        if not self._is_settled:
+            self._settle(partial(backward, batches[-1]))
+        self._buffers.begin(len(batches))
+        with without_sync(self._module):
+            losses = [self._added(place, batches, backward) for place in range(len(batches) - 1)]
+        losses.append(self._added(len(batches) - 1, batches, backward))
+        self._buffers.finish()
+        return losses
+
+    def _added(self, place: int, batches: Sequence[MicroBatch], backward: Backward) -> Tensor:
+        loss = backward(batches[place], 1 / len(batches))
+        self._buffers.add(place)
+        return loss
+
+    def _settle(self, backward: Callable[[float], Tensor]) -> None:
+        """Let DDP group its buckets anew, as it does after its first pass: at three ranks and more the order of sums
+        depends on how they are grouped.
+        """
+        self._is_settled = True
+        discarded_pass = partial(self._discard, backward)
+        if self._hook is None:
+            discarded_pass()
+        else:
+            self._hook.settle(discarded_pass)
+
+    def _discard(self, backward: Callable[[float], Tensor]) -> None:
+        """Run a pass whose gradients are thrown away."""
+        kept = [buffer.clone() for buffer in self._module.buffers()]
+        backward(1.0)
+        self._module.zero_grad()
+        for buffer, before in zip(self._module.buffers(), kept, strict=True):
+            buffer.copy_(before)
+
+    def state(self) -> StateDict:
+        return {} if self._hook is None else self._hook.state()
+
+    def load(self, state: StateDict) -> None:
+        if self._hook is not None:
+            self._hook.load(state)

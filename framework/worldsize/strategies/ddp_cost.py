@@ -1,0 +1,93 @@
+"""What a step costs under distributed data parallel training, by the way in which gradients are summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from worldsize.collectives.gathered import LARGEST
+from worldsize.core import Cluster, Cost, Reduction, Workload
+from worldsize.cost.cluster import (
+    across,
+    all_gather_all_seconds,
+    all_reduce_seconds,
+    by_node_seconds,
+    exchanged_across_bytes,
+    exchanged_all_seconds,
+    ring_share,
+    whole_bytes,
+)
+from worldsize.cost.collectives import bucketed_exposed_seconds
+
+SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}  # to float32; of PowerSGD it depends on the matrices
+
+
+def ddp_cost(work: Workload, cluster: Cluster, *, reduce: Reduction, compress: str, bucket_mb: float) -> Cost:
+    """Cost of a step whose buckets hide behind the backward pass.
+
+    What ``compress`` saves counts where it applies: everywhere, or across nodes only. Gradients that are small on CPUs
+    are gathered whole, see :mod:`worldsize.collectives.gathered`.
+    """
+    sums = _Sums(work.parameter_bytes, cluster, reduce, compress)
+    payload = work.parameter_bytes
+    sent, leaving = sums.sent_bytes()
+    hidden = bucketed_exposed_seconds(payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, sums.seconds)
+    return Cost(
+        memory_bytes=whole_bytes(work),
+        sent_bytes=sent,
+        across_bytes=across(cluster, leaving),
+        communication_seconds=sums.seconds(payload),
+        exposed_seconds=hidden if work.overlap else None,
+    )
+
+
+@final
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of ``payload_bytes`` of gradients over the processes of ``cluster``."""
+
+    payload_bytes: float
+    cluster: Cluster
+    reduce: Reduction
+    compress: str
+
+    def sent_bytes(self) -> tuple[float, float]:
+        """Return the bytes that a rank sends in a step, and those of a rank that leave its node."""
+        payload, cluster = self.payload_bytes, self.cluster
+        if self._is_by_node:
+            inside, between = 2 * ring_share(cluster.processes_per_node), 2 * ring_share(cluster.nodes) * self._factor
+            return (inside + between / cluster.processes_per_node) * payload, between * payload
+        if self._is_small:
+            sent = (cluster.processes - 1) * payload
+            return sent, sent
+        sent = 2 * ring_share(cluster.processes) * payload * self._factor
+        return sent, exchanged_across_bytes(payload * self._factor, cluster) if self._is_exchanged else sent
+
+    def seconds(self, payload_bytes: float) -> float:
+        """Return the seconds that it takes to sum ``payload_bytes``, a bucket's or all."""
+        if self._is_by_node:
+            return by_node_seconds(payload_bytes, self.cluster, smaller=self._factor)
+        if self._is_small:
+            return all_gather_all_seconds(payload_bytes * self.cluster.processes, self.cluster)
+        if self._is_exchanged:
+            return exchanged_all_seconds(payload_bytes * self._factor, self.cluster)
+        return all_reduce_seconds(payload_bytes * self._factor, self.cluster)
+
+    @property
+    def _factor(self) -> float:
+        """Bytes that are sent for each byte of float32."""
+        return SIZES.get(self.compress, 1.0)
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return self.reduce == "ordered" or self.compress in SIZES
+
+    @property
+    def _is_by_node(self) -> bool:
+        return self.reduce == "hierarchical" and self.cluster.nodes > 1
+
+    @property
+    def _is_small(self) -> bool:
+        plain = not self._is_by_node and not self._is_exchanged and self.compress == "none"
+        on_cpu = self.cluster.device == "cpu"
+        return plain and on_cpu and self.cluster.processes * self.payload_bytes <= LARGEST

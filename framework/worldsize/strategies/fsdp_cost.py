@@ -1,0 +1,67 @@
+"""What a step costs under fully sharded data parallel training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from worldsize.core import Cluster, Cost, Workload
+from worldsize.cost.cluster import across, link, ring_share, slowest
+from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seconds, ring_all_reduce_seconds
+
+
+@final
+@dataclass(frozen=True)
+class FSDPSharding:
+    """How a model is sharded, as far as the cost depends on it."""
+
+    ranks: int
+    """That hold one copy of the model."""
+    reshard_after_forward: bool
+    gathered_share: float
+    """Bytes of gathered parameters for each byte of float32."""
+    scattered_share: float
+    """The same of gradients that are reduce-scattered."""
+    activation_checkpointing: bool
+    cpu_offload: bool
+
+
+def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
+    """Cost of gathering parameters for the forward pass and, unless kept, for the backward pass, and of the gradients'
+    reduce-scatter; with several copies they are all-reduced between these.
+
+    gloo's reduce-scatter is an all-reduce of which most is thrown away (bytes counted at the interface:
+    benchmarks/README.md), and waits for each unit; on GPUs only the first gather and the last reduce-scatter have
+    nothing to hide behind (arXiv 2304.11277, section 3.3).
+    """
+    payload, size = work.parameter_bytes, sharding.ranks
+    on_cpu = cluster.backend == "gloo"
+    gathers, scatters = 2 if sharding.reshard_after_forward else 1, 2 if on_cpu else 1
+    passes = gathers * sharding.gathered_share + scatters * sharding.scattered_share
+    inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
+    units = work.blocks + 1  # gathered one by one, the rest of the model as one
+    seconds = passes * units * all_gather_seconds(payload / units, size, inside)
+    sent = passes * ring_share(size) * payload
+    copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
+    if copies > 1:
+        between = 2 * ring_share(copies) * payload / size
+        shared = divided(slowest(cluster), cluster.processes_per_node)
+        seconds += ring_all_reduce_seconds(payload / size, copies, shared)
+        sent, leaving = sent + between, leaving + between * cluster.processes_per_node
+    ends = 2 * all_gather_seconds(work.unit_bytes, size, inside)
+    hidden = max(ends, exposed_seconds(seconds, work.overlap * work.compute_seconds))
+    return Cost(
+        memory_bytes=_memory_bytes(work, sharding),
+        sent_bytes=sent,
+        across_bytes=across(cluster, leaving),
+        communication_seconds=seconds,
+        exposed_seconds=min(seconds, hidden) if work.overlap and not on_cpu else seconds,
+        added_seconds=-ring_share(size) * work.update_seconds,
+    )
+
+
+def _memory_bytes(work: Workload, sharding: FSDPSharding) -> float:
+    gathered = 2 * work.unit_bytes if sharding.reshard_after_forward else work.parameter_bytes
+    activations = work.boundary_bytes * work.blocks if sharding.activation_checkpointing else work.activation_bytes
+    kept = 0.0 if sharding.cpu_offload else (2 * work.parameter_bytes + work.optimizer_bytes) / sharding.ranks
+    return kept + gathered * sharding.gathered_share + activations

@@ -1,0 +1,53 @@
+"""What a step costs under data × tensor × pipeline parallelism."""
+
+from __future__ import annotations
+
+from worldsize.core import Cluster, Cost, Workload
+from worldsize.cost.cluster import link, ring_share, slowest
+from worldsize.cost.collectives import (
+    all_gather_seconds,
+    bubble_share,
+    divided,
+    exposed_seconds,
+    message_seconds,
+    ring_all_reduce_seconds,
+)
+from worldsize.strategies.mesh.layout import Layout
+
+
+def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, stages: int) -> Cost:
+    """Cost of a step of so many ``micro_batches`` a data part, in a pipeline of ``stages``.
+
+    Tensor: four all-reduces of a block's output for each micro-batch (arXiv 1909.08053, section 3), inside a node.
+    Pipeline: outputs and their gradients at both edges of a stage.
+    Data: as FSDP, of what a rank holds.
+    """
+    rings, edge = _crossing(layout, cluster)
+    held = work.parameter_bytes / (layout.tensor * layout.pipeline)
+    count = micro_batches
+    blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
+    reduced = 4 * blocks * count * work.boundary_bytes
+    passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
+    on_cpu = cluster.backend == "gloo"  # whose reduce-scatter is an all-reduce, and hides nothing
+    gathers = (2 if layout.pipeline == 1 else 1) + (2 if on_cpu else 1)
+    waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
+    if layout.pipeline > 1:
+        waited += 2 * message_seconds(work.boundary_bytes, divided(slowest(cluster), edge)) * count
+    along = divided(slowest(cluster), rings) if rings else near
+    along_data = gathers * all_gather_seconds(held, layout.data, along)
+    exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
+    sharded = gathers * ring_share(layout.data) * held
+    share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / layout.data
+    memory = share + (2 * work.unit_bytes / layout.tensor if layout.data > 1 else 0.0)
+    memory += work.activation_bytes * min(count, layout.pipeline) / (layout.tensor * layout.pipeline)
+    sent = sharded + passed + 2 * ring_share(layout.tensor) * reduced
+    idle = bubble_share(layout.pipeline, count, stages // layout.pipeline)
+    return Cost(memory, sent, sharded * rings + passed * edge, waited + along_data, idle, exposed)
+
+
+def _crossing(layout: Layout, cluster: Cluster) -> tuple[int, int]:
+    """Count the rings along data that leave a node, and its ranks that hand outputs to stages of other nodes."""
+    stage, each = layout.data * layout.tensor, cluster.processes_per_node
+    if cluster.nodes == 1:
+        return 0, 0
+    return layout.tensor if stage > each else 0, min(stage, each) if layout.pipeline > 1 else 0

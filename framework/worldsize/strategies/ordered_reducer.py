@@ -1,0 +1,86 @@
+"""Mean gradients with the same bits at every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.collectives.staged import Phases, Staged
+from worldsize.core import MicroBatch
+from worldsize.strategies.buffer_mean import BufferMean
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken, without_sync
+
+
+@final
+class OrderedReducer(GradientReducer):
+    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits.
+
+    Across processes it is a communication hook: buckets are exchanged while the last backward pass runs.
+    Which parameters share a bucket does not matter, since each element is summed by itself.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
+        self._module = module
+        self._group = group
+        self._size = dist.get_world_size(group) if group else 1
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._buffers = BufferMean(module, group)
+        self._counters: list[Counter] = []
+        self._logical_ranks = self._size
+        self._staged = Staged()
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+        tree = Tree(len(batches) * self._size, self._size)
+        self._logical_ranks, losses = tree.logical_ranks, dict[int, Tensor]()
+        self._counters = [Counter() for _ in range(tree.local_nodes)]
+        self._buffers.begin(len(batches))
+        *early, last = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
+        with without_sync(self._module):
+            for node, leaf in early:
+                losses[leaf] = backward(batches[leaf], 1.0)
+                self._counters[node].add(taken(self._parameters))
+                self._buffers.add(leaf)
+        losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
+        self._buffers.add(last[1])
+        if self._group is None:
+            self._finish_alone(last[0])
+        self._buffers.finish()
+        self._counters = []  # they hold gradients
+        return [losses[leaf] for leaf in range(len(batches))]
+
+    def _finish_alone(self, node: int) -> None:
+        self._counters[node].add(taken(self._parameters))
+        sums = [counter.waiting[0] for counter in self._counters]
+        for parameter, *nodes in zip(self._parameters, *sums, strict=True):
+            parameter.grad = finish(nodes) / self._logical_ranks
+
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's communication hook."""
+        return self._staged.add(bucket.buffer(), self._mean(bucket), last=bucket.is_last())
+
+    def _mean(self, bucket: GradBucket) -> Phases:
+        assert self._group is not None
+        total = yield from reduce_ordered(self._rows(bucket), self._group)
+        return torch.div(total, self._logical_ranks, out=bucket.buffer())
+
+    def _rows(self, bucket: GradBucket) -> list[Tensor]:
+        """This process's nodes for the bucket's parameters, flat; the bucket itself holds the last leaf."""
+        places = [self._place[id(parameter)] for parameter in bucket.parameters()]
+        *complete, current = self._counters
+        for waiting in current.waiting:
+            for gradient, place in zip(bucket.gradients(), places, strict=True):
+                gradient.add_(waiting[place])
+        sums = [counter.waiting[0] for counter in complete]
+        return [*(torch.cat([total[place].flatten() for place in places]) for total in sums), bucket.buffer()]

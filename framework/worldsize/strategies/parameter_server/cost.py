@@ -1,0 +1,39 @@
+"""What a step costs with parameter servers."""
+
+from __future__ import annotations
+
+from worldsize.core import Cluster, Cost, Workload
+from worldsize.cost.cluster import across, served_bytes, served_seconds
+from worldsize.cost.collectives import exposed_seconds
+
+
+def served_cost(
+    work: Workload,
+    cluster: Cluster,
+    *,
+    servers: int,
+    first_worker: int,
+    pushed_bytes: float,
+    bucket_bytes: float,
+    same: bool,
+) -> Cost:
+    """Cost of a push, then a pull, over the busiest link: of servers, unless there are as many as workers.
+
+    Pushes of ``pushed_bytes`` hide behind the backward pass, but for the last frame of ``bucket_bytes``; servers add up
+    what comes meanwhile, and update when all has come. Workers are the processes from ``first_worker`` on.
+    """
+    payload, shards, workers = work.parameter_bytes, range(servers), range(first_worker, cluster.processes)
+    pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
+    added = len(workers) / servers * work.sum_seconds
+    frame = served_seconds(min(pushed_bytes, bucket_bytes), workers, shards, cluster)
+    pushed = max(frame, exposed_seconds(max(push, added), work.overlap * work.compute_seconds))
+    worker = 2 * payload + work.activation_bytes
+    return Cost(
+        memory_bytes=max(worker, (payload + work.optimizer_bytes) / servers),
+        sent_bytes=max(pushed_bytes, len(workers) * payload / servers),
+        across_bytes=across(cluster, served_bytes(payload, workers, shards, cluster)),
+        communication_seconds=push + pull,
+        exposed_seconds=pushed + pull,
+        added_seconds=work.update_seconds / servers - work.update_seconds,
+        same=same,
+    )

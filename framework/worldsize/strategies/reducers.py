@@ -1,0 +1,42 @@
+"""Which gradient reducer a strategy's options ask for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from worldsize.collectives.codecs import CODECS
+from worldsize.collectives.gathered import is_small
+from worldsize.core import Reduction, World
+from worldsize.strategies.all_reduce_reducer import AllReduceReducer, GatherHook
+from worldsize.strategies.compressed_hook import CompressedHook
+from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.ordered_reducer import OrderedReducer
+from worldsize.strategies.powersgd_hook import PowerSGDHook
+
+Compression = Literal["none", "bf16", "fp16", "int8", "powersgd"]
+
+
+def gradient_reducer(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> GradientReducer:
+    """Make the reducer of ``module``: a model, or the DistributedDataParallel around it with its ``group``."""
+    if reduce == "ordered":
+        return OrderedReducer(module, group)
+    if group and isinstance(module, DistributedDataParallel) and is_small(module, dist.get_world_size(group)):
+        return AllReduceReducer(module, GatherHook(group))
+    return AllReduceReducer(module)
+
+
+def compressed_reducer(
+    reduce: Reduction, compress: Compression, module: DistributedDataParallel, world: World, *, powersgd_rank: int
+) -> GradientReducer:
+    """Make the reducer over ``world`` that sends sums as ``compress`` says, with "hierarchical" across nodes only."""
+    node = world.groups.get("node") if reduce == "hierarchical" else None
+    if compress == "powersgd":
+        return AllReduceReducer(module, PowerSGDHook(module, world, rank=powersgd_rank, node=node))
+    if compress == "none" and node is None:
+        return gradient_reducer(reduce, module, world.group)
+    return AllReduceReducer(module, CompressedHook(module, world, CODECS.get(compress), node))
