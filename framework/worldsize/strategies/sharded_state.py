@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.train_state import TrainState, named_state
+from worldsize.strategies.train_state import OptimizerState, TrainState, named_state
 
 
 def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
@@ -38,15 +38,18 @@ def merge_states(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str,
 
 @final
 @dataclass(frozen=True)
-class ShardedTrainState(TrainState):
-    """``own``: the optimizer of the parameters that this rank updates; ``whole``: the optimizer's state as one rank
-    would hold it, see :func:`meta_state`.
-    """
+class ShardedOptimizerState(OptimizerState):
+    """The optimizer's state where each rank updates, or holds, a part of the parameters."""
 
+    model: nn.Module
+    optimizer: Optimizer
+    """That of the training loop, whose groups have the learning rates."""
     own: Optimizer
+    """That of the parameters that this rank updates; may be the same."""
     whole: Mapping[str, Any] = field(repr=False)
+    """The optimizer's state as one rank would hold it, see :func:`meta_state`."""
 
-    def optimizer_state(self) -> StateDict:
+    def state(self) -> StateDict:
         mine = named_state(self.model, self.own)
         groups = [
             {**whole, **_options(group)}
@@ -54,7 +57,7 @@ class ShardedTrainState(TrainState):
         ]
         return {**merge_states(self.whole, {"state": mine["state"]}), "param_groups": groups}
 
-    def load_optimizer(self, state: StateDict) -> None:
+    def load(self, state: StateDict) -> None:
         mine = named_state(self.model, self.own)
         groups = [
             {**group, "params": own["params"]}

@@ -6,7 +6,9 @@ and who only composes, shows or submits a run need not wait.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,6 +17,19 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from worldsize.core import Recipe, StateDict
 
 
+class OptimizerState(ABC):
+    """An optimizer's state by the names of the model's parameters, as one process would hold it."""
+
+    @abstractmethod
+    def state(self) -> StateDict:
+        """Return the state; a tensor that other ranks hold is on the meta device."""
+
+    @abstractmethod
+    def load(self, state: StateDict) -> None:
+        """Take what :meth:`state` gave, under this strategy or another."""
+
+
+@final
 @dataclass(frozen=True)
 class TrainState:
     """What a recipe trains, on one device."""
@@ -22,6 +37,8 @@ class TrainState:
     model: nn.Module
     optimizer: Optimizer
     schedule: LRScheduler | None
+    sharded: OptimizerState | None = None
+    """The optimizer's state where this rank holds a part of it; None: it holds all."""
 
     @staticmethod
     def of(recipe: Recipe, model: nn.Module) -> TrainState:
@@ -44,9 +61,12 @@ class TrainState:
             _set_rates(self.schedule)
 
     def optimizer_state(self) -> StateDict:
-        return named_state(self.model, self.optimizer)
+        return named_state(self.model, self.optimizer) if self.sharded is None else self.sharded.state()
 
     def load_optimizer(self, state: StateDict) -> None:
+        if self.sharded is not None:
+            self.sharded.load(state)
+            return
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         set_optimizer_state_dict(self.model, self.optimizer, state)

@@ -17,7 +17,7 @@ from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_se
 from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.reducers import gradient_reducer
-from worldsize.strategies.sharded_state import ShardedTrainState, meta_state
+from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica, alone
 from worldsize.strategies.train_state import TrainState
 
@@ -60,7 +60,8 @@ def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     sharded = ZeroRedundancyOptimizer(groups, type(plain), process_group=world.group, **defaults)
     time_parameters(sharded, sharded.optim)
     whole = meta_state(recipe, model)["optimizer"]
-    return ShardedTrainState(model, sharded, recipe.schedule(sharded), own=sharded.optim, whole=whole)
+    parts = ShardedOptimizerState(model, sharded, own=sharded.optim, whole=whole)
+    return TrainState(model, sharded, recipe.schedule(sharded), parts)
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:

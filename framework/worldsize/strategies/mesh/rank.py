@@ -22,8 +22,9 @@ from worldsize.strategies.mesh.pipeline import Kind, Pipeline, Tied
 from worldsize.strategies.mesh.replica import PipelineReplica
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.sharded_reducer import sharded_reducer
-from worldsize.strategies.sharded_state import ShardedTrainState, meta_state
+from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
 from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.train_state import TrainState
 
 
 @final
@@ -57,12 +58,13 @@ class Rank:
         axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
-    def _train_state(self, model: nn.Module, whole: Mapping[str, object]) -> ShardedTrainState:
+    def _train_state(self, model: nn.Module, whole: Mapping[str, object]) -> TrainState:
         """``whole``: the optimizer's state, as one rank would hold it."""
         optimizer = self.recipe.optimizer(model)
         keep_held(optimizer)
         step_apart(optimizer)
-        return ShardedTrainState(model, optimizer, self.recipe.schedule(optimizer), own=optimizer, whole=whole)
+        parts = ShardedOptimizerState(model, optimizer, own=optimizer, whole=whole)
+        return TrainState(model, optimizer, self.recipe.schedule(optimizer), parts)
 
     def _piece(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
         """A rank that holds a part of every layer."""
