@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, Recipe, RunContext, StepDone, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
-from worldsize.engine.fit import Calls, Pace, Position, fit
+from worldsize.engine.fit import Intervals, LoopCallbacks, TrainingProgress, fit
 from worldsize.observe.stragglers import Stragglers
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.recipes import Chain
@@ -66,9 +66,9 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
                 batches,
                 world,
                 order=order_of(world),
-                pace=Pace((part + 1) * PART),
-                calls=Calls(dict, emit),
-                first=Position(part * PART),
+                intervals=Intervals((part + 1) * PART),
+                callbacks=LoopCallbacks(dict, emit),
+                first=TrainingProgress(part * PART),
                 timer=timer if measured else None,
             )
             seconds.append((time.perf_counter() - begun) / PART)

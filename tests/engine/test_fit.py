@@ -11,7 +11,7 @@ import torch
 
 from worldsize.core import Evaluated, EvaluationBatch, Event, MicroBatch, Replica, StateDict, StepResult, World
 from worldsize.data.loader import Order
-from worldsize.engine.fit import Calls, Pace, Position, fit
+from worldsize.engine.fit import Intervals, LoopCallbacks, TrainingProgress, fit
 
 ALONE = World.alone(torch.device("cpu"))
 
@@ -31,7 +31,7 @@ class Idle(Replica):
     def load(self, state: StateDict) -> None: ...
 
 
-def evaluations_and_saves(pace: Pace, first: Position) -> list[str]:
+def evaluations_and_saves(intervals: Intervals, first: TrainingProgress) -> list[str]:
     """Run the loop, and return its evaluations and saves in order."""
     log: list[str] = []
 
@@ -39,31 +39,35 @@ def evaluations_and_saves(pace: Pace, first: Position) -> list[str]:
         if isinstance(event, Evaluated):
             log.append(f"evaluated {event.step}")
 
-    def save(position: Position) -> None:
+    def save(position: TrainingProgress) -> None:
         log.append(f"saved {position.step}{'' if position.evaluated else ', not evaluated'}")
 
-    calls = Calls(dict, emit, save)
-    last = fit(Idle(), repeat([]), ALONE, order=Order(0, 1, 1, (0,)), pace=pace, calls=calls, first=first)
-    assert last.step == pace.steps
+    callbacks = LoopCallbacks(dict, emit, save)
+    last = fit(
+        Idle(), repeat([]), ALONE, order=Order(0, 1, 1, (0,)), intervals=intervals, callbacks=callbacks, first=first
+    )
+    assert last.step == intervals.steps
     return log
 
 
-SAVES = Pace(4, evaluate_every=2, save_every=2, save_at_end=True)
+SAVES = Intervals(4, evaluate_every=2, save_every=2, save_at_end=True)
 
 
 @pytest.mark.parametrize(
-    ("pace", "first", "expected"),
+    ("intervals", "first", "expected"),
     [
-        (SAVES, Position(), ["evaluated 2", "saved 2", "saved 4, not evaluated", "evaluated 4"]),
-        (replace(SAVES, keeps_best=True), Position(), ["evaluated 2", "saved 2", "evaluated 4", "saved 4"]),
-        (Pace(3), Position(), ["evaluated 3"]),
-        (SAVES, Position(4, evaluated=False), ["evaluated 4"]),
-        (SAVES, Position(4), []),
+        (SAVES, TrainingProgress(), ["evaluated 2", "saved 2", "saved 4, not evaluated", "evaluated 4"]),
+        (replace(SAVES, keeps_best=True), TrainingProgress(), ["evaluated 2", "saved 2", "evaluated 4", "saved 4"]),
+        (Intervals(3), TrainingProgress(), ["evaluated 3"]),
+        (SAVES, TrainingProgress(4, evaluated=False), ["evaluated 4"]),
+        (SAVES, TrainingProgress(4), []),
         # a complete run is trained further: its last evaluation came after the last save and was dropped
-        (Pace(6, evaluate_every=2), Position(4, evaluated=False), ["evaluated 4", "evaluated 6"]),
-        (Pace(6), Position(4, evaluated=False), ["evaluated 6"]),
+        (Intervals(6, evaluate_every=2), TrainingProgress(4, evaluated=False), ["evaluated 4", "evaluated 6"]),
+        (Intervals(6), TrainingProgress(4, evaluated=False), ["evaluated 6"]),
     ],
     ids=str,
 )
-def test_the_last_save_comes_before_the_last_evaluation(pace: Pace, first: Position, expected: list[str]) -> None:
-    assert evaluations_and_saves(pace, first) == expected
+def test_the_last_save_comes_before_the_last_evaluation(
+    intervals: Intervals, first: TrainingProgress, expected: list[str]
+) -> None:
+    assert evaluations_and_saves(intervals, first) == expected

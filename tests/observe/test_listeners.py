@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from worldsize.core import Evaluated, Event, Listener, RunEnded, RunFailed, StepDone
-from worldsize.observe.aside import Aside
 from worldsize.observe.progress import Progress, Tail
+from worldsize.observe.subprocess_listener import SubprocessListener
 from worldsize.observe.timing import Timing
 from worldsize.records.metrics import JsonLines, metrics_digest
 
@@ -115,19 +115,19 @@ def events(path: Path) -> list[str]:
     return [line.split()[1] for line in path.read_text().splitlines()]
 
 
-def test_a_listener_aside_is_told_everything_in_order_by_another_process(tmp_path: Path) -> None:
-    aside = Aside(lambda: Recorder(tmp_path / "events"))
+def test_a_subprocess_listener_is_told_everything_in_order_by_another_process(tmp_path: Path) -> None:
+    listener = SubprocessListener(lambda: Recorder(tmp_path / "events"))
     for event in (step(1), Evaluated(1, {}), RunEnded(1, "completed")):
-        aside(event)
+        listener(event)
     assert events(tmp_path / "events") == ["StepDone", "Evaluated", "RunEnded"]
     assert str(os.getpid()) not in (tmp_path / "events").read_text()
 
 
-def test_a_listener_aside_learns_that_its_run_died(tmp_path: Path) -> None:
+def test_a_subprocess_listener_learns_that_its_run_died(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        aside = Aside(lambda: Recorder(tmp_path / "events"))
-        aside(step(1))
+        listener = SubprocessListener(lambda: Recorder(tmp_path / "events"))
+        listener(step(1))
         os._exit(9)  # ends at once, as SIGKILL would
     os.waitpid(child, 0)
     while not (tmp_path / "events").exists() or len(events(tmp_path / "events")) < 2:
@@ -139,9 +139,9 @@ def test_a_listener_that_cannot_be_made_costs_a_warning(capfd: pytest.CaptureFix
     def fail() -> Listener:
         raise OSError("no network")
 
-    aside = Aside(fail)
+    listener = SubprocessListener(fail)
     for event in (step(1), step(2), RunFailed("x")):
-        aside(event)
+        listener(event)
     assert "the logger failed and is off for the rest of the run: OSError: no network" in capfd.readouterr().err
 
 
@@ -150,7 +150,7 @@ def test_a_listener_that_hangs_does_not_hold_up_the_end(capfd: pytest.CaptureFix
         Flag().wait()
         raise AssertionError
 
-    Aside(hang, timeout=0.1)(RunEnded(1, "completed"))
+    SubprocessListener(hang, timeout=0.1)(RunEnded(1, "completed"))
     assert "did not finish within 0.1 s" in capfd.readouterr().err
 
 
@@ -162,11 +162,11 @@ def blocked(door: Path, path: Path) -> Listener:
 
 def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "door")
-    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "events"))
+    listener = SubprocessListener(lambda: blocked(tmp_path / "door", tmp_path / "events"))
     for number in range(1, 2001):  # several times as many as fit into a pipe
-        aside(step(number))
+        listener(step(number))
     (tmp_path / "door").open("w").close()
-    aside(RunEnded(2000, "completed"))
+    listener(RunEnded(2000, "completed"))
     assert events(tmp_path / "events") == ["StepDone"] * 2000 + ["RunEnded"]
 
 
@@ -174,15 +174,15 @@ def test_the_end_is_bounded_even_when_the_listener_took_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "door")
-    aside = Aside(lambda: blocked(tmp_path / "door", tmp_path / "events"), timeout=0.1)
+    listener = SubprocessListener(lambda: blocked(tmp_path / "door", tmp_path / "events"), timeout=0.1)
     for number in range(1, 2001):
-        aside(step(number))
-    aside(RunEnded(2000, "completed"))
+        listener(step(number))
+    listener(RunEnded(2000, "completed"))
     assert "did not finish within 0.1 s" in capfd.readouterr().err
 
 
 def test_a_failure_after_the_end_is_not_hidden_by_the_listener(tmp_path: Path) -> None:
-    aside = Aside(lambda: Recorder(tmp_path / "events"))
-    aside(RunEnded(1, "completed"))
-    aside(RunFailed("closing the replica failed"))
+    listener = SubprocessListener(lambda: Recorder(tmp_path / "events"))
+    listener(RunEnded(1, "completed"))
+    listener(RunFailed("closing the replica failed"))
     assert events(tmp_path / "events") == ["RunEnded"]

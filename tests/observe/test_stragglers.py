@@ -1,4 +1,4 @@
-"""Slow ranks are named in noisy series, and in a run with ranks that faults slow down."""
+"""Straggler ranks are named in noisy series, and in a run with ranks that faults slow down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from worldsize.core import Straggling
 from worldsize.observe.events import EventLog, described
-from worldsize.observe.stragglers import Figures, Slow, Stragglers, median_of_others
+from worldsize.observe.stragglers import Figures, Straggler, Stragglers, median_of_others
 
 RANKS, EVERY = 4, 10
 
@@ -36,7 +36,7 @@ def filled(busy_rs: Figures) -> Figures:
     return np.stack([0.05 * busy_rs, 0.85 * busy_rs, wait_rs, 0.1 * busy_rs], 2)
 
 
-def reports(stragglers: Stragglers, splits: Figures, first: int = 0) -> list[tuple[int, Slow]]:
+def reports(stragglers: Stragglers, splits: Figures, first: int = 0) -> list[tuple[int, Straggler]]:
     """Return the slow ranks that are named and the step after which each is; every tenth step is logged."""
     named = []
     for begin in range(0, splits.shape[1], EVERY):

@@ -92,7 +92,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     from worldsize.core import Plan
     from worldsize.launch.node import NodeLauncher
     from worldsize.planning.doctor.evaluate import evaluate
-    from worldsize.planning.doctor.found import read
+    from worldsize.planning.doctor.findings import read_findings
     from worldsize.planning.doctor.report import Check, Report
     from worldsize.records.run_directory import planned
 
@@ -110,8 +110,8 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
         fact, _, remedy = str(error).partition(". ")
         return Report([Check("launch", "this machine", False, fact, remedy)]), None
     cluster = settings.cluster
-    found = read(run.findings, cluster.nodes, settings.config["cluster"].get("hosts", ()))
-    report = evaluate(found, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
+    findings = read_findings(run.findings, cluster.nodes, settings.config["cluster"].get("hosts", ()))
+    report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
     if report.ok:
         shutil.rmtree(run.path)
     return report, run.path

@@ -137,8 +137,10 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
                 f"{type(settings.launcher).__name__} hands runs over and does not wait. Set launcher.wait=true, "
                 "where there is such an option, or run scale inside the job; nothing was started."
             )
-        if settings.pace.steps < _FEWEST:
-            raise ConfigError(f"steps={settings.pace.steps} are too few to tell their spread. Set {_FEWEST} or more.")
+        if settings.intervals.steps < _FEWEST:
+            raise ConfigError(
+                f"steps={settings.intervals.steps} are too few to tell their spread. Set {_FEWEST} or more."
+            )
         shape = (f"batch_size={settings.batch_size}", f"logical_ranks={settings.logical_ranks}")
         place = Planned(choices()["strategy"], size, accumulation, (*words, *shape), settings, choices()["recipe"])
         found.append(replace(place, predicted=_predicted(predictor, settings)))

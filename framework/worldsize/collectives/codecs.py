@@ -1,4 +1,4 @@
-"""How numbers travel when not as float32: two bytes, or one with a scale for every block of them."""
+"""Compressed wire formats for float32: 16-bit, or 8-bit with a scale for each block."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _CACHED = 1 << 18  # numbers that a CPU takes at a time: they stay in its cache
 
 
 class Codec(ABC):
-    """Rows of float32 to rows of bytes and back. ``lossy``: its error is worth feeding back."""
+    """Turns rows of float32 into rows of bytes, and back."""
 
-    lossy = False
+    lossy = False  # whether its error is worth feeding back into the next message
 
     @abstractmethod
     def encode(self, values_pn: Tensor) -> Tensor:
-        """uint8 [p, bytes], contiguous; as many bytes for every row of n."""
+        """Return uint8 [p, bytes], contiguous, with equally many bytes for each row."""
 
     @abstractmethod
     def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
-        """float32 [p, k], of some ``columns`` of rows of ``length``, the first of which begins a block."""
+        """Return float32 [p, k]: the ``columns`` of rows of ``length``, the first of which begins a block."""
 
     def pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
-        """Columns of the rows and their float32 [p, k], one piece after the other."""
+        """Yield the columns of each piece and its float32 [p, k], one piece after the other."""
         for columns in _spans(wire_pb, length):
             yield columns, self._decoded(wire_pb, columns, length)
 
     def decode(self, wire_pb: Tensor, length: int) -> Tensor:
-        """float32 [p, length]."""
+        """Return float32 [p, length]."""
         values_pn = torch.empty(len(wire_pb), length, device=wire_pb.device)
         for columns, piece_pk in self.pieces(wire_pb, length):
             values_pn[:, columns] = piece_pk
@@ -41,7 +41,7 @@ class Codec(ABC):
 
 
 def _spans(rows: Tensor, length: int) -> Iterator[slice]:
-    """Columns of whole blocks, on CPUs so many that all rows of them stay in the cache."""
+    """Yield columns of whole blocks; on the CPU only so many that all rows of them stay in its cache."""
     each = max(1, _CACHED // _BLOCK // len(rows)) * _BLOCK if rows.device.type == "cpu" else length
     return (slice(first, min(first + each, length)) for first in range(0, length, each))
 

@@ -1,4 +1,4 @@
-"""Sums whose result does not depend on how many processes computed the parts.
+"""Sums and gathers whose result does not depend on how many processes computed the parts.
 
 Every rank writes its own entries into a table that is zero elsewhere; the all-reduce then only adds
 zeros, which is exact, and each rank holds all entries and adds them with ``math.fsum``, whose result
@@ -21,10 +21,10 @@ Sums = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def share(table: Tensor, world: World) -> Callable[[], Tensor]:
-    """Begin to fill a float64 table whose entries each have one writer and are zero elsewhere, or to find out whether
-    any rank's is not zero.
+    """Begin to sum a float64 table over all ranks.
 
-    The result waits for the other ranks and is the whole table, on the CPU.
+    That is exact where each entry is written by one rank and is zero on the others. Calling the result waits for the
+    other ranks and returns the whole table on the CPU.
     """
     if world.group is None:
         return table.cpu
@@ -38,7 +38,10 @@ def share(table: Tensor, world: World) -> Callable[[], Tensor]:
 
 
 def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
-    """Begin to collect every rank's ``part``, of one shape; the result waits: [ranks, *part.shape], on the CPU."""
+    """Begin to gather every rank's ``part``, of the same shape.
+
+    Calling the result waits for the other ranks and returns [ranks, *part.shape] on the CPU.
+    """
     if world.group is None:
         return part[None].cpu
     parts = part.new_empty(world.size, *part.shape)
@@ -52,7 +55,7 @@ def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
-    """Metric values from the (sum, count) pairs of each evaluation batch, keyed by the batch's number; NaN of none."""
+    """Return the metrics from the (sum, count) pairs of each evaluation batch, by its number; NaN if nothing counts."""
     batches = _agreed_maximum(max(sums, default=-1) + 1, world)
     table_bmp = torch.zeros(batches, len(names), 2, dtype=torch.float64)
     for index, batch in sums.items():

@@ -1,4 +1,4 @@
-"""The mean of small tensors in one round: every rank gathers all rows and adds them up by itself.
+"""Averages small tensors in one round: every rank gathers all rows and adds them up by itself.
 
 An all-reduce needs two rounds. On a CPU a round costs several wake-ups of threads, far more than it takes
 to send some kilobytes: with gloo on loopback half the time up to about 1 MiB of gathered rows.
@@ -18,14 +18,14 @@ LARGEST = 1 << 20  # bytes of all rows together
 
 
 def is_small(module: nn.Module, size: int) -> bool:
-    """Whether gathering the gradients of ``module`` from ``size`` ranks beats an all-reduce of them."""
+    """Tell whether gathering the gradients of ``module`` from ``size`` ranks is faster than an all-reduce."""
     gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
     on_cpu = all(parameter.device.type == "cpu" for parameter in gradients)
     return on_cpu and size * sum(parameter.nbytes for parameter in gradients) <= LARGEST
 
 
 def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
-    """The mean over ranks in place of each rank's flat ``row_n``; the same bits on every rank."""
+    """Replace each rank's flat ``row_n`` by the mean over ranks, with the same bits on every rank."""
     size = dist.get_world_size(group)
     rows_pn = row_n.new_empty(size * row_n.numel())
     with phase("communication"):

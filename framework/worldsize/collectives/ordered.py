@@ -1,4 +1,4 @@
-"""Sums over logical ranks in one fixed tree, whatever the number of processes: the same bits at any world size.
+"""Sums over logical ranks in one fixed tree, so that the bits are the same at any world size.
 
 The tree of L logical ranks: as long as the number n of nodes is even, node i is added to node i + n/2; an odd
 number is added up from the left. Process p of P holds the logical ranks p, p + P, p + 2P ..., so the first
@@ -32,7 +32,7 @@ class Tree:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the level at which processes must meet; a multiple of ``processes``."""
+        """The nodes of the level at which processes exchange sums; a multiple of ``processes``."""
         nodes = self.logical_ranks
         while nodes % (2 * self.processes) == 0:
             nodes //= 2
@@ -43,9 +43,9 @@ class Tree:
         return self.nodes // self.processes
 
     def leaves(self, node: int) -> list[int]:
-        """Local leaves (positions among this process's logical ranks) of a local node.
+        """Return the leaves of a local node, as positions among this process's logical ranks.
 
-        In bit-reversed order, in which a binary counter adds up the tree with few partial sums alive.
+        They come in bit-reversed order, in which a binary counter adds up the tree with few partial sums alive.
         """
         count = self.logical_ranks // self.nodes
         order = [0]
@@ -62,7 +62,7 @@ class Counter:
         self._sums: list[tuple[int, list[Tensor]]] = []  # leaves in a sum, and the sum; largest first
 
     def add(self, leaf: list[Tensor]) -> None:
-        """Takes ``leaf`` over and changes it in place."""
+        """Add ``leaf``, which is taken over and changed in place."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
             _add(leaf, self._sums.pop()[1])
@@ -90,7 +90,7 @@ class Arrivals:
         self.parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def add(self, width: int, index: int, part: list[Tensor]) -> None:
-        """Two neighbours are added as soon as both are there."""
+        """Add a part; two neighbours are summed as soon as both are there."""
         while width % 2 == 0 and (width, (index + width // 2) % width) in self.parts:
             _add(part, self.parts.pop((width, (index + width // 2) % width)))
             width //= 2
@@ -98,7 +98,7 @@ class Arrivals:
         self.parts[width, index] = part
 
     def total(self) -> list[Tensor] | None:
-        """The sum over all logical ranks, once all have come."""
+        """Return the sum over all logical ranks, or None until all parts have come."""
         nodes = [self.parts.get((self._root, index)) for index in range(self._root)]
         first, *others = nodes
         if first is None or None in others:
@@ -114,7 +114,7 @@ def _add(sums: list[Tensor], more: list[Tensor]) -> None:
 
 
 def finish(nodes: Sequence[Tensor]) -> Tensor:
-    """The sum of the nodes of one level, in the order of the tree."""
+    """Sum the nodes of one level, in the order of the tree."""
     nodes = list(nodes)
     while len(nodes) > 1 and len(nodes) % 2 == 0:
         half = len(nodes) // 2
@@ -126,7 +126,7 @@ def finish(nodes: Sequence[Tensor]) -> Tensor:
 
 
 def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup) -> Phases:
-    """The sum of this process's nodes (flat tensors of equal length) and those of the others."""
+    """Sum this process's nodes, flat tensors of equal length, with those of the others."""
     size, length = dist.get_world_size(group), rows[0].numel()
     shard = -(-length // size)
     mine_pns = rows[0].new_zeros(size, len(rows), shard)

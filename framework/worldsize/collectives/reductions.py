@@ -1,4 +1,4 @@
-"""Means over ranks that cost fewer bytes where links are slow: by way of the node, and in fewer bits."""
+"""Reductions that send fewer bytes over slow links: first inside each node, or in fewer bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sum = Callable[[Tensor, ProcessGroup], Phases]  # of a flat tensor; may reuse it
 
 
 def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
-    """Torch's own sum."""
+    """Sum by torch's all-reduce."""
     work = dist.all_reduce(flat_n, group=group, async_op=True)
     yield
     wait(work)
@@ -26,8 +26,10 @@ def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
 
 
 def hierarchical(flat_n: Tensor, node: ProcessGroup, across: ProcessGroup, total: Sum) -> Phases:
-    """The sum over all ranks: reduce-scatter inside the node, ``total`` of each rank's part with the ranks of its
-    place on other nodes, all-gather inside. A rank sends 1/G of the bytes across, with G ranks a node.
+    """Sum over all ranks, node by node.
+
+    A reduce-scatter inside the node leaves each rank a part, ``total`` sums it with the ranks of the same place on
+    other nodes, and an all-gather inside shares the sums. With G ranks a node, each sends 1/G of the bytes across.
     """
     padding = -flat_n.numel() % dist.get_world_size(node)
     padded = F.pad(flat_n, (0, padding)) if padding else flat_n
@@ -40,7 +42,10 @@ def hierarchical(flat_n: Tensor, node: ProcessGroup, across: ProcessGroup, total
 
 
 def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
-    """This rank's part of the sum. gloo's own reduce-scatter is an all-reduce of which most is thrown away."""
+    """Return this rank's part of the sum.
+
+    On the CPU by an all-to-all: gloo's own reduce-scatter is an all-reduce of which most is thrown away.
+    """
     size = dist.get_world_size(group)
     if flat_n.device.type == "cpu":
         theirs_n = torch.empty_like(flat_n)
@@ -56,12 +61,15 @@ def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
 
 
 def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tensor | None = None) -> Phases:
-    """The sum, sent as ``codec`` writes it and added up in float32: an all-to-all of parts, then an all-gather.
+    """Sum what ``codec`` encodes, in float32: an all-to-all of parts, then an all-gather of their sums.
 
-    ``error_n``: what this rank's earlier messages have left out; added first, and replaced by what these leave out
-    (error feedback, Seide et al. 2014, Interspeech; Karimireddy et al. 2019, arXiv 1901.09847). The error of the
-    second message, of a sum, is its sender's. What can be is done while a collective is under way, and in place:
-    to fill new memory takes a CPU several times as long.
+    Work that does not need a collective's result is done while it is under way, and in place: filling new memory
+    takes a CPU several times as long.
+
+    Args:
+        error_n: what this rank's earlier messages have left out. It is added first, and replaced by what these
+            messages leave out (error feedback, Seide et al. 2014, Interspeech; Karimireddy et al. 2019, arXiv
+            1901.09847). The error of the second message, of a sum, belongs to the rank that sends it.
     """
     size = dist.get_world_size(group)
     mine_n = flat_n if error_n is None else error_n.add_(flat_n)

@@ -1,4 +1,4 @@
-"""Reductions of several collectives, of which those of different buckets overlap.
+"""Runs reductions of several collectives so that those of different buckets overlap.
 
 Collectives of one group must begin in the same order on every rank, so none begins from a callback: a reduction is a
 generator that yields while its collective is under way, and all go on together when the next bucket comes.
@@ -27,13 +27,13 @@ def finished(phases: Phases) -> Tensor:
 
 @final
 class Staged:
-    """The buckets of one backward pass on their way."""
+    """The buckets of one backward pass that are being reduced."""
 
     def __init__(self) -> None:
         self._flights: list[_Flight] = []
 
     def add(self, buffer: Tensor, phases: Phases, *, last: bool) -> Future[Tensor]:
-        """Begin to reduce ``buffer`` into itself; all others go on by one phase, and with the last one to the end."""
+        """Begin to reduce ``buffer`` into itself, and advance all others by one collective; finish with the last."""
         self._advance()
         self._flights.append(flight := _Flight(buffer, phases))
         flight.advance()
@@ -52,7 +52,7 @@ class _Flight:
         self.future: Future[Tensor] = Future()
 
     def advance(self) -> bool:
-        """Whether there is more to do."""
+        """Go on to the next collective; tell whether there is more to do."""
         try:
             next(self._phases)
         except StopIteration as end:

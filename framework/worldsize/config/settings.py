@@ -13,7 +13,7 @@ from worldsize.config.instantiate import Allowed, build, check_targets
 from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Numerics, Recipe, Role, Strategy, World
 from worldsize.data.loader import Order, logical_ranks_of
 from worldsize.engine.faults import Faults
-from worldsize.engine.fit import Pace
+from worldsize.engine.fit import Intervals
 from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
 from worldsize.world.preemption import SIGNALS
@@ -91,9 +91,9 @@ class Settings:
         return [part for part in saves["ignore"] if part == HYPERPARAMETERS or limit is None or step <= limit]
 
     @property
-    def pace(self) -> Pace:
+    def intervals(self) -> Intervals:
         config, saves = self.config, self.config["checkpoint"]
-        return Pace(
+        return Intervals(
             steps=config["steps"],
             log_every=config["log_every"],
             evaluate_every=config["evaluate_every"],

@@ -1,1 +1,1 @@
-"""Which samples a step sees, and how they reach it."""
+"""Decides which samples a step sees, and brings them to it."""

@@ -1,4 +1,4 @@
-"""Batches of similar length: the samples of some steps, dealt anew, so that all ranks compute equally long."""
+"""Deals the samples of some steps anew by their length, so that all ranks compute equally long."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _POOL = 32  # steps whose samples are dealt together
 
 @final
 class Balanced:
-    """``plain(step)`` [batch] are the samples of a step, ``lengths_n`` says how long each is.
+    """Batches of samples of similar length.
 
     The samples of 32 steps are sorted by length and cut into steps, which come in an order that ``seed`` decides. In a
     step the longest go to one logical rank each, the next ones the other way round, and so on. All of it follows from
-    the step and the logical rank alone, so it is the same at any world size and wherever a run goes on.
+    the step and the logical rank alone, so it is the same at any world size and after any resume.
+
+    Args:
+        plain: returns the samples of a step [batch], as they come without balancing.
+        lengths_n: how long each sample of the data set is.
     """
 
     def __init__(self, plain: Callable[[int], Tensor], lengths_n: Tensor, *, seed: int, logical_ranks: int) -> None:
@@ -29,14 +33,14 @@ class Balanced:
         self._pool = lru_cache(maxsize=1)(self._sorted)
 
     def indices(self, step: int, logical_rank: int) -> Tensor:
-        """Of the samples of ``logical_rank`` in ``step`` (from 1), the longest first."""
+        """Return the indices of the samples of ``logical_rank`` in ``step`` (from 1), the longest first."""
         pool, place = divmod(step - 1, _POOL)
         rows_ml = self._pool(pool)[place].view(-1, self._logical_ranks).clone()
         rows_ml[1::2] = rows_ml[1::2].flip(1)
         return rows_ml[:, logical_rank]
 
     def _sorted(self, pool: int) -> Tensor:
-        """[steps, batch], each step's samples from the longest to the shortest."""
+        """Return the pool's samples [steps, batch], each step's from the longest to the shortest."""
         samples = torch.cat([self._plain(pool * _POOL + step) for step in range(1, _POOL + 1)])
         order = torch.argsort(self._lengths_n[samples], descending=True, stable=True)
         random = torch.Generator().manual_seed(stream(self._seed, "balance", pool))

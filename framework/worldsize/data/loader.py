@@ -1,4 +1,7 @@
-"""Which samples a step sees: a function of (seed, step, logical rank), so that a position is a number."""
+"""Decides which samples a step sees, by seed, step and logical rank alone, and loads them.
+
+So the position in the data is one number, the step.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +33,26 @@ _CPU = torch.device("cpu")
 class Order:
     """The order of training samples: one permutation an epoch, cut into steps, then into logical ranks.
 
-    ``mine`` lists the logical ranks that this process carries. Batches may straddle epochs, so every
-    sample is drawn exactly once an epoch whatever the batch size. ``balanced``: samples change places with those of
-    neighbouring steps, see :class:`~worldsize.data.balanced.Balanced`.
+    Batches may straddle epochs, so every sample is drawn exactly once an epoch whatever the batch size.
     """
 
     seed: int
-    batch_size: int
+    batch_size: int  # samples of a step, over all logical ranks
     logical_ranks: int
-    mine: tuple[int, ...]
-    balanced: bool = False
+    mine: tuple[int, ...]  # the logical ranks that this process carries
+    balanced: bool = False  # samples change places with those of neighbouring steps: data/balanced.py
 
     @property
     def micro_batch_size(self) -> int:
         return self.batch_size // self.logical_ranks
 
     def positions(self, step: int, logical_rank: int) -> range:
-        """Places in the endless sample stream of ``logical_rank`` in ``step`` (steps count from 1)."""
+        """Return the places that ``logical_rank`` takes in the endless stream of samples in ``step`` (from 1)."""
         first = (step - 1) * self.batch_size + logical_rank * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
     def indices(self, step: int, logical_rank: int, length: int) -> Tensor:
-        """Dataset indices, int64 of shape [micro_batch_size], for a data set of ``length`` samples."""
+        """Return dataset indices, int64 [micro_batch_size], for a data set of ``length`` samples."""
         positions = self.positions(step, logical_rank)
         parts = []
         while positions:
@@ -66,7 +67,7 @@ class Order:
 
 
 def logical_ranks_of(rank: int, size: int, total: int) -> tuple[int, ...]:
-    """Logical ranks of process ``rank``: strided, so that halving the processes merges tree neighbours."""
+    """Return the logical ranks of process ``rank``: strided, so that halving the processes merges tree neighbours."""
     return tuple(range(rank, total, size))
 
 
@@ -76,7 +77,7 @@ def _permutation(seed: int, length: int) -> Tensor:
 
 
 def fetch(dataset: Any, indices: Tensor) -> Batch:
-    """One batch, by the widest access that the dataset offers: ``batch``, ``__getitems__``, ``__getitem__``."""
+    """Load one batch by the widest access that the data set offers: ``batch``, ``__getitems__`` or ``__getitem__``."""
     if hasattr(dataset, "batch"):
         return dataset.batch(indices)
     if isinstance(dataset, torch.utils.data.TensorDataset):
@@ -97,7 +98,7 @@ def _requests(order: Order, first: int) -> Iterator[_Request]:
 
 @final
 class _Fetcher(Dataset[Batch]):
-    """Answers a request with its batch; the same code in this process and in a data worker."""
+    """Loads the batch of a request, in this process or in a data worker."""
 
     def __init__(self, dataset: Any, order: Order) -> None:
         self.dataset = dataset
@@ -129,9 +130,10 @@ def _balanced(dataset: Any, order: Order) -> Balanced:
 def micro_batches(
     dataset: Any, order: Order, device: torch.device, *, first: int = 0, workers: int = 0
 ) -> Iterator[list[MicroBatch]]:
-    """This process's micro-batches of step ``first + 1`` and every later one, without end.
+    """Yield this process's micro-batches of step ``first + 1`` and of every later one, without end.
 
-    ``workers`` data-loading processes fetch map-style data ahead; 0 fetches in this process.
+    Args:
+        workers: processes that load map-style data ahead; 0 loads in this process.
     """
     if order.balanced and is_iterable(dataset):
         raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
@@ -147,7 +149,7 @@ def micro_batches(
 
 
 def drawn(dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int) -> MicroBatch:
-    """One micro-batch of any step, of a data set with an index."""
+    """Load one micro-batch of any step, from a data set with an index."""
     batch = _Fetcher(dataset, order).__getitems__(_Request(step, logical_rank))
     return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank))
 
@@ -178,7 +180,7 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def _streamed(dataset: Iterable[Any], order: Order, first: int) -> Iterator[Batch]:
-    """Every process reads the whole stream, restarted at its end, and keeps its logical ranks' samples."""
+    """Read the whole stream in every process, again and again, and yield what is of its logical ranks."""
     endless = chain.from_iterable(map(_nonempty, repeat(dataset)))
     samples = islice(endless, first * order.batch_size, None)
     while True:
@@ -198,22 +200,22 @@ def _nonempty(dataset: Iterable[Any]) -> Iterator[Any]:
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Whether a dataset is a stream (no length, no index)."""
+    """Tell whether a data set is a stream: it has no length and no index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor of a nested batch; a CPU batch is returned as it is."""
+    """Move every tensor of a nested batch to ``device``; for the CPU return the batch as it is."""
     if device.type == "cpu":
         return batch
     return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def evaluation_batches(dataset: Any, world: World, *, batch_size: int) -> Iterator[EvaluationBatch]:
-    """This rank's share of the evaluation set, cut into the same batches at every world size.
+    """Yield this rank's share of the evaluation set, which is cut into the same batches at every world size.
 
-    Batch b goes to rank b mod size. Ranks yield equally many; a rank that is short repeats its last
-    batch, or takes the set's first, with ``counted=False``.
+    Batch b goes to rank b mod size. All ranks yield equally many: one that is short repeats its last batch, or takes
+    the set's first, with ``counted=False``.
     """
     numbered = _cut_stream(dataset, batch_size) if is_iterable(dataset) else _cut(dataset, batch_size)
     spare, index = None, -1
@@ -241,5 +243,5 @@ def _cut_stream(dataset: Iterable[Any], batch_size: int) -> Iterator[tuple[int, 
 
 
 def steps_of(epochs: float, length: int, batch_size: int) -> int:
-    """Steps that draw every sample ``epochs`` times, rounded up."""
+    """Return the steps that draw every sample ``epochs`` times, rounded up."""
     return math.ceil(epochs * length / batch_size)

@@ -25,7 +25,7 @@ from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.doors import Door, knock_all
 from worldsize.launch.meeting import Line, Message, Other, Pulse, arrivals, reach, read_key
 from worldsize.launch.node import NodeLauncher
-from worldsize.planning.doctor.found import leave, left
+from worldsize.planning.doctor.findings import read_facts, write_facts
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of, interfaces
@@ -119,7 +119,7 @@ def _door(facts: Mapping[str, Any]) -> Iterator[None]:
 def _leave(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
     """Write down what this host has found; why it cannot."""
     try:
-        leave(run.findings, f"node_{facts['node']:05d}", {**facts, "written": time.time()})
+        write_facts(run.findings, f"node_{facts['node']:05d}", {**facts, "written": time.time()})
     except OSError as error:
         print(f"{run.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return str(error.strerror)
@@ -130,7 +130,7 @@ def _unseen(run: RunDirectory, facts: Message) -> str | None:
     """Why what another host has written is not seen here; None: it is, or it could not write."""
     deadline = time.monotonic() + _VISIBLE
     while facts["folder"]["error"] is None:
-        if left(run.findings, f"node_{facts['node']:05d}").get("nonce") == facts["nonce"]:
+        if read_facts(run.findings, f"node_{facts['node']:05d}").get("nonce") == facts["nonce"]:
             return None
         if time.monotonic() > deadline:
             return f"what {facts['host']} has written is not seen within {_VISIBLE:g} s"
@@ -226,10 +226,10 @@ def _obstacle(place: Node, met: Mapping[str, Any]) -> str | None:
 def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: dict[str, Any]) -> int:
     """Have processes measure on all hosts, unless something stands in their way."""
     try:
-        leave(run.findings, "meeting", meeting)  # already now: perhaps nothing comes of the processes
+        write_facts(run.findings, "meeting", meeting)  # already now: perhaps nothing comes of the processes
         if not meeting.get("skipped"):
             outcome = lead.launch(plan).wait()
-            leave(run.findings, "meeting", {**meeting, "outcome": asdict(outcome)})
+            write_facts(run.findings, "meeting", {**meeting, "outcome": asdict(outcome)})
     except OSError as error:
         print(f"{run.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         return 1

@@ -134,9 +134,9 @@ def go_on(cfg: DictConfig, run: RunDirectory, words: Sequence[str], ignore: Sequ
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:
     saved = complete(run.checkpoints)
-    if saved and step_of(saved[-1]) > settings.pace.steps:
+    if saved and step_of(saved[-1]) > settings.intervals.steps:
         raise ConfigError(
-            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.pace.steps}. "
+            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.intervals.steps}. "
             "Give a larger number; nothing was started."
         )
 

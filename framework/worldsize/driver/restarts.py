@@ -47,7 +47,7 @@ def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console
     number = begin_attempt(run, settings.launcher.other_hosts, plan.world_size)
     settings.strategy.prepare(run.servers(number))
     job = settings.launcher.launch(replace(plan, attempt=number))
-    with Progress(run.metrics, settings.pace.steps, console):
+    with Progress(run.metrics, settings.intervals.steps, console):
         outcome = job.wait()
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses of an attempt end with it
     end_attempt(run, outcome)

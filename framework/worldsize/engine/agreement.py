@@ -1,4 +1,4 @@
-"""Whether to stop: one rank's wish becomes all ranks' decision at the same step."""
+"""Turns one rank's wish to stop into a decision that all ranks take at the same step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from worldsize.collectives.exact import share
 from worldsize.core import StepDone, World
 
 _INTERVAL = 0.5  # seconds between two exchanges, about
-_LEAST = 20  # exchanges in a run, however short it is: one that is asked to stop must not end as if it had not been
+_LEAST = 20  # exchanges in a run, however short: a run that is asked to stop must not end as if nobody had asked
 
 
 @final
 class Agreement:
-    """A sum of one number that crosses the network while a step is computed: about twice a second, and at least 20
-    times in a run of ``steps``.
+    """Sums the ranks' wishes while a step is computed.
 
-    How many steps that is follows from figures that all ranks have, so that all exchange at the same steps.
+    It does so about twice a second, and at least 20 times in a run of ``steps``. How many steps lie between two sums
+    follows from figures that all ranks have, so that all exchange at the same steps.
     """
 
     def __init__(self, world: World, wanted: Callable[[], bool], *, steps: int) -> None:
@@ -30,11 +30,12 @@ class Agreement:
         self._wishes: Callable[[], Tensor] | None = None
 
     def tell(self, done: StepDone) -> None:
+        """Learn from a logged step how fast steps are."""
         steps_per_second = done.samples_per_second * done.step / done.samples
         self._stride = max(1, min(self._longest, int(_INTERVAL * steps_per_second)))
 
     def reached(self, step: int) -> bool:
-        """After ``step``: whether the last sum has found a rank that wants to stop; may begin the next one."""
+        """Tell after ``step`` whether the last sum had a rank that wants to stop, and begin the next if it is due."""
         stop = self._wishes is not None and float(self._wishes()) > 0
         self._wishes = None
         if step % self._stride == 0:

@@ -1,4 +1,4 @@
-"""Exact evaluation: the same figure at every world size."""
+"""Evaluates exactly: the figure is the same at every world size."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from worldsize.data.loader import evaluation_batches
 
 
 def evaluate(replica: Replica, dataset: Any, world: World, *, batch_size: int) -> Mapping[str, float]:
-    """Metrics of the whole of ``dataset``; no sample is counted twice, however the set divides."""
+    """Return the metrics of the whole ``dataset``; no sample counts twice, however it divides over ranks."""
     return replica.evaluate(evaluation_batches(dataset, world, batch_size=batch_size))

@@ -1,4 +1,4 @@
-"""Faults that a configuration plants, so that users can rehearse them on their own cluster.
+"""Causes the faults that a configuration plants, so that users can rehearse them on their own cluster.
 
     train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
 
@@ -7,7 +7,7 @@ checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, r
 retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, process:begin, load:begin, step:data,
 step:compute.
 
-A rank that is slow from step 100 on, and one whose data are: action "slow" strikes whenever its point is passed.
+Action "slow" strikes whenever its point is passed: here a rank that is slow from step 100 on, and one whose data are.
 
     train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, step: 100}]'
     train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, point: "step:data"}]'
@@ -32,7 +32,7 @@ from worldsize.errors import ConfigError, neighbours
 
 T = TypeVar("T")
 PERTURB = "perturb"
-OUT_OF_MEMORY = 137  # what the kernel's killer makes of a process, 128 + SIGKILL
+OUT_OF_MEMORY = 137  # exit code of a process that the kernel kills for its memory: 128 + SIGKILL
 
 
 def _send(number: int) -> Callable[[float], None]:
@@ -60,19 +60,18 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
 @final
 @dataclass(frozen=True)
 class Fault:
-    """``action`` on ``rank`` (None: every) when ``step`` begins (None: every step).
+    """One fault: what happens to which process, and when.
 
-    With ``point``: the first time that this point is passed in or after ``step``. ``attempt``: only in that start
-    of the run, or of the process if it was started again alone (None: in every one); ``seconds``: of the actions
-    sleep and slow; the latter is repeated, at ``point`` "step:compute" unless another is given.
+    Without ``point`` it happens when ``step`` begins; with it, the first time that the point is passed in or after
+    ``step``. Action "slow" repeats, at point "step:compute" unless another is given.
     """
 
     action: str
-    rank: int | None = 0
-    step: int | None = None
+    rank: int | None = 0  # None: every rank
+    step: int | None = None  # None: every step
     point: str | None = None
-    attempt: int | None = 1
-    seconds: float = 3600.0
+    attempt: int | None = 1  # which start of the run, or of a process that is started again alone; None: every one
+    seconds: float = 3600.0  # that actions sleep and slow take
 
 
 @final
@@ -87,28 +86,33 @@ class Faults:
 
     @staticmethod
     def parsed(rows: Iterable[Mapping[str, Any]]) -> Faults:
-        """Raises ConfigError for an unknown key or action, with its neighbours."""
+        """Read the rows of the configuration.
+
+        Raises:
+            ConfigError: a key or action is unknown; the message has similar ones.
+        """
         return Faults([_fault(row) for row in rows])
 
     def begin(self, rank: int, attempt: int) -> None:
-        """Which process, in which start of the run, this is."""
+        """Keep the faults of this process, which is ``rank`` in the run's start number ``attempt``."""
         self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
         self.at("process:begin")
 
     def within(self, steps: Iterable[T], first: int) -> Generator[T]:
-        """``steps`` as they are; a fault of step n happens before its data are given out."""
+        """Yield ``steps``, the first of which is number ``first + 1``; faults of a step happen before it is yielded."""
         for number, step in enumerate(steps, first + 1):
             self.enter(number)
             yield step
 
     def enter(self, step: int) -> None:
-        """``step`` begins, or goes on."""
+        """Cause the faults of ``step`` if it has not begun yet."""
         if step != self._step:
             self._step = step
             self._strike(None)
             self.at("step:data")
 
     def at(self, point: str) -> None:
+        """Cause the faults planned for ``point``."""
         if self._mine:
             self._strike(point)
 

@@ -1,4 +1,4 @@
-"""The training loop: steps a replica and tells what happened."""
+"""The training loop: it steps a replica, and emits an event for whatever happens."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _MEASURED = 50  # steps that are measured between two logged ones, at most
 
 
 @dataclass(frozen=True)
-class Pace:
-    """When a run stops, and every how many steps it logs, evaluates and saves (0: only at the end)."""
+class Intervals:
+    """When a run stops, and after how many steps it logs, evaluates and saves."""
 
-    steps: int
+    steps: int  # of the whole run
     log_every: int = 10
-    evaluate_every: int = 0
-    save_every: int = 0
+    evaluate_every: int = 0  # 0: only at the end
+    save_every: int = 0  # 0: never, except where the next field says so
     save_at_end: bool = False
     keeps_best: bool = False  # checkpoints are kept by the metrics of their step
 
@@ -49,11 +49,17 @@ class Pace:
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
 
     def saves_first(self, step: int) -> bool:
-        """Before it evaluates: what fails in the last evaluation, often the first, costs no training then."""
+        """Tell whether ``step`` saves before it evaluates.
+
+        The last one does: its evaluation is often the first, and if that fails, no training is lost.
+        """
         return step == self.steps and self.saves(step) and not self.keeps_best
 
     def measures(self, step: int) -> bool:
-        """All steps, or about 50 between two logged ones: each rank's splits of them cross the network."""
+        """Tell whether the time of ``step`` is split: that of about 50 steps between two logged ones.
+
+        Not of more, since each rank sends its splits to the others.
+        """
         return step % max(1, self.log_every // _MEASURED) == 0 or self.logs(step)
 
     def saves(self, step: int) -> bool:
@@ -61,29 +67,24 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Position:
-    """How far training has come: steps taken, of these the updates that were left out (nonfinite=skip), and whether
-    the evaluation that is due after the last of them has been done.
-    """
+class TrainingProgress:
+    """How far training has come."""
 
-    step: int = 0
-    skipped: int = 0
-    evaluated: bool = True
+    step: int = 0  # steps taken
+    skipped: int = 0  # of these, steps whose update was left out (nonfinite=skip)
+    evaluated: bool = True  # whether the evaluation that is due after the last step has been done
 
 
 @dataclass(frozen=True)
-class Calls:
-    """What the loop calls, in the same order on all ranks: ``evaluate`` for the metrics, ``emit`` with what happened,
-    ``save`` when a checkpoint is due, ``begins`` when a step has its data, ``examine`` between two steps with what was
-    logged last, whose time is no step's. ``wants_stop`` says what this rank wants.
-    """
+class LoopCallbacks:
+    """What the loop calls, in the same order on all ranks."""
 
-    evaluate: Callable[[], Mapping[str, float]]
-    emit: Emit
-    save: Callable[[Position], None] = lambda position: None
-    wants_stop: Callable[[], bool] = lambda: False
-    begins: Callable[[], None] = lambda: None
-    examine: Callable[[StepDone], None] = lambda done: None
+    evaluate: Callable[[], Mapping[str, float]]  # returns the metrics
+    emit: Emit  # takes each event
+    save: Callable[[TrainingProgress], None] = lambda progress: None  # when a checkpoint is due
+    wants_stop: Callable[[], bool] = lambda: False  # tells whether this rank wants the run to end
+    begins: Callable[[], None] = lambda: None  # when a step has its data
+    examine: Callable[[StepDone], None] = lambda done: None  # between two steps, whose time does not include it
 
 
 def fit(
@@ -92,67 +93,78 @@ def fit(
     world: World,
     *,
     order: Order,
-    pace: Pace,
-    calls: Calls,
-    first: Position = Position(),
+    intervals: Intervals,
+    callbacks: LoopCallbacks,
+    first: TrainingProgress = TrainingProgress(),
     stop_on_nonfinite: bool = True,
     timer: StepTimer | None = None,
-) -> Position:
-    """Run the steps after ``first`` up to ``pace.steps``; ``batches`` starts at the first of them.
+) -> TrainingProgress:
+    """Run the steps after ``first`` up to ``intervals.steps``, and return how far they came.
 
-    Ends earlier, on all ranks after the same step and with a save, once any rank wants to stop. Nothing here waits for
-    the device or for other ranks between logged steps. ``timer`` measures where their time goes.
+    The run ends earlier, on all ranks after the same step and with a save, once any rank wants to stop. Nothing here
+    waits for the device or for other ranks between logged steps.
+
+    Args:
+        batches: the micro-batches of each step, beginning with the step after ``first``.
+        order: the data order, which knows how many samples a step has.
+        timer: splits the time of steps; it has to be open.
 
     Raises:
         NonfiniteLossError: on every rank alike, at the first logged step after the loss became NaN or infinite.
     """
     window = _Window(world, order, timer, skipped=first.skipped)
-    return _Loop(replica, world, pace, calls, window, stop_on_nonfinite).run(iter(batches), first)
+    return _Loop(replica, world, intervals, callbacks, window, stop_on_nonfinite).run(iter(batches), first)
 
 
 @final
 class _Loop:
     def __init__(
-        self, replica: Replica, world: World, pace: Pace, calls: Calls, window: _Window, stop_on_nonfinite: bool
+        self,
+        replica: Replica,
+        world: World,
+        intervals: Intervals,
+        callbacks: LoopCallbacks,
+        window: _Window,
+        stop_on_nonfinite: bool,
     ) -> None:
-        self._replica, self._pace, self._calls, self._window = replica, pace, calls, window
+        self._replica, self._intervals, self._callbacks, self._window = replica, intervals, callbacks, window
         self._stop_on_nonfinite = stop_on_nonfinite
-        self._agreement = Agreement(world, calls.wants_stop, steps=pace.steps)
-        self._closed: list[Callable[[], StepDone]] = []  # at most one: of the last logged step
+        self._agreement = Agreement(world, callbacks.wants_stop, steps=intervals.steps)
+        self._closed: list[Callable[[], StepDone]] = []  # at most one: finishes the window of the last logged step
 
-    def run(self, source: Iterator[Sequence[MicroBatch]], first: Position) -> Position:
-        pace, window = self._pace, self._window
-        if not first.evaluated and pace.evaluates(first.step):
+    def run(self, source: Iterator[Sequence[MicroBatch]], first: TrainingProgress) -> TrainingProgress:
+        intervals, window = self._intervals, self._window
+        if not first.evaluated and intervals.evaluates(first.step):
             self._evaluate(first.step)
         is_due = False
-        for step in range(first.step + 1, pace.steps + 1):
+        for step in range(first.step + 1, intervals.steps + 1):
             self._step(step, source)
-            is_due = pace.evaluates(step)
-            if is_due and not pace.saves_first(step):
+            is_due = intervals.evaluates(step)
+            if is_due and not intervals.saves_first(step):
                 self._evaluate(step)
                 is_due = False
-            stops = self._agreement.reached(step) and step < pace.steps
-            if stops or pace.saves(step):
+            stops = self._agreement.reached(step) and step < intervals.steps
+            if stops or intervals.saves(step):
                 self._save(step, evaluated=not is_due)
             if stops:
-                return Position(step, window.skipped)
+                return TrainingProgress(step, window.skipped)
         if is_due:
-            self._evaluate(pace.steps)
+            self._evaluate(intervals.steps)
         self._tell()
-        return Position(pace.steps, window.skipped)
+        return TrainingProgress(intervals.steps, window.skipped)
 
     def _step(self, step: int, source: Iterator[Sequence[MicroBatch]]) -> None:
         window = self._window
         window.fetching()
         micro_batches = next(source)
-        window.stepping(measured=self._pace.measures(step))
-        self._calls.begins()
+        window.stepping(measured=self._intervals.measures(step))
+        self._callbacks.begins()
         window.add(self._replica.step(micro_batches))
         window.stepped()
         for done in self._tell():  # of the step before, whose figures have crossed the network during this one
             with window.paused():
-                self._calls.examine(done)
-        if self._pace.logs(step):
+                self._callbacks.examine(done)
+        if self._intervals.logs(step):
             self._closed.append(window.close(step, self._replica.facts()))
 
     def _tell(self) -> list[StepDone]:
@@ -160,7 +172,7 @@ class _Loop:
         self._closed = []
         for done in told:
             self._agreement.tell(done)
-            self._calls.emit(done)
+            self._callbacks.emit(done)
             if self._stop_on_nonfinite and not math.isfinite(done.loss):
                 raise NonfiniteLossError(_explain(done))
         return told
@@ -168,12 +180,12 @@ class _Loop:
     def _evaluate(self, step: int) -> None:
         self._tell()
         with self._window.paused():
-            self._calls.emit(Evaluated(step, self._calls.evaluate()))
+            self._callbacks.emit(Evaluated(step, self._callbacks.evaluate()))
 
     def _save(self, step: int, *, evaluated: bool) -> None:
         self._tell()  # what is logged up to here belongs to the checkpoint
         with self._window.paused():
-            self._calls.save(Position(step, self._window.skipped, evaluated))
+            self._callbacks.save(TrainingProgress(step, self._window.skipped, evaluated))
 
 
 def _explain(done: StepDone) -> str:
@@ -192,8 +204,8 @@ class _Window:
     timer: StepTimer | None
     results: list[StepResult] = field(default_factory=list)
     skipped: int = 0  # since the run began
-    waited: float = 0.0
-    mark: float = 0.0
+    waited: float = 0.0  # seconds, for data
+    mark: float = 0.0  # when the step began to wait for its data
     opened: float = field(default_factory=time.perf_counter)
 
     def fetching(self) -> None:
@@ -215,13 +227,16 @@ class _Window:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done within is not training: its time counts in no step."""
+        """Count the time inside the context in no step: it is not training."""
         begun = time.perf_counter()
         yield
         self.opened += time.perf_counter() - begun
 
     def close(self, step: int, facts: Mapping[str, Any]) -> Callable[[], StepDone]:
-        """Begin to agree with the other ranks on the window's figures, in one all-gather, and open the next."""
+        """Begin to gather the window's figures from all ranks, and open the next window.
+
+        The result waits for the other ranks and returns the event of the window's last step.
+        """
         elapsed = time.perf_counter() - self.opened
         steps = len(self.results)
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _PARTS, dtype=torch.float64)
@@ -258,8 +273,10 @@ def _step_done(
     waited: float,
     facts: Mapping[str, Any],
 ) -> StepDone:
-    """``parts()``: float64 [ranks, n], of each the splits of its measured steps, its time of a step without data and
-    with, and its losses.
+    """Make the event of a window's last step from the figures of all ranks.
+
+    ``parts()`` is float64 [ranks, n]. A row has the splits of the ``measured`` steps, the mean time of a step without
+    and with the wait for data, and the losses.
     """
     splits_pn, times_p2, losses_pn = torch.split(gathered := parts(), _sizes(gathered, measured), dim=1)
     splits_ps4 = splits_pn.view(len(gathered), measured, _PARTS)
@@ -291,6 +308,6 @@ def _sizes(gathered: Tensor, measured: int) -> list[int]:
 
 
 def _logged_loss(losses_sl: Tensor) -> float:
-    """Global mean of the last step; the first NaN or infinity of the window, if there is one."""
+    """Return the first mean loss of the window that is NaN or infinite; if there is none, that of the last step."""
     means = [math.fsum(row) / len(row) if all(map(math.isfinite, row)) else sum(row) for row in losses_sl.tolist()]
     return next((mean for mean in means if not math.isfinite(mean)), means[-1])

@@ -1,4 +1,4 @@
-"""Disorder on the heap: a result must not depend on where its numbers lie, nor on what lay there before."""
+"""Disorders the heap: a result must not depend on where its numbers lie, nor on what lay there before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-_BLOCKS = 64  # a perturbation
+_BLOCKS = 64  # of each kind in a perturbation
 _LARGEST = 4096  # numbers of a block: small enough for the allocator to hand it out again, not to give it back
 
 
@@ -22,7 +22,7 @@ class Heap:
         self._kept: list[Tensor | bytearray] = []
 
     def perturb(self) -> None:
-        """Fill blocks with NaN, free half of them and half of what was kept before; the rest moves what comes after."""
+        """Allocate blocks of NaN, and free half of these and of those kept before; the others stay in the way."""
         blocks = [block for _ in range(_BLOCKS) for block in (self._tensor(), bytearray(self._size()))]
         mixed: list[Tensor | bytearray] = [*self._kept, *blocks]
         self._random.shuffle(mixed)

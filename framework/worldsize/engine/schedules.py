@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 def warmup_cosine(optimizer: Optimizer, *, steps: int, warmup: float = 0.05, floor: float = 0.1) -> LRScheduler:
-    """Linear warm-up over ``warmup × steps``, then half a cosine down to ``floor`` times the peak.
+    """Return a linear warm-up over ``warmup × steps``, then half a cosine down to ``floor`` times the peak.
 
     Source: SGDR, arXiv 1608.03983, equation 5, without restarts.
     """

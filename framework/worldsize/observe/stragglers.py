@@ -1,4 +1,4 @@
-"""Which rank is slower than its peers, and by what: its data or its computing (its network: see links.py).
+"""Which rank is slower than its peers, and by what: its data or its computing (its network: see slow_links.py).
 
 Where ranks wait for each other, all take the same time for a step. What tells them apart is how long each is busy: its
 step without the time for which it waits for others.
@@ -27,7 +27,7 @@ _KEPT = 5000  # steps
 
 
 @dataclass(frozen=True)
-class Slow:
+class Straggler:
     """``slower``: its busy time to the median of its peers, or how many times less its link carries; ``since``: the
     first of the steps that show it.
     """
@@ -58,7 +58,7 @@ class Stragglers:
     _suspected: set[int] = field(default_factory=set)
     _named: set[int] = field(default_factory=set)
 
-    def judge(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Slow]:
+    def judge(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Straggler]:
         """Who has become slow. ``splits`` [ranks, steps, 4]: data, compute, communication, update, up to ``step``."""
         self._fresh.append(np.array(splits, dtype=np.float64).reshape(len(splits), -1, 4).transpose(1, 0, 2))
         if not self._is_time():
@@ -102,7 +102,7 @@ class Stragglers:
         return _BLOCKS * min(math.ceil(block), _KEPT // _BLOCKS)
 
 
-def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Slow, bool]]:
+def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Straggler, bool]]:
     """Of each rank how slow it is in the last window, and whether that is certain."""
     data_wsp, compute_wsp, _, update_wsp = np.moveaxis(recent_wspk[:, :, ranks], 3, 0)
     ratio_wbp = _to_others(_blocks(data_wsp + compute_wsp + update_wsp))
@@ -111,7 +111,7 @@ def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tupl
     certain_p = (ratio_bp.min(0) > 1 + _LEAST) & (ratio_p > 1 + max(_MARGIN, _DEVIATIONS * noise))
     is_late_p = _excess(data_wsp[-1:]) > _excess((compute_wsp + update_wsp)[-1:])
     return [
-        (Slow(rank, "data" if is_late else "compute", float(ratio), since), bool(certain))
+        (Straggler(rank, "data" if is_late else "compute", float(ratio), since), bool(certain))
         for rank, is_late, ratio, certain in zip(ranks, is_late_p, ratio_p, certain_p, strict=True)
     ]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Workload, World
 from worldsize.data.loader import Order, micro_batches
-from worldsize.planning.together import first_device, medians, together
+from worldsize.planning.concurrency import first_device, medians, run_concurrently
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 
 _SECONDS = 2.0  # of steps, at least
@@ -35,7 +35,7 @@ def calibrate(
     """
     device = first_device(kind)
     try:
-        return together(at_once, threads, _calibrated, recipe, numerics, order, device)
+        return run_concurrently(at_once, threads, _calibrated, recipe, numerics, order, device)
     except Exception as error:
         if not _is_memory(error):
             raise

@@ -17,7 +17,7 @@ from torch.futures import Future
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, RunContext, World
 from worldsize.data.loader import micro_batches
-from worldsize.planning.together import first_device, medians, together
+from worldsize.planning.concurrency import first_device, medians, run_concurrently
 from worldsize.strategies.synchronous import alone
 
 _BACKEND = "silent"
@@ -33,7 +33,7 @@ def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 
     Raises:
         RuntimeError: the strategy communicates in a way that :class:`SilentGroup` does not know.
     """
-    return together(at_once, threads, _slowdown, settings, first_device(kind))
+    return run_concurrently(at_once, threads, _slowdown, settings, first_device(kind))
 
 
 def _slowdown(settings: Settings, device: torch.device) -> float:

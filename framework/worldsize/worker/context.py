@@ -39,7 +39,7 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
         world,
         settings.numerics,
         seed=settings.seed,
-        steps=settings.pace.steps,
+        steps=settings.intervals.steps,
         workers=settings.roles["worker"].processes,
         logical_ranks=settings.logical_ranks,
         rendezvous=_rendezvous(settings, run, placement) if serves else None,
@@ -82,7 +82,7 @@ class _UnitTiming(StepTiming):
     def _times(self) -> UnitTimes:
         rank = self._world.rank
         return UnitTimes(
-            Timing(self._run.timing(rank), rank=rank), self._world.device, every=self._settings.pace.log_every
+            Timing(self._run.timing(rank), rank=rank), self._world.device, every=self._settings.intervals.log_every
         )
 
     def drawing(self) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, World
-from worldsize.planning.doctor.found import leave
+from worldsize.planning.doctor.findings import write_facts
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 
@@ -59,19 +59,21 @@ class Edge:
 def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
     """Leave which device this process has, before it waits for anybody."""
     device = device_of(placement, cluster)
-    leave(findings, f"rank_{placement.rank:05d}", {**_who(placement), "device": _identity(device), "joined": False})
+    write_facts(
+        findings, f"rank_{placement.rank:05d}", {**_who(placement), "device": _identity(device), "joined": False}
+    )
 
 
 def probe(world: World, placement: Placement, transport: Mapping[str, Any], findings: Path, *, pairs: bool) -> int:
     """Measure with all others; the first process leaves what they found. The exit code."""
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
-    leave(findings, f"rank_{world.rank:05d}", who)
+    write_facts(findings, f"rank_{world.rank:05d}", who)
     per_node = placement.local_world_size
     own = [_copies(world), *_measure(world, schedule(world.size // per_node, per_node, pairs=pairs), _THOROUGH)]
     rings = _rings(world)
     edges = _of_all(world, own)
     if world.rank == 0:
-        leave(findings, "links", {"edges": edges, "rings": rings})
+        write_facts(findings, "links", {"edges": edges, "rings": rings})
     return 0
 
 

@@ -34,12 +34,12 @@ from worldsize.core import (
 )
 from worldsize.data.loader import micro_batches
 from worldsize.engine.evaluate import evaluate
-from worldsize.engine.fit import Calls, Position, fit
-from worldsize.observe.aside import Aside
+from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.observe.events import EventLog
-from worldsize.observe.links import Links, links_between
 from worldsize.observe.profile import traced
-from worldsize.observe.stragglers import Slow, Stragglers
+from worldsize.observe.slow_links import SlowLinkSearch, slow_link_search
+from worldsize.observe.stragglers import Straggler, Stragglers
+from worldsize.observe.subprocess_listener import SubprocessListener
 from worldsize.observe.timing import Timing
 from worldsize.planning.doctor.edges import measured
 from worldsize.records.manifest import read_manifest
@@ -64,7 +64,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
         return own
     config = read_manifest(run.manifest)["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
-    remote = [Aside(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
+    remote = [SubprocessListener(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
     return [*own, JsonLines(run.metrics), EventLog(run.events), *remote]
 
 
@@ -91,7 +91,7 @@ class Training:
         self._history = _History(run.metrics)
         self._listeners: list[Listener] = [*listeners, self._history]
         self._stragglers: Stragglers | None = None
-        self._links: Links | None = None
+        self._links: SlowLinkSearch | None = None
         self._saver = Saver(
             run.checkpoints,
             world,
@@ -104,11 +104,11 @@ class Training:
 
     def run(self, heartbeat: Path | None) -> int:
         """Train; the exit code."""
-        steps, replica = self._settings.pace.steps, self._replica
+        steps, replica = self._settings.intervals.steps, self._replica
         first = self._resume(replica)
         if self._settings.step_breakdown and self._world.size > 1:
             self._stragglers, self._places = Stragglers(self._settings.peers(), first.step), places(self._world)
-            self._links = links_between(self._world)
+            self._links = slow_link_search(self._world)
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
         last = self._fit(replica, first, beats)
@@ -142,7 +142,7 @@ class Training:
             if self._world.rank == 0:
                 self._say(done.step, found)
 
-    def _say(self, step: int, found: Iterable[Slow]) -> None:
+    def _say(self, step: int, found: Iterable[Straggler]) -> None:
         for slow in found:
             host, device = self._places[slow.rank]
             self._emit(Straggling(step, host=host, device=device, **vars(slow)))
@@ -159,22 +159,22 @@ class Training:
         for event in saved:
             self._emit(event)
 
-    def _resume(self, replica: Replica) -> Position:
+    def _resume(self, replica: Replica) -> TrainingProgress:
         """Load the newest checkpoint, if there is one."""
         saves = self._settings.config["checkpoint"]
         checkpoint = newest(self._run.checkpoints, self._world, allow_older=saves["allow_older"])
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
         step = replica.step_reached
         if step and (checkpoint is None or step != checkpoint.step):  # of a server that took over
-            return Position(step, facts["skipped"], evaluated=not self._settings.pace.evaluates(step))
+            return TrainingProgress(step, facts["skipped"], evaluated=not self._settings.intervals.evaluates(step))
         if checkpoint is None:
-            return Position()
+            return TrainingProgress()
         if step is None:
             self._settings.faults.at("load:begin")
             replica.load(load(checkpoint, replica.state(), ignore=self._settings.ignored(checkpoint.step)))
-        return Position(checkpoint.step, facts["skipped"], facts.get("evaluated", True))
+        return TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True))
 
-    def _fit(self, replica: Replica, first: Position, heartbeat: Heartbeat | None) -> Position:
+    def _fit(self, replica: Replica, first: TrainingProgress, heartbeat: Heartbeat | None) -> TrainingProgress:
         settings, world = self._settings, self._world
         part = world if self._leads else settings.data_part(world)
         recipe, order = settings.recipe, settings.order(part.rank, part.size)
@@ -188,7 +188,7 @@ class Training:
             settings.faults.at("evaluate:begin")
             return evaluate(replica, test, part, batch_size=settings.evaluate_batch_size)
 
-        calls = Calls(
+        callbacks = LoopCallbacks(
             evaluate=evaluation,
             emit=self._emit,
             save=partial(self._save, replica),
@@ -207,8 +207,8 @@ class Training:
                 watched,
                 world,
                 order=order,
-                pace=settings.pace,
-                calls=calls,
+                intervals=settings.intervals,
+                callbacks=callbacks,
                 first=first,
                 stop_on_nonfinite=settings.stops_on_nonfinite,
                 timer=timer,
@@ -222,7 +222,7 @@ class Training:
             self._tell(self._saver.ended())
             yield step
 
-    def _save(self, replica: Replica, position: Position) -> None:
+    def _save(self, replica: Replica, position: TrainingProgress) -> None:
         facts = {
             "skipped": position.skipped,
             "evaluated": position.evaluated,
@@ -234,17 +234,17 @@ class Training:
             self._tell(self._saver.finish())  # before the evaluation, which may fail
 
     def _result(self, model: StateDict) -> dict[str, Any]:
-        tensors, pace = tensor_digests(model), self._settings.pace
+        tensors, intervals = tensor_digests(model), self._settings.intervals
         seconds = time.perf_counter() - self._history.started
-        steps = pace.steps - self._history.first
+        steps = intervals.steps - self._history.first
         return {
             "state_digest": state_digest(tensors),
             "tensors": tensors,
             "remarks": self._settings.recipe.remarks(model),
             "metrics_digest": metrics_digest(self._run.metrics),
             "metrics": dict(self._history.metrics),
-            "steps": pace.steps,
-            "samples": pace.steps * self._settings.batch_size,
+            "steps": intervals.steps,
+            "samples": intervals.steps * self._settings.batch_size,
             "seconds": seconds,
             "samples_per_second": steps * self._settings.batch_size / seconds,
             "first_step_at": self._history.first_step_at,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from worldsize.core import Cluster, Link
-from worldsize.planning.doctor.found import Found
+from worldsize.planning.doctor.findings import Findings
 
 GIGABIT = 125e6  # bytes a second
 
@@ -55,7 +55,7 @@ def ring(rates: dict[int, float]) -> list[dict[str, Any]]:
     return edges
 
 
-def findings(*changed: dict[str, Any], **changes: Any) -> Found:
+def findings(*changed: dict[str, Any], **changes: Any) -> Findings:
     """Return the findings of four hosts, with ``changed`` hosts and additions to what the first has gathered."""
     hosts = {node: host(node) for node in range(4)} | {facts["node"]: facts for facts in changed}
     meeting: dict[str, Any] = {
@@ -65,4 +65,4 @@ def findings(*changed: dict[str, Any], **changes: Any) -> Found:
     }
     meeting = {**meeting, "unseen": {}, "skipped": None, "outcome": {"failure": None}, **changes.pop("meeting", {})}
     base: dict[str, Any] = {"nodes": 4, "hosts": hosts, "meeting": meeting, "ranks": list(map(rank, range(8)))}
-    return Found(**{**base, "edges": ring({}), **changes})
+    return Findings(**{**base, "edges": ring({}), **changes})

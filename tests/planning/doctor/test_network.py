@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tests.planning.doctor.facts import findings, host, rank
 from worldsize.planning.doctor import network
-from worldsize.planning.doctor.found import Found
+from worldsize.planning.doctor.findings import Findings
 from worldsize.planning.doctor.report import Check
 
 
@@ -16,9 +16,9 @@ def bad(checks: Iterable[Check]) -> list[Check]:
 
 def test_a_host_that_reports_nothing_is_named_as_its_launcher_knows_it() -> None:
     hosts = {node: host(node) for node in (0, 1, 3)}
-    (check,) = bad(network.answers(Found(4, hosts, names=["a", "b", "c", "d"])))
+    (check,) = bad(network.answers(Findings(4, hosts, names=["a", "b", "c", "d"])))
     assert check.host == "c"
-    (check,) = bad(network.answers(Found(4, hosts)))
+    (check,) = bad(network.answers(Findings(4, hosts)))
     assert check.host == "node 2"
 
 

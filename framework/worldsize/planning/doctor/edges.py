@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from worldsize.core import Link
-from worldsize.planning.doctor.found import Facts
+from worldsize.planning.doctor.findings import Facts
 
 Measured = Mapping[tuple[int, int], Link]  # from node to node; of tiers "device" and "node" the same
 

@@ -1,32 +1,32 @@
-"""Everything that was found → one report."""
+"""Judges all findings in one report."""
 
 from __future__ import annotations
 
 from worldsize.core import Cluster
-from worldsize.planning.doctor import hosts, links, network
+from worldsize.planning.doctor import hosts, link_checks, network
 from worldsize.planning.doctor.edges import measured
-from worldsize.planning.doctor.found import Found
+from worldsize.planning.doctor.findings import Findings
 from worldsize.planning.doctor.report import Check, Report
 
 
-def evaluate(found: Found, cluster: Cluster, *, needed_bytes: float) -> Report:
-    """``needed_bytes``: of disk, for two checkpoints."""
+def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Report:
+    """Check ``findings`` against each other and against ``cluster``; two checkpoints need ``needed_bytes`` of disk."""
     checks: list[Check] = [
-        *network.answers(found),
-        *network.meeting(found),
-        *hosts.alike(found),
-        *hosts.data(found),
-        *hosts.folder(found),
-        *hosts.disk(found, needed_bytes=needed_bytes),
-        *hosts.clock(found),
-        *(hosts.devices(found, per_node=cluster.processes_per_node) if cluster.device == "cuda" else ()),
-        *network.interfaces(found),
-        *network.collective(found),
-        *links.checks(found, cluster),
+        *network.answers(findings),
+        *network.meeting(findings),
+        *hosts.alike(findings),
+        *hosts.data(findings),
+        *hosts.folder(findings),
+        *hosts.disk(findings, needed_bytes=needed_bytes),
+        *hosts.clock(findings),
+        *(hosts.devices(findings, per_node=cluster.processes_per_node) if cluster.device == "cuda" else ()),
+        *network.interfaces(findings),
+        *network.collective(findings),
+        *link_checks.checks(findings, cluster),
     ]
     names = [check.check for check in checks]
     checks.sort(key=lambda check: names.index(check.check))  # those of one name together
-    between = measured(found.edges, cluster.processes_per_node)
+    between = measured(findings.edges, cluster.processes_per_node)
     left_out = ("versions", "nonce")
-    told = [{key: value for key, value in facts.items() if key not in left_out} for facts in found.hosts.values()]
-    return Report(checks, links.tiers(between, found.rings), links.pairs(between, found), told)
+    told = [{key: value for key, value in facts.items() if key not in left_out} for facts in findings.hosts.values()]
+    return Report(checks, link_checks.tiers(between, findings.rings), link_checks.pairs(between, findings), told)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from worldsize.planning.doctor.found import Facts, Found
+from worldsize.planning.doctor.findings import Facts, Findings
 from worldsize.planning.doctor.report import Check
 
 SKEW = 1.0  # seconds that a clock may be off: of several failures, the first in time is told as the cause
@@ -24,12 +24,12 @@ _REMEDIES = {
 }
 
 
-def alike(found: Found) -> Iterator[Check]:
+def alike(findings: Findings) -> Iterator[Check]:
     """What every host has, against the first."""
-    if (first := found.first) is None:
+    if (first := findings.first) is None:
         return
     for name, value in {**first["alike"], **first["also"]}.items():
-        for facts in found.hosts.values():
+        for facts in findings.hosts.values():
             own = {**facts["alike"], **facts["also"]}.get(name)
             if own == value:
                 yield Check(name, facts["host"], True, str(value or "none"))
@@ -48,9 +48,9 @@ def _versions(facts: Facts, first: Facts, name: str) -> str:
     return f": {', '.join(shown)}" + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
 
 
-def data(found: Found) -> Iterator[Check]:
+def data(findings: Findings) -> Iterator[Check]:
     """Files that a recipe reads."""
-    for facts in found.hosts.values():
+    for facts in findings.hosts.values():
         problems = facts["data"]
         if not problems:
             yield Check("data files", facts["host"], True, "readable")
@@ -60,10 +60,10 @@ def data(found: Found) -> Iterator[Check]:
         yield Check("data files", facts["host"], False, "; ".join(problems[:3]) + more, remedy)
 
 
-def folder(found: Found) -> Iterator[Check]:
+def folder(findings: Findings) -> Iterator[Check]:
     """The run's folder: written by every host, and one for all."""
-    unseen = found.meeting.get("unseen", {})
-    for node, facts in found.hosts.items():
+    unseen = findings.meeting.get("unseen", {})
+    for node, facts in findings.hosts.items():
         path, error = facts["folder"]["path"], facts["folder"]["error"]
         remedy = "Mount it there so that this user may write, or set run.root to a folder that all hosts share."
         if error:
@@ -71,12 +71,12 @@ def folder(found: Found) -> Iterator[Check]:
         elif str(node) in unseen:
             yield Check("run folder", facts["host"], False, f"{path} is not shared: {unseen[str(node)]}", remedy)
         else:
-            yield Check("run folder", facts["host"], True, "written, and shared" if found.nodes > 1 else "written")
+            yield Check("run folder", facts["host"], True, "written, and shared" if findings.nodes > 1 else "written")
 
 
-def disk(found: Found, *, needed_bytes: float) -> Iterator[Check]:
+def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
     """Room for two checkpoints: while one is written, the one before is kept."""
-    for facts in found.hosts.values():
+    for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
         if free >= needed_bytes:
             yield Check("disk", facts["host"], True, f"room for two checkpoints ({needed_bytes / 1e9:.2g} GB)")
@@ -85,33 +85,33 @@ def disk(found: Found, *, needed_bytes: float) -> Iterator[Check]:
         yield Check("disk", facts["host"], False, detail, "Remove old runs, or set run.root to a larger file system.")
 
 
-def clock(found: Found) -> Iterator[Check]:
+def clock(findings: Findings) -> Iterator[Check]:
     """Each host's clock against the first's: as it answered, else by the time of the file that it left."""
-    asked = {int(node): ahead for node, ahead in found.meeting.get("clocks", {}).items()}
-    reference = found.hosts.get(0, {}).get("ahead")
-    for node, facts in found.hosts.items():
+    asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
+    reference = findings.hosts.get(0, {}).get("ahead")
+    for node, facts in findings.hosts.items():
         ahead = asked.get(node)
         if ahead is None and reference is not None and "ahead" in facts:
             ahead = facts["ahead"] - reference
         if node == 0 or ahead is None:
             continue
         ok = abs(ahead) <= SKEW
-        detail = f"within {SKEW:g} s of {found.name(0)}" if ok else f"{ahead:+.1f} s against {found.name(0)}"
+        detail = f"within {SKEW:g} s of {findings.name(0)}" if ok else f"{ahead:+.1f} s against {findings.name(0)}"
         remedy = (
             "" if ok else "Have it set by NTP there (chronyc tracking, timedatectl): logs and causes are ordered by it."
         )
         yield Check("clock", facts["host"], ok, detail, remedy)
 
 
-def devices(found: Found, *, per_node: int) -> Iterator[Check]:
+def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
     """As many devices as processes on every host, each of which one rank uses."""
-    for facts in found.hosts.values():
+    for facts in findings.hosts.values():
         count = facts["devices"]
         ok = count >= per_node
         remedy = f"Look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or set cluster.processes_per_node={count}."
         yield Check("devices", facts["host"], ok, f"{count} for {per_node} processes", "" if ok else remedy)
     users: dict[str, list[Facts]] = defaultdict(list)
-    for rank in found.ranks:
+    for rank in findings.ranks:
         users[rank["device"]].append(rank)
     for device, ranks in users.items():
         if len(ranks) > 1:

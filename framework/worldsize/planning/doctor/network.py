@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from worldsize.planning.doctor.found import Facts, Found
+from worldsize.planning.doctor.findings import Facts, Findings
 from worldsize.planning.doctor.report import Check
 
 
-def answers(found: Found) -> Iterator[Check]:
+def answers(findings: Findings) -> Iterator[Check]:
     """Every host has said something, in the run's folder or to the first."""
-    for node in range(found.nodes):
-        if node in found.hosts:
-            yield Check("answers", found.name(node), True, "yes")
+    for node in range(findings.nodes):
+        if node in findings.hosts:
+            yield Check("answers", findings.name(node), True, "yes")
             continue
         remedy = (
             "Read what its agent says, above or in the logs of the run's folder. It must see that folder: set run.root "
             "to one that all hosts share and may write."
         )
-        yield Check("answers", found.name(node), False, f"node {node} has left nothing in the run's folder", remedy)
+        yield Check("answers", findings.name(node), False, f"node {node} has left nothing in the run's folder", remedy)
 
 
-def meeting(found: Found) -> Iterator[Check]:
+def meeting(findings: Findings) -> Iterator[Check]:
     """The name of the first host is known, and its port answers."""
-    came = {facts["node"] for facts in found.meeting.get("hosts", ())}
-    for node, facts in found.hosts.items():
+    came = {facts["node"] for facts in findings.meeting.get("hosts", ())}
+    for node, facts in findings.hosts.items():
         first = facts["first"]
         if first is None:
             continue
@@ -37,7 +37,7 @@ def meeting(found: Found) -> Iterator[Check]:
         if why := facts.get("refused"):
             remedy = f"Free port {port} there, or name another one with cluster.port."
             yield Check("rendezvous", facts["host"], False, why, remedy)
-        elif "unreached" in facts or (found.meeting and node not in came):
+        elif "unreached" in facts or (findings.meeting and node not in came):
             detail = f"port {port} of {name} does not answer {facts['host']}{_because(facts)}"
             remedy = f"Open TCP port {port} of {name} to {facts['host']} (firewall, security group), or name another "
             yield Check("rendezvous", facts["host"], False, detail, f"{remedy}one with cluster.port.")
@@ -49,10 +49,10 @@ def _because(facts: Facts) -> str:
     return f": {facts['unreached']}" if "unreached" in facts else ""
 
 
-def interfaces(found: Found) -> Iterator[Check]:
+def interfaces(findings: Findings) -> Iterator[Check]:
     """The interface that collectives use is there, and the others reach its address."""
-    unreached = _unreached(found)
-    for node, facts in found.hosts.items():
+    unreached = _unreached(findings)
+    for node, facts in findings.hosts.items():
         interface = facts["interface"]
         if interface is None:
             continue
@@ -62,15 +62,15 @@ def interfaces(found: Found) -> Iterator[Check]:
         name = f"{interface['name']} {interface['address']}"
         deaf = [source for source, targets in unreached.items() if node in targets]
         if deaf:
-            detail = f"{name} is not reached by {', '.join(map(found.name, deaf))}: {unreached[deaf[0]][node]}"
+            detail = f"{name} is not reached by {', '.join(map(findings.name, deaf))}: {unreached[deaf[0]][node]}"
             yield Check("interface", facts["host"], False, detail, _other(facts))
         else:
             heard = ", reached by the others" if node in unreached and len(unreached) > 1 else ""
             yield Check("interface", facts["host"], True, f"{interface['name']}{heard}")
 
 
-def _unreached(found: Found) -> dict[int, dict[int, str]]:
-    tried: Mapping[str, Mapping[str, str]] = found.meeting.get("unreached", {})
+def _unreached(findings: Findings) -> dict[int, dict[int, str]]:
+    tried: Mapping[str, Mapping[str, str]] = findings.meeting.get("unreached", {})
     return {int(source): {int(target): why for target, why in lost.items()} for source, lost in tried.items()}
 
 
@@ -90,22 +90,22 @@ def others(facts: Facts, used: str | None) -> str:
     return ", ".join(named)
 
 
-def collective(found: Found) -> Iterator[Check]:
+def collective(findings: Findings) -> Iterator[Check]:
     """The ranks have met, and summed a few bytes."""
-    if not found.meeting or not found.hosts:
+    if not findings.meeting or not findings.hosts:
         return
-    everyone = ", ".join(found.name(node) for node in found.hosts)
-    if skipped := found.meeting.get("skipped"):
+    everyone = ", ".join(findings.name(node) for node in findings.hosts)
+    if skipped := findings.meeting.get("skipped"):
         yield Check("all-reduce", everyone, False, f"not tried: {skipped}", "Mend what is red above, then look again.")
         return
-    late = [rank for rank in found.ranks if not rank["joined"]]
-    failure = found.meeting.get("outcome", {}).get("failure")
+    late = [rank for rank in findings.ranks if not rank["joined"]]
+    failure = findings.meeting.get("outcome", {}).get("failure")
     if not late and not failure:
-        yield Check("all-reduce", everyone, True, f"{len(found.ranks)} ranks agree")
+        yield Check("all-reduce", everyone, True, f"{len(findings.ranks)} ranks agree")
         return
     hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in late)) or everyone
-    if failure and len(late) in (0, len(found.ranks)):
-        hosts = _host_of(failure, found) or hosts
+    if failure and len(late) in (0, len(findings.ranks)):
+        hosts = _host_of(failure, findings) or hosts
     who = f"ranks {', '.join(str(rank['rank']) for rank in late)} did not finish it; " if late else ""
     cause = (
         f"{failure['role']} {failure['rank']}: {failure['cause'].strip().splitlines()[-1]}" if failure else "no cause"
@@ -114,8 +114,8 @@ def collective(found: Found) -> Iterator[Check]:
     yield Check("all-reduce", hosts, False, f"{who}{cause}", remedy)
 
 
-def _host_of(failure: Facts, found: Found) -> str | None:
+def _host_of(failure: Facts, findings: Findings) -> str | None:
     """Where the first that failed was: a whole host, or a rank."""
     if failure["role"] == "node":
-        return found.name(failure["rank"])
-    return next((str(rank["host"]) for rank in found.ranks if rank["rank"] == failure["rank"]), None)
+        return findings.name(failure["rank"])
+    return next((str(rank["host"]) for rank in findings.ranks if rank["rank"] == failure["rank"]), None)

@@ -1,4 +1,4 @@
-"""Processes that do the same at the same time, as those of one machine do, which share its cores and memory."""
+"""Measures actions that several processes run at the same time, as those of one machine do, sharing its cores."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WARM_UP, _TURNS = 2, 11
 
 
 @final
-class _Meeting:
-    """Where the processes wait for each other; all of them see the moment at which the last one came."""
+class SharedBarrier:
+    """A barrier whose processes all learn the moment at which the last of them arrived."""
 
     def __init__(self, context: BaseContext, count: int) -> None:
         self._moment = context.Value("d", lock=False)
@@ -33,6 +33,7 @@ class _Meeting:
         self._moment.value = time.perf_counter()
 
     def moment(self) -> float:
+        """Wait for all processes; return when the last one arrived, in seconds."""
         self._barrier.wait()
         return float(self._moment.value)
 
@@ -40,20 +41,21 @@ class _Meeting:
         self._barrier.abort()
 
 
-_meetings: list[_Meeting] = []  # in one of the processes: the only one
+_barriers: list[SharedBarrier] = []  # at most one, in a forked process: only its start can hand a barrier over
 
 
-def together(count: int, threads: int, work: Callable[..., T], *given: Any) -> T:
-    """What ``work(*given)`` gives one of ``count`` processes of so many ``threads`` that all do it.
+def run_concurrently(count: int, threads: int, work: Callable[..., T], *given: Any) -> T:
+    """Call ``work(*given)`` in ``count`` processes of ``threads`` threads at once; return what one of them returns.
 
-    They are forked: this process must have no OpenMP pool, and must not have used CUDA.
+    The processes are forked: this one must have no OpenMP pool, and must not have used CUDA.
 
     Raises:
-        Exception: what ``work`` raised; BrokenProcessPool where the kernel killed a process.
+        Exception: ``work`` raised it in one of them.
+        BrokenProcessPool: the kernel killed a process.
     """
     context = get_context("fork")
-    meeting = _Meeting(context, count)
-    with ProcessPoolExecutor(count, context, initializer=_join, initargs=(meeting, threads)) as pool:
+    barrier = SharedBarrier(context, count)
+    with ProcessPoolExecutor(count, context, initializer=_join, initargs=(barrier, threads)) as pool:
         with ready_to_fork():
             parts = [pool.submit(_guarded, work, given) for _ in range(count)]
         errors = [error for part in parts if (error := part.exception()) and not isinstance(error, BrokenBarrierError)]
@@ -62,8 +64,8 @@ def together(count: int, threads: int, work: Callable[..., T], *given: Any) -> T
     return parts[-1].result()
 
 
-def _join(meeting: _Meeting, threads: int) -> None:
-    _meetings.append(meeting)
+def _join(barrier: SharedBarrier, threads: int) -> None:
+    _barriers.append(barrier)
     torch.set_num_threads(threads)
 
 
@@ -71,22 +73,24 @@ def _guarded(work: Callable[..., T], given: tuple[Any, ...]) -> T:
     try:
         return work(*given)
     except BaseException:
-        _meetings[0].abort()  # the others need not wait
+        _barriers[0].abort()  # the others need not wait
         raise
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Of the slowest of the processes that run ``action`` at the same time; the same in all of them."""
-    begun = _meetings[0].moment()
+    """Return the seconds of the slowest of the processes that run ``action`` at once; all of them get the same."""
+    begun = _barriers[0].moment()
     action()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return _meetings[0].moment() - begun
+    return _barriers[0].moment() - begun
 
 
 def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.device, least_seconds: float) -> list[float]:
-    """Of the seconds of each action of a turn, in so many turns that they take ``least_seconds``, and eleven at least:
-    where others use the machine too, one second is unlike the next.
+    """Return the median seconds of each action of a turn.
+
+    There are at least eleven turns, and as many as take ``least_seconds``: where others use the machine too, one
+    second is unlike the next.
     """
     taken: list[list[float]] = []
     spent = 0.0
@@ -102,5 +106,5 @@ def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.devic
 
 
 def first_device(kind: str) -> torch.device:
-    """This machine's first of a ``kind``: "cpu" or "cuda"."""
+    """Return this machine's first device of a ``kind``: "cpu" or "cuda"."""
     return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)

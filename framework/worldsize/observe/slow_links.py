@@ -12,7 +12,7 @@ from typing import final
 import torch.distributed as dist
 
 from worldsize.core import Link, StepDone, World
-from worldsize.observe.stragglers import Slow
+from worldsize.observe.stragglers import Straggler
 
 _WINDOWS, _SECONDS = 3, 0.5  # whose median is looked at; each of one logged step or more, and so long
 _SHARE = 0.5  # of a step, waited for communication, that is worth a first look
@@ -21,16 +21,16 @@ _LEAST = 0.1  # of a step
 _SLOWER = 3.0  # times, than most
 
 
-def links_between(world: World) -> Links | None:
+def slow_link_search(world: World) -> SlowLinkSearch | None:
     """Of hosts of which one can be compared with others, and whose processes all train."""
     node = world.groups.get("node")
     if node is None or world.size < dist.get_world_size() or world.size <= 2 * node.size():
         return None
-    return Links(node.size())
+    return SlowLinkSearch(node.size())
 
 
 @final
-class Links:
+class SlowLinkSearch:
     """Decides the same on all ranks, from figures that all of them have.
 
     A look takes all ranks a second or two. There is one once they wait for communication for half of a step, and
@@ -86,7 +86,7 @@ class Links:
             self._seconds = 0.0
         return is_full
 
-    def judge(self, links: Mapping[tuple[int, int], Link]) -> list[Slow]:
+    def judge(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
         """Which hosts are named, each by its first rank. ``links`` as measured, from node to node."""
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)
@@ -99,4 +99,4 @@ class Links:
         self._named = (self._named & slower.keys()) | new
         self._pause = 2 * self._pause if not slower else _WINDOWS
         self._rest = 0 if self._suspected else self._pause
-        return [Slow(node * self.per_node, "network", slower[node], self._since) for node in sorted(new)]
+        return [Straggler(node * self.per_node, "network", slower[node], self._since) for node in sorted(new)]

@@ -19,7 +19,7 @@ _HURRIED = 30.0  # seconds, where others wait for the end: a scheduler that has 
 
 
 @final
-class Aside:
+class SubprocessListener:
     """Forks a process that builds the real listener and tells it every event, in order.
 
     Make it before the process group and CUDA exist. In a thread wandb's start and its log calls cost a tiny

@@ -11,7 +11,7 @@ from tests.planning.doctor.facts import GIGABIT, cluster, edge, findings, host, 
 from worldsize.core import Link
 from worldsize.planning.doctor.edges import measured
 from worldsize.planning.doctor.evaluate import evaluate
-from worldsize.planning.doctor.links import checks, pairs, slow, tiers
+from worldsize.planning.doctor.link_checks import checks, pairs, slow, tiers
 
 SLOW = 50e6 / 8  # 50 Mbit/s
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worldsize.planning.together import medians, together
+from worldsize.planning.concurrency import medians, run_concurrently
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def _one_is_slow(folder: Path) -> list[float]:
 
 
 def test_each_turn_takes_as_long_as_its_slowest_process_and_all_agree_on_it(tmp_path: Path) -> None:
-    slow, idle = together(3, 1, _one_is_slow, tmp_path)
+    slow, idle = run_concurrently(3, 1, _one_is_slow, tmp_path)
     assert slow >= 0.05 > idle
     assert [file.read_text() for file in tmp_path.iterdir() if file.is_file()] == [str([slow, idle])] * 3
 
@@ -47,8 +47,8 @@ def _count(least_seconds: float) -> int:
 
 
 def test_measuring_goes_on_until_it_has_taken_long_enough() -> None:
-    assert together(1, 1, _count, 0.0) == 2 + 11
-    assert 2 + 11 < together(1, 1, _count, 0.3) <= 2 + 300
+    assert run_concurrently(1, 1, _count, 0.0) == 2 + 11
+    assert 2 + 11 < run_concurrently(1, 1, _count, 0.3) <= 2 + 300
 
 
 def _fails_once(folder: Path) -> None:
@@ -58,4 +58,4 @@ def _fails_once(folder: Path) -> None:
 
 def test_the_others_do_not_wait_for_one_that_fails(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
-        together(2, 1, _fails_once, tmp_path)
+        run_concurrently(2, 1, _fails_once, tmp_path)

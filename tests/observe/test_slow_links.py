@@ -1,4 +1,4 @@
-"""Links are measured when waits are long, and slow ones are named."""
+"""SlowLinkSearch are measured when waits are long, and slow ones are named."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from worldsize.core import Link, StepDone, Straggling
 from worldsize.observe.events import described
-from worldsize.observe.links import Links
-from worldsize.observe.stragglers import Slow
+from worldsize.observe.slow_links import SlowLinkSearch
+from worldsize.observe.stragglers import Straggler
 
 
 def ring(nodes: int, distance: int, slow: Iterable[int]) -> dict[tuple[int, int], Link]:
@@ -19,8 +19,8 @@ def ring(nodes: int, distance: int, slow: Iterable[int]) -> dict[tuple[int, int]
 
 
 def looks_of(
-    links: Links, waits: Iterable[float | None], slow: Iterable[int] = (), *, nodes: int = 4, first: int = 0
-) -> Iterator[tuple[int, list[Slow]]]:
+    links: SlowLinkSearch, waits: Iterable[float | None], slow: Iterable[int] = (), *, nodes: int = 4, first: int = 0
+) -> Iterator[tuple[int, list[Straggler]]]:
     """Log steps of one second, and yield the steps after which links are measured with the ranks that are named."""
     for step, exposed in enumerate(waits, first + 1):
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.9, 1.0), 1.0, exposed_seconds=exposed)
@@ -41,17 +41,17 @@ def looks_of(
     ],
 )
 def test_a_look_follows_three_windows_of_long_waits(waits: list[float | None], expected: list[int]) -> None:
-    assert [step for step, _ in looks_of(Links(1), waits)] == expected
+    assert [step for step, _ in looks_of(SlowLinkSearch(1), waits)] == expected
 
 
 def test_looks_that_find_nothing_become_rare() -> None:
-    looks = [step for step, _ in looks_of(Links(1), ([0.1] * 3 + [0.9] * 3) * 100)]
+    looks = [step for step, _ in looks_of(SlowLinkSearch(1), ([0.1] * 3 + [0.9] * 3) * 100)]
     assert 3 < len(looks) < 10
     assert looks[-1] - looks[-2] > 100
 
 
 def test_short_windows_are_looked_at_as_one() -> None:
-    links, looks = Links(1), []
+    links, looks = SlowLinkSearch(1), []
     for step in range(1, 1000):
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.01, 0.01), 1.0, exposed_seconds=0.008)
         if links.are_worth_a_look(done):
@@ -62,20 +62,20 @@ def test_short_windows_are_looked_at_as_one() -> None:
 
 @pytest.mark.parametrize(("nodes", "slow"), [(3, [2]), (4, [0]), (7, [1, 3]), (7, [2, 3])])
 def test_hosts_are_named_by_their_first_ranks_when_two_looks_find_them_slow(nodes: int, slow: list[int]) -> None:
-    (first, nobody), (second, named) = looks_of(Links(per_node=2), [0.7] * 20, slow, nodes=nodes)
+    (first, nobody), (second, named) = looks_of(SlowLinkSearch(per_node=2), [0.7] * 20, slow, nodes=nodes)
     assert (first, nobody, second) == (3, [], 6)
     assert [(one.rank, one.cause, one.since) for one in named] == [(2 * node, "network", 1) for node in slow]
     assert all(10 < one.slower <= 20 for one in named)
 
 
 def test_a_link_that_is_slow_in_one_look_only_is_not_named() -> None:
-    links = Links(1)
+    links = SlowLinkSearch(1)
     assert list(looks_of(links, [0.6] * 3, [1])) == [(3, [])]
     assert list(looks_of(links, [0.6] * 20, [0], first=3)) == [(6, [])]
 
 
 def test_a_host_that_was_well_in_between_is_named_again() -> None:
-    links, first, reports = Links(1), 0, []
+    links, first, reports = SlowLinkSearch(1), 0, []
     for waits, slow in (([0.2] * 5, []), ([0.9] * 20, [3]), ([0.2] * 20, []), ([0.9] * 20, [3])):
         reports.append([[one.rank for one in ranks] for _, ranks in looks_of(links, waits, slow, first=first)])
         first += len(waits)
@@ -84,7 +84,7 @@ def test_a_host_that_was_well_in_between_is_named_again() -> None:
 
 @pytest.mark.parametrize(("nodes", "slow"), [(4, [0, 1, 2, 3]), (2, [1])])
 def test_nobody_is_named_if_all_links_are_equally_slow_or_only_two_hosts_share_one(nodes: int, slow: list[int]) -> None:
-    assert [named for _, named in looks_of(Links(1), [0.2] * 3 + [0.9] * 9, slow, nodes=nodes)] == [[]]
+    assert [named for _, named in looks_of(SlowLinkSearch(1), [0.2] * 3 + [0.9] * 9, slow, nodes=nodes)] == [[]]
 
 
 def test_the_event_says_how_much_less_the_link_carries() -> None:

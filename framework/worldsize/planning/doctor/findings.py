@@ -1,0 +1,67 @@
+"""What the hosts and processes of a cluster find out about it and share: JSON files in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Facts = Mapping[str, Any]
+
+
+def write_facts(folder: Path, name: str, facts: Facts) -> None:
+    """Write ``name``.json, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder.mkdir(exist_ok=True)
+    draft = folder / f".{name}_{os.getpid()}"
+    draft.write_text(json.dumps(dict(facts)))
+    draft.replace(folder / f"{name}.json")
+
+
+def read_facts(folder: Path, name: str) -> Facts:
+    """Read what :func:`write_facts` has written; an empty mapping if it is not there."""
+    with suppress(OSError, ValueError):
+        facts: Facts = json.loads((folder / f"{name}.json").read_text())
+        return facts
+    return {}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was found out about a cluster."""
+
+    nodes: int  # that the cluster should have
+    hosts: Mapping[int, Facts]  # by node
+    meeting: Facts = field(default_factory=dict)  # what the first host has learned from the others
+    ranks: Sequence[Facts] = ()  # what each process has written about itself
+    edges: Sequence[Facts] = ()  # measured links from rank to rank
+    rings: Mapping[str, Facts] = field(default_factory=dict)  # what a ring over each tier has measured
+    names: Sequence[str] = ()  # of the nodes, where the launcher knows them
+
+    def name(self, node: int) -> str:
+        if node in self.hosts:
+            return str(self.hosts[node]["host"])
+        return self.names[node] if node < len(self.names) else f"node {node}"
+
+    @property
+    def first(self) -> Facts | None:
+        """The facts of the first host, with which the others are compared."""
+        return self.hosts[min(self.hosts)] if self.hosts else None
+
+
+def read_findings(folder: Path, nodes: int, names: Sequence[str] = ()) -> Findings:
+    meeting = read_facts(folder, "meeting")
+    hosts = {int(facts["node"]): facts for facts in meeting.get("hosts", ())}
+    for path in sorted(folder.glob("node_*.json")):
+        facts = read_facts(folder, path.stem)
+        # a host's clock against that of the file system, for those that nobody has asked
+        hosts[int(facts["node"])] = {**facts, "ahead": facts["written"] - path.stat().st_mtime}
+    ranks = [read_facts(folder, path.stem) for path in sorted(folder.glob("rank_*.json"))]
+    return Findings(nodes, dict(sorted(hosts.items())), meeting, ranks, names=names, **read_facts(folder, "links"))
