@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from worldsize.app.status import state_of
 from worldsize.core import Job, Launcher, Plan
-from worldsize.driver.scheduled import Scheduler
+from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunView
 
 
 class Asked(Launcher):
@@ -49,8 +49,9 @@ def test_a_run_has_not_ended_because_its_scheduler_does_not_answer(
 ) -> None:
     manifest = {"jobs": [{"id": "7"}], "attempts": [{"exit_reason": reason}] if reason else []}
     launcher = Asked(answer)
-    scheduler = Scheduler(RunDirectory(tmp_path), launcher)
-    assert [state_of(manifest, scheduler) for _ in range(3)] == [expected] * 3, "asked once, answered three times"
+    view = RunView(RunDirectory(tmp_path), manifest)
+    scheduler = Scheduler(view.directory, launcher)
+    assert [state_of(view, scheduler) for _ in range(3)] == [expected] * 3, "asked once, answered three times"
 
 
 def test_a_report_that_could_not_be_written_is_refused_before_any_host_is_examined(

@@ -19,7 +19,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.observe.report.curves import means
 from worldsize.observe.report.page import page, run_page
 from worldsize.observe.report.ranks import step_breakdown
-from worldsize.observe.report.read import read_run, rows, runs_below
+from worldsize.observe.report.read import read_run, rows, runs_of
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
@@ -140,9 +140,9 @@ def test_a_folder_means_its_run_or_the_runs_in_it_or_those_of_the_sweep(tmp_path
     sweep.mkdir(parents=True)
     of_sweep = write_run(runs / "a", steps=1, config={"run": {"group": "runs/sweeps/one"}})
     other = write_run(runs / "b", steps=1)
-    assert runs_below(other) == [other]
-    assert runs_below(runs) == [of_sweep, other]
-    assert runs_below(sweep) == [of_sweep]
+    assert runs_of(other) == [other]
+    assert runs_of(runs) == [of_sweep, other]
+    assert runs_of(sweep) == [of_sweep]
 
 
 def test_a_scaling_study_is_sorted_and_knows_how_wrong_the_prediction_was(study: Path) -> None:

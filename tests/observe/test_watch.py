@@ -10,24 +10,28 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.observe.run_folders import write_run
-from worldsize.app.logs import is_alive
+from tests.observe.run_folders import attempt, write_run
 from worldsize.app.watch import watch
-from worldsize.driver.scheduled import Scheduler
+from worldsize.core import Outcome
+from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.observe.progress import Tail
 from worldsize.observe.watch import Watched, screen
-from worldsize.records.lock import RunLock
-from worldsize.records.manifest import begin_attempt, end_attempt, look
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunRecord, look, opened
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDirectory]:
+def record(tmp_path: Path) -> Iterator[RunRecord]:
     """A run at step 30 of 200, in its first attempt, which this process holds the lock of."""
     folder = write_run(tmp_path / "digits" / "run", steps=30, ranks=20, attempts=[])
-    begin_attempt(folder / "run_manifest.json", hosts=["gpu-a"], world_size=20)
-    with RunLock(folder):
-        yield RunDirectory(folder)
+    with opened(RunDirectory(folder)) as record:
+        begin(record)
+        yield record
+
+
+@pytest.fixture
+def run(record: RunRecord) -> RunDirectory:
+    return record.directory
 
 
 def append(run: RunDirectory, **facts: object) -> None:
@@ -36,8 +40,15 @@ def append(run: RunDirectory, **facts: object) -> None:
         file.write(json.dumps(facts) + "\n")
 
 
-def end(run: RunDirectory, reason: str, code: int) -> None:
-    end_attempt(run.manifest, {}, exit_reason=reason, exit_code=code, steps=None, first_step_at=None)
+def begin(record: RunRecord) -> None:
+    """Begin an attempt that has logged already what the folder holds."""
+    logged = record.directory.metrics.read_text()
+    record.begin_attempt([], world_size=20)
+    record.directory.metrics.write_text(logged)
+
+
+def end(record: RunRecord, reason: str, code: int) -> None:
+    record.end_attempt(Outcome(reason, code))
 
 
 def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
@@ -49,14 +60,16 @@ def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
 def test_the_slowest_rank_is_the_one_that_computes_longest(run: RunDirectory) -> None:
     watched, out = Watched(run.path), io.StringIO()
     watched.look()
-    Console(file=out, width=160).print(screen(watched, look(run.path), "running"))
+    Console(file=out, width=160).print(screen(watched, look(run).manifest, "running"))
     (line,) = [line for line in out.getvalue().splitlines() if line.endswith("slowest")]
     assert line.split()[0] == "19"  # write_run makes this rank compute longer
     assert "the slowest 16 of 20" in out.getvalue()
     assert "step 30/200" in out.getvalue()
 
 
-def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_the_run(run: RunDirectory) -> None:
+def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_the_run(
+    record: RunRecord, run: RunDirectory
+) -> None:
     out = io.StringIO()
     event = {"event": "straggling", "step": 31, "rank": 19, "host": "gpu-b\x1b[31m", "cause": "data", "slower": 1.3}
 
@@ -65,9 +78,9 @@ def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_t
         append(run, event="evaluation", step=31, metrics={"accuracy": 0.25})
 
     def again() -> None:
-        begin_attempt(run.manifest, hosts=["gpu-a"], world_size=20)
+        begin(record)
 
-    steps = acts(straggles, lambda: end(run, "failed", 1), again, lambda: end(run, "completed", 0))
+    steps = acts(straggles, lambda: end(record, "failed", 1), again, lambda: end(record, "completed", 0))
     code = watch(run, Console(file=out, width=200), wait=steps)
     lines = out.getvalue().splitlines()
     assert code == 0
@@ -83,29 +96,29 @@ def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_t
     assert line == "step 31: straggling, rank 19, 1.3 × as slow as the others, host gpu-b�[31m, cause data"
 
 
-def test_on_a_terminal_the_last_view_stays(run: RunDirectory) -> None:
+def test_on_a_terminal_the_last_view_stays(record: RunRecord, run: RunDirectory) -> None:
     out = io.StringIO()
-    end(run, "preempted", 75)
-    begin_attempt(run.manifest, hosts=["gpu-a"], world_size=20)
+    end(record, "preempted", 75)
+    begin(record)
     console = Console(file=out, width=160, force_terminal=True)
-    assert watch(run, console, wait=acts(lambda: end(run, "completed", 0))) == 0
+    assert watch(run, console, wait=acts(lambda: end(record, "completed", 0))) == 0
     assert "attempt 2" in out.getvalue()
     assert "completed" in out.getvalue()
 
 
 @pytest.mark.parametrize(("reason", "code", "expected"), [("failed", 1, 1), ("preempted", 75, 75), ("killed", None, 1)])
 def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, reason: str, code: int, expected: int) -> None:
-    folder = write_run(tmp_path / "run", steps=3, attempts=[])
-    begin_attempt(folder / "run_manifest.json", hosts=["a"], world_size=4)
-    end(RunDirectory(folder), reason, code)
+    ended = {"exit_reason": reason, "exit_code": code, "hosts": ["a"]}
+    folder = write_run(tmp_path / "run", steps=3, attempts=[{**attempt(1, steps=None), **ended}])
     assert watch(RunDirectory(folder), Console(file=io.StringIO()), wait=acts()) == expected
 
 
-def test_a_failed_run_is_alive_while_its_launcher_may_restart_it(run: RunDirectory) -> None:
-    end(run, "failed", 1)
-    assert is_alive(run, Scheduler(run))
-    end(run, "completed", 0)
-    assert not is_alive(run, Scheduler(run))
+def test_a_failed_run_is_alive_while_its_launcher_may_restart_it(record: RunRecord) -> None:
+    scheduler = Scheduler(record.directory)
+    end(record, "failed", 1)
+    assert is_alive(scheduler)
+    end(record, "completed", 0)
+    assert not is_alive(scheduler)
 
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
 from worldsize.records.lock import RunLock, is_locked
-from worldsize.records.manifest import begin_attempt, end_attempt, look, read_manifest, write_manifest
+from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.redaction import is_secret, redacted, redacted_arguments, without_credentials
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look, opened, write_result
 from worldsize.reproducibility.data import fingerprint
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.environment import capture_environment, relevant_variables, write_environment
@@ -131,14 +134,16 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_manifest_records_its_attempts(run: Path) -> None:
     path = run / "run_manifest.json"
-    begin_attempt(path, hosts=["h"], world_size=3)
-    assert read_manifest(path)["attempts"][0]["exit_reason"] == "running"
-    end_attempt(path, exit_reason="completed", exit_code=0, results={"x": 1})
+    with opened(RunDirectory(run)) as record:
+        record.begin_attempt([], world_size=3)
+        assert read_manifest(path)["attempts"][0]["exit_reason"] == "running"
+        write_result(record.directory, {"x": 1})
+        record.end_attempt(Outcome("completed", 0))
     manifest = read_manifest(path)
     assert manifest["results"]["x"] == 1
     assert manifest["attempts"][0]["end"] >= manifest["attempts"][0]["start"]
     assert list(json.loads(path.read_text())) == sorted(manifest)
-    assert [entry.name for entry in run.iterdir()] == ["run_manifest.json"]
+    assert sorted(entry.name for entry in run.iterdir()) == [".lock", "result.json", "run_manifest.json"]
 
 
 def test_a_manifest_that_cannot_be_understood_is_refused(run: Path) -> None:
@@ -156,11 +161,10 @@ def test_a_manifest_that_cannot_be_understood_is_refused(run: Path) -> None:
 HOLDER = """
 import os, sys
 from pathlib import Path
-from worldsize.records.lock import RunLock
-from worldsize.records.manifest import begin_attempt
-run = Path(sys.argv[1])
-with RunLock(run):
-    begin_attempt(run / "run_manifest.json", hosts=["h"], world_size=1)
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import opened
+with opened(RunDirectory(Path(sys.argv[1]))) as record:
+    record.begin_attempt([], world_size=1)
     if os.fork() == 0:
         sys.stdin.read()   # a worker that outlives its launcher
         os._exit(0)
@@ -175,11 +179,11 @@ def test_a_run_is_locked_while_its_launcher_lives_and_reported_killed_afterwards
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     assert is_locked(run)
-    assert look(run)["attempts"][0]["exit_reason"] == "running"
+    assert look(RunDirectory(run)).exit_reason == "running"
     with pytest.raises(WorldsizeError, match="is being trained by another process"), RunLock(run):
         pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert not is_locked(run)
-    assert look(run)["attempts"][0]["exit_reason"] == "killed"
+    assert look(RunDirectory(run)).exit_reason == "killed"
     holder.communicate("")  # ends the worker

@@ -1,5 +1,76 @@
 """``worldsize agent RUN``: one host's part of a run; a launcher starts one on every host."""
 
-from worldsize.driver.agent import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import argparse
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+from worldsize.driver.agent import agent
+from worldsize.driver.command import exit_process, refuse
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.records.run_directory import RunDirectory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize agent", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument(
+        "--tether",
+        action="store_true",
+        help="take variables and signals from standard input, a JSON value a line, and end when it ends",
+    )
+    parser.add_argument("--from", dest="source", type=Path, help="folder of files to begin the run folder with")
+    options = parser.parse_args()
+    if options.tether:
+        _tether()
+    try:
+        if options.source:
+            _begin_with(options.source, options.run)
+        code = agent(RunDirectory(options.run.resolve()))
+    except WorldsizeError as error:
+        code = refuse(error)
+    exit_process(code)
+
+
+def _tether() -> None:
+    """Whoever started this process is gone when its standard input ends: so that nothing is left on this host."""
+    lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin: a forked child waits for the lock of its reader
+    os.environ.update(json.loads(lines.readline() or b"{}"))
+
+    def watch() -> None:
+        for line in lines:
+            os.kill(os.getpid(), signal.Signals[json.loads(line)])
+        os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it
+
+    threading.Thread(target=watch, daemon=True, name="tether").start()
+
+
+def _begin_with(source: Path, run: Path) -> None:
+    """Make the run folder, unless it is there: of several hosts one is the first."""
+    if (run / "config.yaml").exists():
+        return
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=run.parent, prefix=".begin_"))
+    except OSError as error:
+        raise ConfigError(
+            f"{run.parent} cannot be written: {error}. Is the bucket or volume mounted, and ours?"
+        ) from error
+    for file in source.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, draft / file.name)
+            (draft / file.name).chmod(0o600)
+    if (plugins := RunDirectory(source).plugins).is_dir():
+        shutil.copytree(plugins, RunDirectory(draft).plugins)
+    try:
+        draft.rename(run)
+    except OSError:
+        shutil.rmtree(draft)
+        if not (run / "config.yaml").exists():
+            raise ConfigError(f"the run folder {run} exists and is no run.") from None

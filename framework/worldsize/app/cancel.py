@@ -11,8 +11,8 @@ from pathlib import Path
 
 from worldsize.errors import WorldsizeError
 from worldsize.records.lock import is_locked
-from worldsize.records.manifest import look
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look
 
 
 def main() -> None:
@@ -25,25 +25,24 @@ def main() -> None:
 
 
 def cancel(run: RunDirectory) -> str:
-    """What was done.
+    """Ask the run to save and to end; say what was done.
 
     Raises:
         WorldsizeError: the run is not alive, or it is on another host.
     """
-    manifest = look(run.path)
-    attempts = manifest["attempts"]
-    if attempts and attempts[-1]["exit_reason"] == "completed":
+    view = look(run)
+    if view.exit_reason == "completed":
         raise WorldsizeError(f"the run {run.path} is complete.")
-    if manifest.get("jobs"):
+    if view.job:
         from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
 
-        job = str(manifest["jobs"][-1]["id"])
-        read_settings(run).launcher.cancel(job)
-        return f"job {job} was cancelled"
-    if not attempts or attempts[-1]["exit_reason"] != "running":
+        read_settings(run).launcher.cancel(view.job)
+        return f"job {view.job} was cancelled"
+    if view.exit_reason != "running":
         raise WorldsizeError(f"the run {run.path} is not being trained.")
-    host = attempts[-1]["hosts"][0]
+    attempt = view.attempts[-1]
+    host = attempt["hosts"][0]
     if host != socket.gethostname() or not is_locked(run.path):
         raise WorldsizeError(f"the run {run.path} was launched on {host}; cancel it there.")
-    os.kill(attempts[-1]["pid"], signal.SIGTERM)
-    return f"process {attempts[-1]['pid']} was asked to save and to end"
+    os.kill(attempt["pid"], signal.SIGTERM)
+    return f"process {attempt['pid']} was asked to save and to end"

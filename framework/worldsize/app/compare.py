@@ -11,8 +11,7 @@ from rich.console import Console
 
 from worldsize.errors import WorldsizeError
 from worldsize.observe.comparison import comparison_table
-from worldsize.records.manifest import read_manifest
-from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import view
 from worldsize.records.strict_json import strict
 from worldsize.reproducibility.compare import Comparison, compare_runs
 
@@ -26,8 +25,8 @@ def main() -> None:
     add_report_options(parser)
     options = parser.parse_args()
     try:
-        first, second = (folder_of(path) for path in options.runs)
-        comparison = compare_runs(first, second, tolerance=options.tolerance)
+        first, second = (view(path).directory for path in options.runs)
+        comparison = compare_runs(first.path, second.path, tolerance=options.tolerance)
     except WorldsizeError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -41,13 +40,6 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, default=TOLERANCE, help="largest relative difference of a figure that is let pass"
     )
     parser.epilog = "Exit code: 0 bitwise identical, 3 within tolerance, 4 different, 2 it cannot be compared or run."
-
-
-def folder_of(path: Path) -> Path:
-    """The run folder that ``path`` names; raises WorldsizeError unless its manifest is as it was written."""
-    folder = path if path.is_dir() else path.parent
-    read_manifest(RunDirectory(folder).manifest)
-    return folder.resolve()
 
 
 def show(comparison: Comparison, *, as_json: bool) -> None:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.console import Console
 
-from worldsize.app.train import code_of
-from worldsize.driver.exit_process import leave
+from worldsize.driver.command import call_composed, exit_process
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,14 +46,14 @@ def main() -> None:
     parser.add_argument("--json", dest="report", metavar="FILE", help='write what was found; "-": to standard output')
     options = parser.parse_intermixed_args()
     try:
-        leave(doctor(options.overrides, Wanted(options.pairs, options.patience, options.report)))
+        exit_process(doctor(options.overrides, Wanted(options.pairs, options.patience, options.report)))
     except KeyboardInterrupt:
-        leave(130)
+        exit_process(130)
 
 
 def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
     """Exit code: 0 all is well, 1 something is not, 2 a configuration that cannot run."""
-    return code_of(lambda cfg: _examine(cfg, wanted), arguments)
+    return call_composed(lambda cfg: _examine(cfg, wanted), arguments)
 
 
 def _examine(cfg: DictConfig, wanted: Wanted) -> int:
@@ -126,6 +125,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     from worldsize.launch.node import NodeLauncher
     from worldsize.records.redaction import scrubber
     from worldsize.records.run_directory import created
+    from worldsize.records.run_record import write_configuration
     from worldsize.world.environments import Node
 
     torch.set_num_threads(1)  # this process may fork: it must not have an OpenMP pool
@@ -134,7 +134,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     with created(run):
-        run.config.write_text(config_text(settings, clean))
+        write_configuration(run, config=config_text(settings, clean))
     with redirect_stdout(sys.stderr):  # what the agents say
         if launcher.submits:
             _wait(launcher.launch(with_secrets(settings, plan, clean)))

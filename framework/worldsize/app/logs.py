@@ -10,11 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from worldsize.driver.scheduled import Scheduler, job_of
+from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.errors import WorldsizeError
-from worldsize.records.lock import is_locked
-from worldsize.records.manifest import look
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look
 
 _POLL = 0.2  # seconds
 
@@ -39,11 +38,11 @@ def main() -> None:
 
 
 def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
-    """What shows the logs of a run that writes them elsewhere."""
-    manifest = look(scheduler.run.path)
-    if (job := job_of(manifest)) is None or manifest["attempts"]:
+    """The command that shows the logs of a run that writes them elsewhere."""
+    view = look(scheduler.run)
+    if view.job is None or view.attempts:
         return ()
-    return scheduler.launcher.log_command(job, follow=follow)
+    return scheduler.launcher.log_command(view.job, follow=follow)
 
 
 def _shown(command: Sequence[str]) -> int:
@@ -62,7 +61,7 @@ def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Ite
     read: dict[Path, int] = {}
     run = scheduler.run
     while True:
-        ended = not is_alive(run, scheduler)
+        ended = not is_alive(scheduler)
         for path in sorted((run.path / "logs").glob("*.log")):
             prefix, rank = _prefix(path)
             if ranks is None or rank in ranks:
@@ -86,12 +85,3 @@ def _new(path: Path, read: dict[Path, int], *, whole: bool) -> list[str]:
         data = data[: data.rfind(b"\n") + 1]
     read[path] = read.get(path, 0) + len(data)
     return data.decode(errors="replace").splitlines()
-
-
-def is_alive(run: RunDirectory, scheduler: Scheduler) -> bool:
-    """Whether the run is being trained, waits for its scheduler, or is about to be started again."""
-    manifest = look(run.path)
-    last = manifest["attempts"][-1]["exit_reason"] if manifest["attempts"] else None
-    if (job := job_of(manifest)) and last in (None, "preempted"):
-        return scheduler.state(job) is not None
-    return last == "running" or (last != "completed" and is_locked(run.path))

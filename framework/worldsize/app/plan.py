@@ -19,11 +19,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.app.train import CONFIG_ERROR, code_of
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.cost.collectives import compute_seconds_for
-from worldsize.driver.exit_process import leave
+from worldsize.driver.command import CONFIG_ERROR, call_composed, exit_process
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.planning.advice import (
     WANTED,
@@ -35,7 +34,8 @@ from worldsize.planning.advice import (
     time_text,
     unfit,
 )
-from worldsize.records.manifest import NAME, look
+from worldsize.records.run_directory import runs_below
+from worldsize.records.run_record import look
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--overlap", type=float, help="share of compute behind which bytes travel, 0 to 1")
     parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
-    leave(plan(parser.parse_intermixed_args()))
+    exit_process(plan(parser.parse_intermixed_args()))
 
 
 def _seconds(text: str) -> float:
@@ -68,7 +68,7 @@ def _seconds(text: str) -> float:
 
 def plan(options: argparse.Namespace) -> int:
     """Exit code: 0, or that of a configuration that cannot run, or of which nothing can be predicted."""
-    return code_of(lambda cfg: _show(cfg, options), options.overrides)
+    return call_composed(lambda cfg: _show(cfg, options), options.overrides)
 
 
 def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
@@ -206,12 +206,12 @@ def _links_text(cluster: Cluster, file: Path | None) -> str:
 def _retuning_text(settings: Settings) -> str | None:
     """If the newest run of this recipe had another global batch."""
     root = Path(settings.config["run"]["root"], choices()["recipe"])
-    for path in sorted(root.glob(f"*/{NAME}"), reverse=True):  # by date and time
+    for run in reversed(runs_below(root)):  # by date and time
         try:
-            then = int(look(path.parent)["config"]["batch_size"])
+            then = int(look(run).manifest["config"]["batch_size"])
         except (WorldsizeError, KeyError):
             continue
-        return retuning_text(then, settings.batch_size, settings.config["lr"], str(path.parent))
+        return retuning_text(then, settings.batch_size, settings.config["lr"], str(run.path))
     return None
 
 

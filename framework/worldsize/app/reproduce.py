@@ -18,15 +18,15 @@ from typing import Any
 
 from rich.console import Console
 
-from worldsize.app.compare import EXIT_CODES, add_report_options, folder_of, show
+from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.installed import installed
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
 from worldsize.config.search_path import bundle
-from worldsize.driver.exit_process import leave
+from worldsize.driver.command import exit_process, refuse
 from worldsize.errors import WorldsizeError
-from worldsize.records.manifest import read_manifest
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import view
 from worldsize.records.signature import is_own
 from worldsize.records.strict_json import strict
 from worldsize.reproducibility.checkout import checked_out, read_patch
@@ -65,9 +65,8 @@ def main() -> None:
     try:
         code = reproduce(Options(**vars(parser.parse_intermixed_args())))
     except WorldsizeError as error:
-        print(error, file=sys.stderr)
-        code = 2
-    leave(code)
+        code = refuse(error)
+    exit_process(code)
 
 
 def reproduce(options: Options) -> int:
@@ -76,8 +75,8 @@ def reproduce(options: Options) -> int:
     Raises:
         WorldsizeError: the record is damaged or incomplete, or may not be run; nothing was started.
     """
-    original = RunDirectory(folder_of(options.manifest))
-    manifest = read_manifest(original.manifest)
+    recorded = view(options.manifest)
+    original, manifest = recorded.directory, recorded.manifest
     code, own = manifest["code"], is_own(manifest["digest"], manifest["signature"])
     _check_targets(manifest, options, own=own)
     check_kept(manifest.get("plugins", ()), original.plugins)
@@ -201,10 +200,10 @@ def _run(
         stdout=sys.stderr if options.json else None,
         text=True,
     )
-    found = list(runs.glob(f"*/{name}"))
-    if not found:
+    folder_of_new = next(runs.glob(f"*/{name}"), None)
+    if folder_of_new is None:
         raise WorldsizeError("the run was refused, see above.")
-    return RunDirectory(found[0]), done.returncode
+    return RunDirectory(folder_of_new), done.returncode
 
 
 def _runs(original: RunDirectory) -> Path:
@@ -215,7 +214,7 @@ def _runs(original: RunDirectory) -> Path:
 
 def _report(options: Options, original: RunDirectory, new: RunDirectory) -> int:
     comparison = compare_runs(original.path, new.path, tolerance=options.tolerance)
-    claim = read_manifest(new.manifest)["claim"]
+    claim = view(new.path).manifest["claim"]
     report = strict({**comparison.describe(), "original": str(original.path), "run": str(new.path), "claim": claim})
     (new.path / "reproduction.json").write_text(json.dumps(report, indent=2) + "\n")
     if options.json:

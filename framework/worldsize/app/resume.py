@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from worldsize.app.train import CONFIG_ERROR, code_of
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.compose import GROUPS
-from worldsize.driver.exit_process import leave
+from worldsize.driver.command import call_composed, exit_process, refuse
 from worldsize.errors import WorldsizeError
-from worldsize.records.manifest import look
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunRecord, opened
 
 
 def main() -> None:
@@ -34,11 +32,11 @@ def main() -> None:
     )
     options = parser.parse_intermixed_args()
     try:
-        code = resume(RunDirectory(options.run.resolve()), options.overrides, options.ignore, options.allow_older)
+        with opened(RunDirectory(options.run.resolve())) as record:
+            code = resume(record, options.overrides, options.ignore, allow_older=options.allow_older)
     except WorldsizeError as error:
-        print(error, file=sys.stderr)
-        code = CONFIG_ERROR
-    leave(code)
+        code = refuse(error)
+    exit_process(code)
 
 
 def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -54,14 +52,14 @@ def _key(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
-def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], allow_older: bool) -> int:
-    """The exit code, as of ``worldsize train``.
+def resume(record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool) -> int:
+    """Train on as ``overrides`` say; return the exit code, as of ``worldsize train``.
 
     Raises:
-        WorldsizeError: there is nothing to go on with.
+        WorldsizeError: the run is complete.
     """
-    manifest = look(run.path)
-    if manifest["attempts"] and manifest["attempts"][-1]["exit_reason"] == "completed" and not overrides:
+    run, manifest = record.directory, record.manifest
+    if record.is_complete and not overrides:
         raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
     folder = Path(manifest["config"]["run"]["import_path"][0])
     if folder.is_dir():
@@ -77,8 +75,8 @@ def resume(run: RunDirectory, overrides: Sequence[str], ignore: Sequence[str], a
         own.append(f"checkpoint.ignore_until={step_of(saved[-1])}")
 
     def task(cfg: DictConfig) -> int:
-        from worldsize.driver.execute import go_on
+        from worldsize.driver.execute import resume_run
 
-        return go_on(cfg, run, words, ignore)
+        return resume_run(cfg, record, words, ignore)
 
-    return code_of(task, [*words, *own, f"checkpoint.ignore={parts}".replace(" ", "")])
+    return call_composed(task, [*words, *own, f"checkpoint.ignore={parts}".replace(" ", "")])

@@ -21,9 +21,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.app.train import refuse, train
+from worldsize.app.train import train
 from worldsize.config.compose import choices, compose_and_call
-from worldsize.driver.exit_process import leave
+from worldsize.driver.command import exit_process, refuse
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.planning.advice import time_text
 from worldsize.planning.scaling import PHASES, Point, efficiencies, knees, read_timed
@@ -62,9 +62,9 @@ def main() -> None:
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     options = parser.parse_intermixed_args()
     try:
-        leave(scale(options.overrides, mode=options.mode, links=options.links))
+        exit_process(scale(options.overrides, mode=options.mode, links=options.links))
     except WorldsizeError as error:
-        leave(refuse(error))
+        exit_process(refuse(error))
 
 
 def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:

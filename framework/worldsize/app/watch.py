@@ -8,21 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
-from worldsize.app.logs import is_alive
-from worldsize.app.status import state_of
-from worldsize.driver.scheduled import Scheduler
+from worldsize.driver.scheduled import Scheduler, is_alive, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told
 from worldsize.observe.watch import Watched, screen
-from worldsize.records.manifest import look
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunView, look
 
 _POLL = 0.5  # seconds
 
@@ -48,32 +45,32 @@ def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] 
     watched, scheduler = Watched(run.path), Scheduler(run)
     with _live(console) if console.is_terminal else _lines(console, run) as show:
         while True:
-            alive = is_alive(run, scheduler)  # before the look: what was written until the end is shown
+            alive = is_alive(scheduler)  # before the look: what was written until the end is shown
             watched.look()
-            manifest = look(run.path)
-            show(watched, manifest, state_of(manifest, scheduler))
+            view = look(run)
+            show(watched, view, state_of(view, scheduler))
             if not alive:
-                return _exit_code(manifest)
+                return _exit_code(view)
             wait(_POLL)
 
 
-Show = Callable[[Watched, dict[str, Any], str], None]
+Show = Callable[[Watched, RunView, str], None]
 
 
 @contextmanager
 def _live(console: Console) -> Iterator[Show]:
-    with Live(console=console, auto_refresh=False) as view:
-        yield lambda watched, manifest, state: view.update(screen(watched, manifest, state), refresh=True)
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda watched, view, state: live.update(screen(watched, view.manifest, state), refresh=True)
 
 
 @contextmanager
 def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
     """A line for each change of state, evaluation and event, and for steps now and then."""
-    steps = Plain(look(run.path)["config"].get("steps") or 0, console)
+    steps = Plain(look(run).manifest["config"].get("steps") or 0, console)
     seen: set[str] = set()
 
-    def show(watched: Watched, manifest: dict[str, Any], state: str) -> None:
-        reasons = [each["exit_reason"] for each in manifest["attempts"]]
+    def show(watched: Watched, view: RunView, state: str) -> None:
+        reasons = [each["exit_reason"] for each in view.attempts]
         for number, reason in enumerate([*reasons[:-1], state], start=1):
             if (line := f"attempt {number}: {reason}") not in seen:
                 seen.add(line)
@@ -87,6 +84,6 @@ def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
     yield show
 
 
-def _exit_code(manifest: dict[str, Any]) -> int:
-    code = manifest["attempts"][-1]["exit_code"] if manifest["attempts"] else None
+def _exit_code(view: RunView) -> int:
+    code = view.attempts[-1]["exit_code"] if view.attempts else None
     return 1 if code is None else int(code)

@@ -1,18 +1,10 @@
-"""``worldsize agent RUN``: one host's part of a run; a launcher starts one on every host."""
+"""One host's part of a run: the hosts meet, check that they agree, and train under the lead of the first."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
-import signal
 import socket
-import sys
-import tempfile
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch._dynamo  # takes seconds, as the next one does: here, before others wait for this host
@@ -23,80 +15,19 @@ from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Plan
 from worldsize.driver.examine import examine
-from worldsize.driver.exit_process import leave
 from worldsize.driver.host_check import check_alike, facts_of
 from worldsize.driver.restarts import run_attempts
-from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.errors import ConfigError
 from worldsize.launch.agents import Follower, Lead
 from worldsize.launch.meeting import Other, gather, reach, read_key
 from worldsize.launch.node import NodeLauncher
-from worldsize.records.lock import RunLock
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import opened
 from worldsize.world.environments import Node, meeting_name, node, port_of
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="worldsize agent", description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument(
-        "--tether",
-        action="store_true",
-        help="take variables and signals from standard input, a JSON value a line, and end when it ends",
-    )
-    parser.add_argument("--from", dest="source", type=Path, help="folder of files to begin the run folder with")
-    options = parser.parse_args()
-    if options.tether:
-        _tether()
-    try:
-        if options.source:
-            _begin_with(options.source, options.run)
-        code = agent(RunDirectory(options.run.resolve()))
-    except WorldsizeError as error:
-        print(error, file=sys.stderr)
-        code = 2
-    leave(code)
-
-
-def _tether() -> None:
-    """Whoever started this process is gone when its standard input ends: so that nothing is left on this host."""
-    lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin: a forked child waits for the lock of its reader
-    os.environ.update(json.loads(lines.readline() or b"{}"))
-
-    def watch() -> None:
-        for line in lines:
-            os.kill(os.getpid(), signal.Signals[json.loads(line)])
-        os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it
-
-    threading.Thread(target=watch, daemon=True, name="tether").start()
-
-
-def _begin_with(source: Path, run: Path) -> None:
-    """Make the run folder, unless it is there: of several hosts one is the first."""
-    if (run / "config.yaml").exists():
-        return
-    try:
-        run.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=run.parent, prefix=".begin_"))
-    except OSError as error:
-        raise ConfigError(
-            f"{run.parent} cannot be written: {error}. Is the bucket or volume mounted, and ours?"
-        ) from error
-    for file in source.iterdir():
-        if file.is_file():
-            shutil.copyfile(file, draft / file.name)
-            (draft / file.name).chmod(0o600)
-    if (plugins := RunDirectory(source).plugins).is_dir():
-        shutil.copytree(plugins, RunDirectory(draft).plugins)
-    try:
-        draft.rename(run)
-    except OSError:
-        shutil.rmtree(draft)
-        if not (run / "config.yaml").exists():
-            raise ConfigError(f"the run folder {run} exists and is no run.") from None
-
-
 def agent(run: RunDirectory) -> int:
-    """Play this host's part until the run ends; the exit code.
+    """Play this host's part until the run ends; return the exit code.
 
     Raises:
         WorldsizeError: the hosts do not find each other, or differ; nothing was started.
@@ -128,7 +59,7 @@ def agent(run: RunDirectory) -> int:
 
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
     others: list[Other] = []
-    with RunLock(run.path):
+    with opened(run) as record:
         if place.count > 1:
             waits = _waits(settings, launcher)
             found = gather(place, _port(settings, run), read_key(run.path), **waits)
@@ -136,7 +67,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             check_alike(settings, facts_of(settings.recipe, place), [facts for _, facts in found])
         code = 1
         try:
-            code = run_attempts(replace(settings, launcher=Lead.of(launcher, place, others)), plan, run)
+            code = run_attempts(replace(settings, launcher=Lead.of(launcher, place, others)), plan, record)
         finally:
             for other in others:
                 other.say_over(code)

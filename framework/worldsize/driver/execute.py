@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from omegaconf import DictConfig
@@ -25,14 +25,25 @@ from worldsize.driver.record import amend_record, check_same, with_secrets, writ
 from worldsize.driver.restarts import run_attempts
 from worldsize.errors import ConfigError
 from worldsize.observe.summary import summary_table
-from worldsize.records.lock import RunLock
-from worldsize.records.manifest import look, note_job
 from worldsize.records.redaction import scrubber
 from worldsize.records.run_directory import RunDirectory, created, planned
+from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
 
 
-def execute(cfg: DictConfig) -> int:
-    """Check, record and run; the exit code.
+@final
+@dataclass(frozen=True)
+class Launch:
+    """A recorded run that is ready to be started."""
+
+    settings: Settings
+    plan: Plan
+    run: RunDirectory
+
+
+def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
+    """Check, record and run; return the exit code.
+
+    ``sweep`` collects the runs of a sweep that :func:`submit_sweep` submits as one job.
 
     Raises:
         ConfigError: before any process has started and with no run folder left.
@@ -54,9 +65,12 @@ def execute(cfg: DictConfig) -> int:
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0
     if settings.launcher.sweeps and is_sweep():
-        _waiting.append((settings, plan, run))
+        sweep.append(Launch(settings, plan, run))
         return 0
-    return _start(settings, plan, run)
+    if settings.launcher.submits:
+        return _submit(settings.launcher.launch(plan), [run])
+    with opened(run) as record:
+        return run_attempts(settings, plan, record)
 
 
 def _show(settings: Settings, plan: Plan) -> int:
@@ -68,27 +82,15 @@ def _show(settings: Settings, plan: Plan) -> int:
     return 0
 
 
-_waiting: list[tuple[Settings, Plan, RunDirectory]] = []  # runs of a sweep that are submitted together
-
-
-def submit_sweep() -> int:
-    """Submit the runs of a sweep as one job; the exit code."""
-    if not _waiting:
-        return 0
-    settings = _waiting[0][0]
-    return _submit(settings.launcher.launch_all([plan for _, plan, _ in _waiting]), [run for _, _, run in _waiting])
-
-
-def _start(settings: Settings, plan: Plan, run: RunDirectory) -> int:
-    if settings.launcher.submits:
-        return _submit(settings.launcher.launch(plan), [run])
-    with RunLock(run.path):
-        return run_attempts(settings, plan, run)
+def submit_sweep(sweep: Sequence[Launch]) -> int:
+    """Submit the runs of a sweep as one job; return the exit code."""
+    launcher = sweep[0].settings.launcher
+    return _submit(launcher.launch_all([each.plan for each in sweep]), [each.run for each in sweep])
 
 
 def _submit(job: Job, runs: Sequence[RunDirectory]) -> int:
     for name, run in zip(job.ids, runs, strict=False):
-        note_job(run.manifest, name)
+        note_job(run, name)
         print(f"job {name} submitted: {run.path}", flush=True)
     outcome = job.wait()
     if outcome.exit_reason == "submitted":
@@ -98,38 +100,39 @@ def _submit(job: Job, runs: Sequence[RunDirectory]) -> int:
 
 
 def _ended(run: RunDirectory) -> int:
-    """Show how a run ended that others have played; its exit code."""
-    attempts = look(run.path)["attempts"]
-    if attempts and attempts[-1]["exit_reason"] == "completed":
-        Console().print(summary_table(json.loads(run.result.read_text()), run.path))
+    """Show how a run ended that was trained by its job; return its exit code."""
+    ended = look(run)
+    if ended.exit_reason == "completed":
+        Console().print(summary_table(read_result(run), run.path))
         return 0
-    reason = attempts[-1]["exit_reason"] if attempts else "it never began"
-    print(f"{reason}; look at: worldsize logs {run.path}", file=sys.stderr)
-    return int(attempts[-1]["exit_code"] or 1) if attempts else 1
+    print(f"{ended.exit_reason or 'it never began'}; look at: worldsize logs {run.path}", file=sys.stderr)
+    return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1
 
 
-def go_on(cfg: DictConfig, run: RunDirectory, words: Sequence[str], ignore: Sequence[str]) -> int:
-    """Run an existing run again, from its newest checkpoint, as ``words`` say; the exit code.
+def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore: Sequence[str]) -> int:
+    """Run an existing run again, from its newest checkpoint, as ``words`` say; return the exit code.
 
     Raises:
         WorldsizeError: its configuration or its data are others than then, in what ``ignore`` does not name; or it
             has more steps behind it already than it shall have.
     """
     torch.set_num_threads(1)
-    settings = settings_of(cfg)
+    settings, run = settings_of(cfg), record.directory
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
-    check_same(settings, run, clean, ignore)
-    if settings.launcher.elsewhere and sorted(clean.words(words)) != sorted(look(run.path)["overrides"]):
+    check_same(settings, record, clean, ignore)
+    if settings.launcher.elsewhere and sorted(clean.words(words)) != sorted(record.manifest["overrides"]):
         raise ConfigError(
             f"the run's folder is where {type(settings.launcher).__name__} keeps it, with the options that it began "
             "with. Resume it without other ones, or begin a new run; nothing was started."
         )
     _check_steps(settings, run)
-    with RunLock(run.path):
-        amend_record(settings, plan, run, clean, words)
-    return _start(settings, plan, run)
+    amend_record(settings, plan, record, clean, words)
+    if settings.launcher.submits:
+        record.close()  # the job takes the lock
+        return _submit(settings.launcher.launch(plan), [run])
+    return run_attempts(settings, plan, record)
 
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:

@@ -18,9 +18,9 @@ from worldsize.config.compose import choices, task_overrides
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Plan
-from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.redaction import Scrubber, withheld
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunRecord, create_record, view
 from worldsize.reproducibility import seeds
 from worldsize.reproducibility.claim import (
     NOT_TRAINED,
@@ -57,14 +57,12 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         ConfigError: the run re-creates another one, whose data were different, or less exactly than demanded.
     """
     config = clean.tree(settings.config)
-    _write_config(settings, run, clean, task_overrides())
     code = _code(settings, clean)
     if code["patch"]:
         run.patch.write_bytes(code["patch"])
     manifest = {
         "run_id": run.id,
         "parent_run": None,
-        "attempts": [],
         "command": clean.words(sys.argv),
         "code": {key: value for key, value in code.items() if key != "patch"},
         "plugins": [_plugin(plugin, run, clean) for plugin in used(config, choices())],
@@ -73,38 +71,37 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
         "data": fingerprint(settings.recipe.files()),
-        "results": None,
         "claim": asdict(claim_of(settings.determinism)),
     }
     written = clean.tree({**manifest, **_parentage(settings, manifest)})
     # keyed by names of files and packages, such as secrets.py and google-auth
     written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
-    write_manifest(run.manifest, written)
+    overrides = overrides_text(task_overrides(), clean)
+    create_record(run, written, config=config_text(settings, clean), overrides=overrides)
 
 
-def amend_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber, words: Sequence[str]) -> None:
-    """Let the record say how the run goes on from here, and what is other than before; the caller holds its lock.
+def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrubber, words: Sequence[str]) -> None:
+    """Let the record say how the run goes on from here, and what has changed.
 
     ``words``: all overrides of the run, as they hold from now on.
     """
-    manifest, config = read_manifest(run.manifest), clean.tree(settings.config)
-    _write_config(settings, run, clean, words)
+    manifest, config = record.manifest, clean.tree(settings.config)
     amended = {**manifest, **clean.tree(_configured(settings, plan, config)), "overrides": clean.words(words)}
-    if found := changes(manifest["config"], config, but=NOT_TRAINED):
-        resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in found]}
+    if changed := changes(manifest["config"], config, but=NOT_TRAINED):
+        resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
         amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
         amended["claim"] = asdict(lowered(amended, amended, mixtures(amended)))
-    write_manifest(run.manifest, amended)
+    record.amend(amended, config=config_text(settings, clean), overrides=overrides_text(words, clean))
 
 
 def config_text(settings: Settings, clean: Scrubber) -> str:
-    """``config.yaml``, of which processes start, without secrets."""
+    """Render ``config.yaml``, from which processes start, without secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(clean.tree(settings.config)))
 
 
-def _write_config(settings: Settings, run: RunDirectory, clean: Scrubber, words: Sequence[str]) -> None:
-    run.config.write_text(config_text(settings, clean))
-    run.overrides.write_text(OmegaConf.to_yaml(OmegaConf.create(clean.words(words))))
+def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
+    """Render ``overrides.yaml``, what was typed, without secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(clean.words(words)))
 
 
 def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,9 +114,9 @@ def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> di
     }
 
 
-def check_same(settings: Settings, run: RunDirectory, clean: Scrubber, ignore: Sequence[str]) -> None:
-    """Raise WorldsizeError unless the run that is gone on with computes what it computed before."""
-    manifest = read_manifest(run.manifest)
+def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: Sequence[str]) -> None:
+    """Raise WorldsizeError if the resumed run would compute something different."""
+    manifest = record.manifest
     changed = changes(manifest["config"], clean.tree(settings.config))
     kept = [f"{key}: {then} then, {now} now" for key, then, now in changes_but(changed, ("steps", *ignore))]
     if kept:
@@ -169,14 +166,14 @@ def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any
     """What a run that re-creates another one may claim."""
     if settings.config["run"]["reproduces"] is None:
         return {}
-    original = read_manifest(Path(settings.config["run"]["reproduces"]))
+    original = view(Path(settings.config["run"]["reproduces"])).manifest
     check_data(original["data"], manifest["data"])
-    found = lowerings(original, manifest)
-    for each in found:
+    reasons = lowerings(original, manifest)
+    for each in reasons:
         print(f"lowers the claim to {each.level}: {each.reason}", file=sys.stderr, flush=True)
-    if found and settings.config["run"]["strict"]:
+    if reasons and settings.config["run"]["strict"]:
         raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
-    return {"parent_run": original["run_id"], "claim": asdict(lowered(original, manifest, found))}
+    return {"parent_run": original["run_id"], "claim": asdict(lowered(original, manifest, reasons))}
 
 
 def _digest(config: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from dataclasses import replace
@@ -13,18 +12,18 @@ from worldsize.config.settings import Settings
 from worldsize.core import Failure, Outcome, Plan
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
-from worldsize.records.attempts import begin_attempt, end_attempt
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunRecord, read_result
 
 
-def run_attempts(settings: Settings, plan: Plan, run: RunDirectory) -> int:
-    """Start the run, and again after a failure while ``launcher.max_restarts`` lasts; the exit code.
+def run_attempts(settings: Settings, plan: Plan, record: RunRecord) -> int:
+    """Start the run, and again after a failure while ``launcher.max_restarts`` lasts; return the exit code.
 
-    The caller holds the run's lock. A failure at the same step twice in a row ends it: a third would be no other.
+    A failure at the same step twice in a row ends it: a third would be no other.
     """
     console, restarts, failed_at = Console(), 0, -1
     while True:
-        outcome = _attempt(settings, plan, run, console)
+        outcome = _attempt(settings, plan, record, console)
         if (failure := outcome.failure) is None or restarts == settings.launcher.max_restarts:
             break
         step = failure.step or 0
@@ -33,7 +32,7 @@ def run_attempts(settings: Settings, plan: Plan, run: RunDirectory) -> int:
             break
         restarts, failed_at = restarts + 1, step
         _say_restart(failure, f"{restarts} of {settings.launcher.max_restarts}")
-    _report(run, outcome, console)
+    _report(record.directory, outcome, console)
     return outcome.exit_code
 
 
@@ -43,14 +42,15 @@ def _say_restart(failure: Failure, count: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _attempt(settings: Settings, plan: Plan, run: RunDirectory, console: Console) -> Outcome:
-    number = begin_attempt(run, settings.launcher.other_hosts, plan.world_size)
+def _attempt(settings: Settings, plan: Plan, record: RunRecord, console: Console) -> Outcome:
+    run = record.directory
+    number = record.begin_attempt(settings.launcher.other_hosts, world_size=plan.world_size)
     settings.strategy.prepare(run.servers(number))
     job = settings.launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.intervals.steps, console):
         outcome = job.wait()
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses of an attempt end with it
-    end_attempt(run, outcome)
+    record.end_attempt(outcome)
     return outcome
 
 
@@ -60,7 +60,7 @@ def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
         print(f"{failure.role} {failure.rank} failed{at}:\n{failure.cause.rstrip()}", file=sys.stderr)
         print(f"run folder: {run.path}", file=sys.stderr)
     elif outcome.exit_reason == "completed":
-        console.print(summary_table(json.loads(run.result.read_text()), run.path))
+        console.print(summary_table(read_result(run), run.path))
     else:
         print(f"{outcome.exit_reason}; run folder: {run.path}", file=sys.stderr)
         print(f"go on with: worldsize resume {run.path}", file=sys.stderr)

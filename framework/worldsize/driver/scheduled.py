@@ -1,14 +1,15 @@
-"""What the scheduler of a run says of its job."""
+"""The state of a run that perhaps waits for a scheduler, as its record and the scheduler have it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from worldsize.errors import WorldsizeError
+from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunView, look
 
 if TYPE_CHECKING:
     from worldsize.core import Launcher
@@ -20,7 +21,7 @@ _INTERVAL = 15.0  # seconds: a controller has others to serve
 @final
 @dataclass
 class Scheduler:
-    """Asked at most every 15 seconds, however often it is wanted to be known."""
+    """Query the scheduler of a run at most every 15 s; other calls return the cached state."""
 
     run: RunDirectory
     _launcher: Launcher | None = None
@@ -28,7 +29,7 @@ class Scheduler:
     _said: str | None = None
 
     def state(self, job: str) -> str | None:
-        """Its word for the job, :data:`SILENT`, or None: the job is over."""
+        """Return the scheduler's word for the job, :data:`SILENT`, or None if the job is over."""
         if time.monotonic() - self._asked >= _INTERVAL:
             self._said = self._answer(job)
             self._asked = time.monotonic()
@@ -50,6 +51,19 @@ class Scheduler:
             return SILENT
 
 
-def job_of(manifest: Mapping[str, Any]) -> str | None:
-    """The last job that the run was submitted as."""
-    return str(manifest["jobs"][-1]["id"]) if manifest.get("jobs") else None
+def state_of(view: RunView, scheduler: Scheduler) -> str:
+    """Say how the run ended, or what its scheduler says as long as it has not."""
+    if view.exit_reason not in ("running", None) or view.job is None:
+        return view.exit_reason or "not started"
+    told = scheduler.state(view.job)
+    if told == SILENT:
+        return f"{view.exit_reason or 'submitted'}; {SILENT}"
+    return told or view.exit_reason or "its job is over, and no attempt is noted here"
+
+
+def is_alive(scheduler: Scheduler) -> bool:
+    """Whether the scheduler's run is being trained, waits in a queue, or is about to be started again."""
+    view = look(scheduler.run)
+    if view.job and view.exit_reason in (None, "preempted"):
+        return scheduler.state(view.job) is not None
+    return view.exit_reason == "running" or (view.exit_reason != "completed" and is_locked(scheduler.run.path))

@@ -1,4 +1,4 @@
-"""``run_manifest.json``: the record of a run, written before its first step and amended at its end."""
+"""The format of ``run_manifest.json``: canonical JSON with a digest, signed by the user who wrote it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,31 @@ import hashlib
 import json
 import os
 import secrets
-import time
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
-from worldsize.records.goodput import goodput
-from worldsize.records.lock import RunLock, is_locked
 from worldsize.records.signature import signature
 from worldsize.records.strict_json import strict
 
 SCHEMA_VERSION = 1
-NAME = "run_manifest.json"
 
 
-def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write it whole or not at all: a temporary file beside it, fsync, then a rename.
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the manifest whole or not at all, and return it as it was written.
+
+    A temporary file beside it is written, synced, then renamed.
 
     Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``.
     """
     facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
     digest = _digest(facts)
-    text = _text({**facts, "digest": digest, "signature": signature(digest)})
+    written = {**facts, "digest": digest, "signature": signature(digest)}
     temporary = path.with_name(f".manifest_{secrets.token_hex(4)}")
     try:
         with temporary.open("x") as file:  # tempfile would make it unreadable for other users
-            file.write(text)
+            file.write(_text(written))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -43,6 +39,7 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
+    return written
 
 
 def _text(manifest: Mapping[str, Any]) -> str:
@@ -55,7 +52,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest.
+    """Read the manifest and check its digest.
 
     Raises:
         WorldsizeError: it is missing, not JSON, of a newer schema, or not as worldsize wrote it.
@@ -72,89 +69,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise WorldsizeError(
             f"{path} has schema version {version}; this worldsize reads up to {SCHEMA_VERSION}. Upgrade worldsize."
         )
-    if manifest.get("digest") != (found := _digest(manifest)) or _text(manifest) != text:
+    if manifest.get("digest") != (digest := _digest(manifest)) or _text(manifest) != text:
         raise WorldsizeError(
-            f"{path} was edited after it was written: its digest is {found}, it says {manifest.get('digest')}. "
+            f"{path} was edited after it was written: its digest is {digest}, it says {manifest.get('digest')}. "
             "Take the original from a copy of the run."
         )
     return dict(manifest)
-
-
-def begin_attempt(path: Path, *, hosts: list[str], world_size: int, job: dict[str, Any] | None = None) -> int:
-    """Note that the run is being started; the number of this attempt. ``job``: that of a scheduler, if there is one."""
-    manifest = _amend(path.parent)  # what the attempt before could not say itself; the caller holds the run's lock
-    attempt = {
-        "number": len(manifest["attempts"]) + 1,
-        "start": now(),
-        "start_at": time.time(),
-        "end": None,
-        "end_at": None,
-        "steps": None,
-        "first_step_at": None,
-        "exit_reason": "running",
-        "exit_code": None,
-        "hosts": hosts,
-        "world_size": world_size,
-        "pid": os.getpid(),
-        **({"job": job} if job else {}),
-    }
-    write_manifest(path, {**manifest, "attempts": [*manifest["attempts"], attempt]})
-    return len(manifest["attempts"]) + 1
-
-
-def note_job(path: Path, name: str) -> None:
-    """A scheduler has taken the run as the job ``name``."""
-    manifest = read_manifest(path)
-    write_manifest(path, {**manifest, "jobs": [*manifest.get("jobs", []), {"id": name, "submitted": now()}]})
-
-
-def end_attempt(path: Path, results: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
-    """Note ``facts`` of the last attempt (exit_reason and exit_code at least), and what came of the run.
-
-    The results, with the goodput of all attempts.
-    """
-    manifest = _ended(read_manifest(path), end=now(), end_at=time.time(), **facts)
-    noted = {**results, "goodput": goodput(manifest["attempts"])}
-    write_manifest(path, {**manifest, "results": noted})
-    return noted
-
-
-def look(run_dir: Path) -> dict[str, Any]:
-    """The manifest of a run; one that says "running" while no process holds the lock is amended to "killed".
-
-    A manifest that cannot be written, by this user or on a full disk, is returned as it is.
-    """
-    manifest = read_manifest(run_dir / NAME)
-    if _says_running(manifest) and not is_locked(run_dir):
-        with suppress(WorldsizeError, OSError), RunLock(run_dir):
-            _amend(run_dir)
-    return read_manifest(run_dir / NAME)
-
-
-def _amend(run_dir: Path) -> dict[str, Any]:
-    """The manifest; under the lock, and read again: the run may have ended in good order since it was first read."""
-    manifest = read_manifest(run_dir / NAME)
-    if _says_running(manifest):
-        last = _last_sign(run_dir)
-        end = datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
-        manifest = _ended(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
-        write_manifest(run_dir / NAME, manifest)
-    return manifest
-
-
-def _says_running(manifest: Mapping[str, Any]) -> bool:
-    return bool(manifest["attempts"]) and manifest["attempts"][-1]["exit_reason"] == "running"
-
-
-def _ended(manifest: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    *earlier, last = manifest["attempts"]
-    return {**manifest, "attempts": [*earlier, {**last, **facts}]}
-
-
-def _last_sign(run_dir: Path) -> float:
-    """Unix time at which the run last wrote."""
-    return max(file.stat().st_mtime for file in run_dir.rglob("*") if file.is_file())
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -9,20 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
 
 from worldsize.errors import ConfigError
-from worldsize.records.manifest import NAME
 
 
 @dataclass(frozen=True)
 class RunDirectory:
     """Where everything of one run lies."""
 
+    MANIFEST: ClassVar[str] = "run_manifest.json"
+
     path: Path
 
     @property
     def manifest(self) -> Path:
-        return self.path / NAME
+        return self.path / self.MANIFEST
 
     @property
     def config(self) -> Path:
@@ -115,6 +117,11 @@ def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
     """A folder that no other launch has, ``name`` apart; nothing is created."""
     unique = f"{datetime.now():%Y-%m-%d_%H%M%S}_{secrets.token_hex(3)}"
     return RunDirectory(root.resolve() / recipe / (name or unique))
+
+
+def runs_below(root: Path) -> list[RunDirectory]:
+    """List the runs in a folder, at whatever depth, by name."""
+    return [RunDirectory(path.parent) for path in sorted(root.rglob(RunDirectory.MANIFEST))]
 
 
 @contextmanager

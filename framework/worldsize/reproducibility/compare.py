@@ -15,6 +15,7 @@ from torch import Tensor
 
 from worldsize.checkpoints.format import complete, read, step_of
 from worldsize.checkpoints.load import read_tensors
+from worldsize.records.run_record import view
 
 Verdict = Literal["bitwise identical", "within tolerance", "different"]
 Series = dict[int, float]  # step -> value
@@ -67,8 +68,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
 
 
 def _results(run: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((run / "run_manifest.json").read_text())
-    return manifest["results"] or {}
+    return dict(view(run).results)
 
 
 def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:

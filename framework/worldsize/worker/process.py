@@ -18,9 +18,8 @@ from worldsize.config.settings import Settings
 from worldsize.core import Listener, Outcome, Replica, RunFailed, World
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.observe.transport import audit, disappointment, listen_to_nccl, write
-from worldsize.records.attempts import begin_attempt, end_attempt
-from worldsize.records.lock import RunLock
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import opened
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.context import context_of
 from worldsize.worker.probe import introduce, probe
@@ -44,14 +43,14 @@ def main() -> None:
 
 def _recorded(run: RunDirectory, place: Placement) -> int:
     """Play the first rank of a run that no launcher watches, and keep the record of this attempt."""
-    with RunLock(run.path):
-        begin_attempt(run, [], place.world_size)
+    with opened(run) as record:
+        record.begin_attempt([], world_size=place.world_size)
         outcome = Outcome("failed", 1)
         try:
             code = play(run, place)
             outcome = Outcome("preempted" if code else "completed", code)
         finally:
-            end_attempt(run, outcome)
+            record.end_attempt(outcome)
     return outcome.exit_code
 
 

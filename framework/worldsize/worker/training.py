@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,9 +41,9 @@ from worldsize.observe.stragglers import Straggler, Stragglers
 from worldsize.observe.subprocess_listener import SubprocessListener
 from worldsize.observe.timing import Timing
 from worldsize.planning.doctor.edges import measured
-from worldsize.records.manifest import read_manifest
 from worldsize.records.metrics import JsonLines, last_metrics, metrics_digest
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.worker.probe import network_edges
 from worldsize.world.heartbeat import Heartbeat
@@ -62,7 +61,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run.timing(rank), rank=rank)]
     if global_rank != (gang_of(settings.roles) or [0])[0]:
         return own
-    config = read_manifest(run.manifest)["config"]  # without secrets
+    config = view(run.path).manifest["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
     remote = [SubprocessListener(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
     return [*own, JsonLines(run.metrics), EventLog(run.events), *remote]
@@ -123,7 +122,7 @@ class Training:
         model = gather_full(replica.state()["model"], self._world)
         summary = self._result(model) if self._world.rank == 0 else {}
         if summary:
-            self._run.result.write_text(json.dumps(summary, indent=2) + "\n")
+            write_result(self._run, summary)
         self._emit(RunEnded(steps, "completed", summary))
         replica.close(complete=True)
         return 0

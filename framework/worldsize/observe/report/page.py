@@ -14,7 +14,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
 from worldsize.observe.report.ranks import rank_charts
-from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_below
+from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study, study_charts
 from worldsize.observe.report.servers import hot_rows, server_charts, servers
 from worldsize.observe.report.sweep import read_sweep, typed
@@ -29,7 +29,7 @@ def page(folders: Sequence[Path]) -> str:
     """
     if len(folders) == 1 and (folders[0] / SCALING).exists():
         return study_page(folders[0])
-    runs = [run for folder in folders for run in runs_below(folder)]
+    runs = [run for folder in folders for run in runs_of(folder)]
     if not runs:
         shown = ", ".join(map(str, folders))
         raise WorldsizeError(f"no runs in {shown}. Name a run folder, a folder of runs, or that of a scaling study.")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.errors import WorldsizeError
-from worldsize.records.manifest import NAME, look
+from worldsize.records.run_directory import RunDirectory, runs_below
+from worldsize.records.run_record import look
 
 SCALING = "scaling.json"
 Line = Mapping[str, Any]
@@ -69,7 +70,7 @@ def read_run(folder: Path) -> Record:
     logged = rows(folder / "metrics.jsonl")
     return Record(
         folder=folder,
-        manifest=look(folder),
+        manifest=dict(look(RunDirectory(folder)).manifest),
         steps=[row for row in logged if row.get("event") == "step"],
         evaluations=[row for row in logged if row.get("event") == "evaluation"],
         timing={_rank(path): rows(path) for path in sorted((folder / "timing").glob("worker_*.jsonl"))},
@@ -96,22 +97,22 @@ def parsed(line: str) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-def runs_below(folder: Path) -> list[Path]:
+def runs_of(folder: Path) -> list[Path]:
     """The run that ``folder`` is, else the runs in it; of a sweep's folder, which has none, those that name it."""
-    if (folder / NAME).exists():
+    if RunDirectory(folder).manifest.exists():
         return [folder]
-    inside = sorted(path.parent for path in folder.rglob(NAME))
+    inside = [run.path for run in runs_below(folder)]
     return inside or [path for path in _siblings(folder) if _group(path) == folder.name]
 
 
 def _siblings(folder: Path) -> list[Path]:
     """Runs of the root that sweeps lie in, as ``runs/sweeps/<sweep>`` does."""
-    return sorted(path.parent for path in folder.parents[1].rglob(NAME)) if folder.parent.name == "sweeps" else []
+    return [run.path for run in runs_below(folder.parents[1])] if folder.parent.name == "sweeps" else []
 
 
 def _group(run: Path) -> str:
     try:
-        return Path(look(run)["config"]["run"]["group"] or "").name
+        return Path(look(RunDirectory(run)).manifest["config"]["run"]["group"] or "").name
     except WorldsizeError:
         return ""
 

@@ -1,0 +1,252 @@
+"""The record of a run: what its folder says of it, kept by the one process that holds its lock.
+
+Only this module reads and writes ``run_manifest.json``, ``overrides.yaml`` and ``result.json``, and writes
+``config.yaml``, which :mod:`worldsize.config.recorded` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.checkpoints.format import COMPLETE, complete, read, step_of
+from worldsize.core import Outcome
+from worldsize.errors import CheckpointError, WorldsizeError
+from worldsize.records.goodput import goodput
+from worldsize.records.lock import RunLock, is_locked
+from worldsize.records.manifest import read_manifest, write_manifest
+from worldsize.records.metrics import rewind
+from worldsize.records.run_directory import RunDirectory
+from worldsize.world.environments import job_of
+
+Manifest = Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class RunView:
+    """What the record of a run says, for those who only look."""
+
+    directory: RunDirectory
+    manifest: Manifest
+
+    @property
+    def attempts(self) -> Sequence[Mapping[str, Any]]:
+        return list(self.manifest["attempts"])
+
+    @property
+    def exit_reason(self) -> str | None:
+        """How the last attempt ended, or "running"; None before the first."""
+        return str(self.attempts[-1]["exit_reason"]) if self.attempts else None
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        """What came of the last attempt; empty until one has ended."""
+        return self.manifest["results"] or {}
+
+    @property
+    def job(self) -> str | None:
+        """The last job that the run was submitted as."""
+        jobs = self.manifest.get("jobs")
+        return str(jobs[-1]["id"]) if jobs else None
+
+
+def view(path: Path) -> RunView:
+    """Read the run whose folder, or manifest, is ``path``.
+
+    Raises:
+        WorldsizeError: its manifest is missing, of a newer worldsize, or was edited.
+    """
+    directory = RunDirectory((path if path.is_dir() else path.parent).resolve())
+    return RunView(directory, read_manifest(directory.manifest))
+
+
+def look(directory: RunDirectory) -> RunView:
+    """Read a run that others may be writing; one that says "running" but is not locked is amended to "killed".
+
+    A manifest that cannot be written, by this user or on a full disk, is returned as it is.
+    """
+    manifest = read_manifest(directory.manifest)
+    if _says_running(manifest) and not is_locked(directory.path):
+        with suppress(WorldsizeError, OSError), RunLock(directory.path):
+            _settle(directory)
+        manifest = read_manifest(directory.manifest)
+    return RunView(directory, manifest)
+
+
+def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, overrides: str) -> None:
+    """Begin the record of a run whose folder has just been created; the manifest is written last."""
+    write_configuration(directory, config=config, overrides=overrides)
+    write_manifest(directory.manifest, {**manifest, "attempts": [], "results": None})
+
+
+def write_configuration(directory: RunDirectory, *, config: str, overrides: str | None = None) -> None:
+    """Write ``config.yaml``, from which processes start, and the command line's overrides."""
+    directory.config.write_text(config)
+    if overrides is not None:
+        directory.overrides.write_text(overrides)
+
+
+def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
+    """Leave what came of the training, for the record to take in when the attempt ends; called by rank 0."""
+    directory.result.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def read_result(directory: RunDirectory) -> dict[str, Any]:
+    """Read what came of the last attempt, with the numbers as they were computed; the manifest has NaN as text."""
+    result: dict[str, Any] = json.loads(directory.result.read_text())
+    return result
+
+
+def note_job(directory: RunDirectory, name: str) -> None:
+    """Note that a scheduler has taken the run as the job ``name``; without the lock, which the job may hold already."""
+    manifest = read_manifest(directory.manifest)
+    job = {"id": name, "submitted": _now()}
+    write_manifest(directory.manifest, {**manifest, "jobs": [*manifest.get("jobs", ()), job]})
+
+
+@final
+class RunRecord:
+    """The record of a run in the hands of its only writer; see :func:`opened`."""
+
+    def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack) -> None:
+        self.directory = directory
+        self._manifest, self._lock = manifest, lock
+        self._version = self._version_on_disk()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest as it was last read or written.
+
+        It is read again only if another process wrote it: whoever submits a job notes it without the lock.
+        """
+        if self._version != (version := self._version_on_disk()):
+            self._manifest, self._version = read_manifest(self.directory.manifest), version
+        return self._manifest
+
+    @property
+    def attempts(self) -> Sequence[Mapping[str, Any]]:
+        return list(self.manifest["attempts"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last attempt trained to the end."""
+        return bool(self.attempts) and self.attempts[-1]["exit_reason"] == "completed"
+
+    def amend(self, manifest: Manifest, *, config: str, overrides: str) -> None:
+        """Let the record say that the run goes on with another configuration."""
+        write_configuration(self.directory, config=config, overrides=overrides)
+        self._write(manifest)
+
+    def begin_attempt(self, others: Sequence[str], *, world_size: int) -> int:
+        """Note that an attempt begins, on this host and ``others``; return its number."""
+        job = job_of(os.environ)
+        attempt = {
+            "number": len(self.attempts) + 1,
+            "start": _now(),
+            "start_at": time.time(),
+            "end": None,
+            "end_at": None,
+            "steps": None,
+            "first_step_at": None,
+            "exit_reason": "running",
+            "exit_code": None,
+            "hosts": [socket.gethostname(), *others],
+            "world_size": world_size,
+            "pid": os.getpid(),
+            **({"job": job} if job else {}),
+        }
+        self._write({**self.manifest, "attempts": [*self.attempts, attempt]})
+        _rewind_metrics(self.directory)  # before anybody follows the file
+        self.directory.result.unlink(missing_ok=True)
+        return len(self.attempts)
+
+    def end_attempt(self, outcome: Outcome) -> None:
+        """Note how the attempt ended, and what came of it."""
+        facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
+        if self.directory.transport.exists():
+            facts["transport"] = json.loads(self.directory.transport.read_text())
+            self.directory.transport.unlink()
+        manifest = _with_end(self.manifest, end=_now(), end_at=time.time(), **facts)
+        results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
+        self._write({**manifest, "results": results})
+        write_result(self.directory, results)
+
+    def close(self) -> None:
+        """Release the lock, for another process to take."""
+        self._lock.close()
+
+    def _write(self, manifest: Manifest) -> None:
+        self._manifest = write_manifest(self.directory.manifest, manifest)
+        self._version = self._version_on_disk()
+
+    def _version_on_disk(self) -> tuple[int, int]:
+        facts = self.directory.manifest.stat()
+        return facts.st_ino, facts.st_mtime_ns
+
+
+@contextmanager
+def opened(directory: RunDirectory) -> Iterator[RunRecord]:
+    """Open the record of a run to write it. An attempt that was killed, and could not say so, is noted as such.
+
+    Raises:
+        WorldsizeError: there is no such run, or a process holds its lock already.
+    """
+    with ExitStack() as lock:
+        if directory.manifest.exists():  # else the lock would be left in a folder that is no run
+            lock.enter_context(RunLock(directory.path))
+        yield RunRecord(directory, _settle(directory), lock)
+
+
+def _settle(directory: RunDirectory) -> Manifest:
+    """Return the manifest, amended if it says "running"; the caller holds the lock, so nothing is."""
+    manifest: Manifest = read_manifest(directory.manifest)
+    if _says_running(manifest):
+        last = _last_written(directory.path)
+        end = datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
+        manifest = _with_end(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
+        manifest = write_manifest(directory.manifest, manifest)
+    return manifest
+
+
+def _says_running(manifest: Manifest) -> bool:
+    return bool(manifest["attempts"]) and manifest["attempts"][-1]["exit_reason"] == "running"
+
+
+def _with_end(manifest: Manifest, **facts: Any) -> dict[str, Any]:
+    *earlier, last = manifest["attempts"]
+    return {**manifest, "attempts": [*earlier, {**last, **facts}]}
+
+
+def _last_written(folder: Path) -> float:
+    """Unix time at which the run last wrote."""
+    return max(file.stat().st_mtime for file in folder.rglob("*") if file.is_file())
+
+
+def _rewind_metrics(directory: RunDirectory) -> None:
+    """Take out of the metrics what came after the newest checkpoint: it will be computed again."""
+    saved, evaluated = complete(directory.checkpoints), True
+    if saved:
+        with suppress(CheckpointError):  # a damaged one is refused by those who load it
+            evaluated = read(saved[-1]).facts.get("evaluated", True)
+    rewind(directory.metrics, step_of(saved[-1]) if saved else 0, evaluated=evaluated)
+
+
+def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
+    """What rank 0 wrote, or only the exit reason if the run did not get so far; and the checkpoints' digests."""
+    digests = {path.name: (path / COMPLETE).read_text().strip() for path in complete(directory.checkpoints)}
+    if outcome.exit_code != 0 or not directory.result.exists():
+        return {"exit_reason": outcome.exit_reason, "checkpoints": digests}
+    return {**read_result(directory), "checkpoints": digests}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

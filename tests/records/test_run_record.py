@@ -1,0 +1,153 @@
+"""The record of a run stays readable and intact, has one writer, and says of a run that died that it was killed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from worldsize.core import Outcome
+from worldsize.errors import WorldsizeError
+from worldsize.records import run_record as module
+from worldsize.records.lock import RunLock, is_locked
+from worldsize.records.manifest import read_manifest, write_manifest
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look, note_job, opened, write_result
+from worldsize.reproducibility.data import fingerprint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that says "running" though nothing holds its lock."""
+    write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None})
+    with opened(RunDirectory(tmp_path)) as record:
+        record.begin_attempt([], world_size=1)
+    return tmp_path
+
+
+def test_a_manifest_is_as_readable_as_the_other_files_of_its_run(run: Path) -> None:
+    (run / "other").touch()
+    modes = {stat.S_IMODE((run / name).stat().st_mode) for name in ("run_manifest.json", "other")}
+    assert len(modes) == 1
+
+
+def test_the_next_attempt_records_that_the_last_was_killed(run: Path) -> None:
+    with opened(RunDirectory(run)) as record:
+        assert record.begin_attempt([], world_size=1) == 2
+        killed, running = read_manifest(run / "run_manifest.json")["attempts"]
+    assert (killed["exit_reason"], running["exit_reason"]) == ("killed", "running")
+    assert killed["start_at"] <= killed["end_at"] <= running["start_at"]
+
+
+def test_a_manifest_that_cannot_be_written_leaves_the_old_one_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = (run / "run_manifest.json").read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_manifest(run / "run_manifest.json", {"attempts": []})
+    assert (run / "run_manifest.json").read_bytes() == before
+    assert not list(run.glob(".manifest_*"))
+
+
+def test_a_killed_run_ended_when_it_last_wrote_and_keeps_its_results(run: Path) -> None:
+    (run / "metrics.jsonl").touch()
+    for path in run.iterdir():
+        os.utime(path, (0, 0))
+    os.utime(run / "metrics.jsonl", (86400, 86400))
+    manifest = look(RunDirectory(run)).manifest
+    last = manifest["attempts"][-1]
+    assert (last["exit_reason"], last["exit_code"], last["end"]) == (
+        "killed",
+        None,
+        "1970-01-02T00:00:00+00:00",
+    )
+    assert manifest["results"] is None
+    assert look(RunDirectory(run)).manifest == manifest
+
+
+def test_a_run_that_ends_while_it_is_looked_at_keeps_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = {**read_manifest(run / "run_manifest.json"), "results": {"loss": 1}}
+    manifest["attempts"] = [{**manifest["attempts"][0], "exit_reason": "completed", "exit_code": 0}]
+
+    def ends_meanwhile(run_dir: Path) -> bool:
+        write_manifest(run / "run_manifest.json", manifest)
+        return is_locked(run_dir)
+
+    monkeypatch.setattr(module, "is_locked", ends_meanwhile)
+    assert look(RunDirectory(run)).exit_reason == "completed"
+    assert read_manifest(run / "run_manifest.json")["results"]["loss"] == 1
+
+
+def test_a_run_whose_lock_is_taken_while_it_is_looked_at_is_left_alone(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_locked", lambda _: False)
+    with RunLock(run):
+        assert look(RunDirectory(run)).exit_reason == "running"
+
+
+def test_a_job_that_is_noted_while_the_record_is_open_stays_in_it(run: Path) -> None:
+    """Whoever submits a job notes it without the lock, which the job may hold already."""
+    with opened(RunDirectory(run)) as record:
+        note_job(record.directory, "7")
+        record.begin_attempt([], world_size=1)
+        note_job(record.directory, "8")
+        record.end_attempt(Outcome("completed", 0))
+    view = look(RunDirectory(run))
+    assert [job["id"] for job in view.manifest["jobs"]] == ["7", "8"]
+    assert (view.job, view.exit_reason) == ("8", "completed")
+
+
+def test_the_manifest_is_read_once_for_a_record_that_is_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+
+    def counted(path: Path) -> dict[str, object]:
+        reads.append(path)
+        return read_manifest(path)
+
+    monkeypatch.setattr(module, "read_manifest", counted)
+    with opened(RunDirectory(run)) as record:
+        record.begin_attempt([], world_size=1)
+        write_result(record.directory, {"loss": float("nan")})
+        record.end_attempt(Outcome("completed", 0))
+    assert len(reads) == 1
+    assert read_manifest(run / "run_manifest.json") == record.manifest
+
+
+def test_a_record_that_is_closed_can_be_opened_by_the_job_that_it_was_closed_for(run: Path) -> None:
+    with opened(RunDirectory(run)) as record:
+        record.close()
+        assert not is_locked(run)
+        with opened(RunDirectory(run)):
+            assert is_locked(run)
+
+
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(WorldsizeError, match="cannot be read: No such file"), opened(RunDirectory(tmp_path)):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_record_knows_the_files_of_the_record() -> None:
+    """Whoever else needs one of them asks the record; copying a whole folder is not reading it."""
+    framework = Path(module.__file__).parents[1]
+    naming = {"run_manifest.json", "overrides.yaml", "result.json"}
+    found = [
+        f"{path.relative_to(framework)}:{node.lineno}"
+        for path in framework.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Constant) and node.value in naming)
+        or (isinstance(node, ast.ImportFrom) and node.module == "worldsize.records.manifest")
+    ]
+    allowed = ("records/", "launch/kubernetes.py", "testing/runs.py", "observe/report/page.py")
+    assert [place for place in found if not place.startswith(allowed)] == []
+
+
+def test_a_data_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorldsizeError, match=r"the data file 'train' cannot be read from .*missing: No such file"):
+        fingerprint({"train": tmp_path / "missing"})
