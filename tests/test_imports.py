@@ -15,6 +15,7 @@ CONF = Path(__file__).parents[1] / "conf"
 MODULES = sorted(FRAMEWORK.rglob("*.py"))
 FLOORS = (  # from the ground up: a package imports only from those before it
     "errors",
+    "messages",
     "core",
     "cost",
     "world",
@@ -68,6 +69,22 @@ def test_core_imports_only_torch_the_standard_library_and_our_errors(path: Path)
     assert {name.split(".")[0] for name in imports(path)} <= allowed
     own = [name for name in imports(path) if name.startswith("worldsize")]
     assert all(name.startswith(("worldsize.errors", "worldsize.core")) for name in own)
+
+
+PRINTS = (  # modules that write a command's own output
+    "messages",
+    "app",
+    "driver/command.py",
+    "driver/execute.py",
+    "strategies",
+    "launch",
+)
+
+
+@pytest.mark.parametrize("path", [m for m in MODULES if not str(m.relative_to(FRAMEWORK)).startswith(PRINTS)], ids=str)
+def test_modules_log_and_only_commands_print(path: Path) -> None:
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    assert [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"] == []
 
 
 def plugin_names() -> set[str]:

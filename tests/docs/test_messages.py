@@ -24,7 +24,7 @@ def texts() -> Iterator[list[str]]:
                 filled = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
                 yield "".join(map(str, filled)).split("\0")
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield [node.value]
+                yield re.split(r"%[sd]", node.value)  # as logging fills it in
 
 
 @pytest.fixture(scope="module")
@@ -35,4 +35,4 @@ def patterns() -> list[re.Pattern[str]]:
 
 @pytest.mark.parametrize("shown", SHOWN, ids=[text.strip()[:40] for text in SHOWN])
 def test_a_documented_message_is_one_that_the_code_prints(shown: str, patterns: list[re.Pattern[str]]) -> None:
-    assert any(pattern.fullmatch(shown.strip()) for pattern in patterns), shown
+    assert any(pattern.fullmatch(shown.strip().removeprefix("warning: ")) for pattern in patterns), shown

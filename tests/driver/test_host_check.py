@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from worldsize.config.recorded import read_settings
-from worldsize.driver.host_check import check_alike, data_digest
+from worldsize.driver.host_check import check_hosts, data_digest
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 
@@ -30,7 +30,7 @@ def test_a_host_without_the_data_is_named(train: Any) -> None:
     first = {"node": 0, "host": "a", "alike": {"data": "0123"}}
     other = {"node": 1, "host": "b", "alike": {"data": "without train.txt"}}
     with pytest.raises(WorldsizeError, match=r"b \(node 1\) has data without train\.txt, a has 0123"):
-        check_alike(settings, first, [other])
-    check_alike(settings, first, [{**first, "node": 1}])
+        check_hosts(settings, first, [other])
+    check_hosts(settings, first, [{**first, "node": 1}])
     config = {**settings.config, "cluster": {**settings.config["cluster"], "nodes_differ": "warn"}}
-    check_alike(replace(settings, config=config), first, [other])
+    check_hosts(replace(settings, config=config), first, [other])

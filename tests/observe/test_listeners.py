@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -14,12 +15,23 @@ import pytest
 from rich.console import Console
 
 from worldsize.core import Evaluated, Event, Listener, RunEnded, RunFailed, StepDone
+from worldsize.messages import show_messages
 from worldsize.observe.progress import Progress, Tail
 from worldsize.observe.subprocess_listener import SubprocessListener
 from worldsize.observe.timing import Timing
 from worldsize.records.metrics import JsonLines, metrics_digest
 
 ENDED = RunEnded(1, "completed")
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+    """What a program shows of what is logged, also by the processes that it forks."""
+    logger = logging.getLogger("worldsize")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    show_messages()
+    return capfd
 
 
 def step(number: int, loss: float = 0.1, seconds: float = 0.5) -> StepDone:
@@ -135,23 +147,24 @@ def test_a_subprocess_listener_learns_that_its_run_died(tmp_path: Path) -> None:
     assert events(tmp_path / "events") == ["StepDone", "RunFailed"]
 
 
-def test_a_listener_that_cannot_be_made_costs_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_listener_that_cannot_be_made_costs_a_warning(shown: pytest.CaptureFixture[str]) -> None:
     def fail() -> Listener:
         raise OSError("no network")
 
     listener = SubprocessListener(fail)
     for event in (step(1), step(2), RunFailed("x")):
         listener(event)
-    assert "the logger failed and is off for the rest of the run: OSError: no network" in capfd.readouterr().err
+    said = "warning: the logger failed and is off for the rest of the run: OSError: no network\n"
+    assert said in shown.readouterr().err
 
 
-def test_a_listener_that_hangs_does_not_hold_up_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_listener_that_hangs_does_not_hold_up_the_end(shown: pytest.CaptureFixture[str]) -> None:
     def hang() -> Listener:
         Flag().wait()
         raise AssertionError
 
     SubprocessListener(hang, timeout=0.1)(RunEnded(1, "completed"))
-    assert "did not finish within 0.1 s" in capfd.readouterr().err
+    assert "did not finish within 0.1 s" in shown.readouterr().err
 
 
 def blocked(door: Path, path: Path) -> Listener:
@@ -171,14 +184,14 @@ def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path
 
 
 def test_the_end_is_bounded_even_when_the_listener_took_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, shown: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "door")
     listener = SubprocessListener(lambda: blocked(tmp_path / "door", tmp_path / "events"), timeout=0.1)
     for number in range(1, 2001):
         listener(step(number))
     listener(RunEnded(2000, "completed"))
-    assert "did not finish within 0.1 s" in capfd.readouterr().err
+    assert "did not finish within 0.1 s" in shown.readouterr().err
 
 
 def test_a_failure_after_the_end_is_not_hidden_by_the_listener(tmp_path: Path) -> None:

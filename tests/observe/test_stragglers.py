@@ -99,14 +99,14 @@ def test_the_median_of_the_others_is_that_of_the_rest_of_the_row(count: int) -> 
 
 
 def test_an_event_is_a_line_with_the_rank_its_host_and_the_cause(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     event = Straggling(250, rank=2, host="n3", device="cuda:1", cause="data", slower=1.234, since=210)
     EventLog(tmp_path / "events.jsonl")(event)
     line = json.loads((tmp_path / "events.jsonl").read_text())
     assert line.pop("time") > 1e9
     assert line == {"event": "straggling", **vars(event)}
-    assert described(event) in capsys.readouterr().err
+    assert described(event) in caplog.messages
     assert "rank 2 on n3 (cuda:1) has been 23% slower than its peers since step 210: it waits" in described(event)
 
 

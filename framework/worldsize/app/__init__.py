@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from worldsize.errors import neighbours
+from worldsize.messages import show_messages
 
 COMMANDS = {
     "init": "a project of one's own, in a new folder: it trains and has a test",
@@ -30,6 +31,7 @@ COMMANDS = {
 
 def main() -> None:
     """Entry of the ``worldsize`` command."""
+    show_messages()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(_usage())

@@ -134,7 +134,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     with created(run):
-        write_configuration(run, config=config_text(settings, clean))
+        write_configuration(run, config=config_text(clean.tree(settings.config)))
     with redirect_stdout(sys.stderr):  # what the agents say
         if launcher.submits:
             _wait(launcher.launch(with_secrets(settings, plan, clean)))

@@ -27,7 +27,6 @@ from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import view
-from worldsize.records.signature import is_own
 from worldsize.records.strict_json import strict
 from worldsize.reproducibility.checkout import checked_out, read_patch
 from worldsize.reproducibility.compare import compare_runs
@@ -77,7 +76,7 @@ def reproduce(options: Options) -> int:
     """
     recorded = view(options.manifest)
     original, manifest = recorded.directory, recorded.manifest
-    code, own = manifest["code"], is_own(manifest["digest"], manifest["signature"])
+    code, own = manifest["code"], recorded.is_own
     _check_targets(manifest, options, own=own)
     check_kept(manifest.get("plugins", ()), original.plugins)
     patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)

@@ -11,12 +11,14 @@ from omegaconf import DictConfig
 
 from worldsize.driver.command import call_composed, exit_process, refuse
 from worldsize.errors import WorldsizeError
+from worldsize.messages import show_messages
 
 if TYPE_CHECKING:
     from worldsize.driver.execute import Launch
 
 
 def main() -> None:
+    show_messages()
     exit_process(train(sys.argv[1:]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from worldsize.checkpoints.storage import Reader
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
 
 _SHOWN = 8  # differences in an error
 
@@ -33,7 +36,7 @@ def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint
             return read(path)
         if not allow_older:
             raise CheckpointError(f"{errors[0]} An older checkpoint is used with --allow-older.")
-        print(f"warning: {errors[0]} Trying an older one.", flush=True)
+        _logger.warning("%s Trying an older one.", errors[0])
     return None
 
 

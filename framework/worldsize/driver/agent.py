@@ -15,7 +15,7 @@ from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings
 from worldsize.core import Plan
 from worldsize.driver.examine import examine
-from worldsize.driver.host_check import check_alike, facts_of
+from worldsize.driver.host_check import check_hosts, facts_of
 from worldsize.driver.restarts import run_attempts
 from worldsize.errors import ConfigError
 from worldsize.launch.agents import Follower, Lead
@@ -64,7 +64,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             waits = _waits(settings, launcher)
             found = gather(place, _port(settings, run), read_key(run.path), **waits)
             others = [other for other, _ in found]
-            check_alike(settings, facts_of(settings.recipe, place), [facts for _, facts in found])
+            check_hosts(settings, facts_of(settings.recipe, place), [facts for _, facts in found])
         code = 1
         try:
             code = run_attempts(replace(settings, launcher=Lead.of(launcher, place, others)), plan, record)

@@ -6,9 +6,9 @@ folder that cannot be written hides the rest.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +30,8 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of, interfaces
 
+_logger = logging.getLogger(__name__)
+
 _ASKED = 5  # times that a host is asked what its clock says
 _VISIBLE = 3.0  # seconds after which a file that one host has written must be seen by another
 _POLL = 0.05
@@ -43,7 +45,7 @@ def examine(
     facts = _facts(settings, run, place, port)
     line, others, meeting = None, list[Other](), dict[str, Any]()
     with _door(facts):  # closed before processes are forked: it has a thread
-        facts["folder"]["error"] = _leave(run, facts)
+        facts["folder"]["error"] = _write_facts(run, facts)
         if place.rank:
             line = _come(run, place, facts, port, waits)
         else:
@@ -116,12 +118,12 @@ def _door(facts: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _leave(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
+def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
     """Write down what this host has found; why it cannot."""
     try:
         write_facts(run.findings, f"node_{facts['node']:05d}", {**facts, "written": time.time()})
     except OSError as error:
-        print(f"{run.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        _logger.error("%s cannot be written: %s", run.path, error.strerror)
         return str(error.strerror)
     return None
 
@@ -154,8 +156,8 @@ def _come(
             line.receive()  # all have knocked
         return line
     except (WorldsizeError, OSError, EOFError) as error:
-        print(error, file=sys.stderr, flush=True)
-        _leave(run, {**facts, "unreached": str(error.__cause__ or error)})
+        _logger.error("%s", error)
+        _write_facts(run, {**facts, "unreached": str(error.__cause__ or error)})
         return None
 
 
@@ -168,7 +170,7 @@ def _meet(
     try:
         found = arrivals(place, port, read_key(run.path), **waits)
     except (WorldsizeError, OSError) as error:
-        _leave(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
+        _write_facts(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
         return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
     others, everyone = [other for other, _ in found], [facts, *(said for _, said in found)]
     met: dict[str, Any] = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
@@ -231,7 +233,7 @@ def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: dict[str, Any])
             outcome = lead.launch(plan).wait()
             write_facts(run.findings, "meeting", {**meeting, "outcome": asdict(outcome)})
     except OSError as error:
-        print(f"{run.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        _logger.error("%s cannot be written: %s", run.path, error.strerror)
         return 1
     finally:
         for other in lead.others:

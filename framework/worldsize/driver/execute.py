@@ -1,9 +1,9 @@
-"""One composed configuration → plan, run folder, processes, summary."""
+"""Launch a run, or resume one: a composed configuration becomes a plan, a run folder, processes and a summary."""
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from worldsize.observe.summary import summary_table
 from worldsize.records.redaction import scrubber
 from worldsize.records.run_directory import RunDirectory, created, planned
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -77,7 +79,7 @@ def _show(settings: Settings, plan: Plan) -> int:
     try:
         settings.launcher.check(settings.cluster)
     except ConfigError as error:
-        print(f"warning: this would be refused here: {error}", file=sys.stderr)
+        _logger.warning("this would be refused here: %s", error)
     print(settings.launcher.describe(plan))
     return 0
 
@@ -105,7 +107,7 @@ def _ended(run: RunDirectory) -> int:
     if ended.exit_reason == "completed":
         Console().print(summary_table(read_result(run), run.path))
         return 0
-    print(f"{ended.exit_reason or 'it never began'}; look at: worldsize logs {run.path}", file=sys.stderr)
+    _logger.error("%s; look at: worldsize logs %s", ended.exit_reason or "it never began", run.path)
     return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1
 
 
@@ -145,7 +147,7 @@ def _check_steps(settings: Settings, run: RunDirectory) -> None:
 
 
 def settings_of(cfg: DictConfig) -> Settings:
-    """Typed settings, with what only the launching process knows filled in."""
+    """Build typed settings, with what only the launching process knows filled in."""
     make_importable(roots())
     if "hosts" in cfg.cluster:
         cfg.cluster.nodes = len(cfg.cluster.hosts)
@@ -158,7 +160,7 @@ def settings_of(cfg: DictConfig) -> Settings:
 
 
 def shape_of(cfg: DictConfig) -> dict[str, Any]:
-    """The cluster with its ``processes`` filled in."""
+    """Describe the cluster, with its ``processes`` filled in."""
     cluster = resolved(cfg)["cluster"]
     return with_processes(cluster, torch.cuda.device_count() if cluster["device"] == "cuda" else 0)
 

@@ -1,11 +1,11 @@
-"""What must be alike on all hosts of a run."""
+"""The host check: before a run starts, its hosts compare their code, packages and data."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import socket
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.environment import capture_environment
 from worldsize.world.environments import Node
 
+_logger = logging.getLogger(__name__)
+
 
 def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
-    """Which host this is and what must be alike on all hosts, by name; ``also``: what had better be."""
+    """Describe this host: ``alike`` must be equal on all hosts, ``also`` had better be."""
     environment = capture_environment()
     return {
         "node": place.rank,
@@ -43,7 +45,7 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
 
 
 def lock_digest() -> str | None:
-    """Of the lock of the working directory, else of worldsize's own clone; None: there is none."""
+    """Digest the lock of the working directory, else of worldsize's own clone; None if there is none."""
     locks = (folder / "uv.lock" for folder in (Path.cwd(), bundle()))
     return next((hashlib.sha256(lock.read_bytes()).hexdigest()[:12] for lock in locks if lock.exists()), None)
 
@@ -53,7 +55,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def code_digest(roots: Sequence[Path]) -> str:
-    """Of the Python files of worldsize, and of recipes and plugins below ``roots``; the run folder has the others."""
+    """Digest the Python files of worldsize, and of recipes and plugins below ``roots``; the run folder has the others."""
     own = Path(worldsize.__file__).parent
     folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
@@ -61,25 +63,25 @@ def code_digest(roots: Sequence[Path]) -> str:
 
 
 def data_digest(files: Mapping[str, Path]) -> str:
-    """Of names and sizes, or what is missing; the contents were hashed where the run was launched."""
+    """Digest names and sizes, or say what is missing; the contents were hashed where the run was launched."""
     if lost := [name for name in sorted(files) if not files[name].exists()]:
         return f"without {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
     return _digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
 
 
-def check_alike(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
     """Raise WorldsizeError (or warn, by ``cluster.nodes_differ``) where a host differs from the first."""
-    found = [
+    differences = [
         f"{other['host']} (node {other['node']}) has {name} {other['alike'].get(name)}, {first['host']} has {value}"
         for other in others
         for name, value in first["alike"].items()
         if other["alike"].get(name) != value
     ]
-    if not found:
+    if not differences:
         return
     if settings.config["cluster"]["nodes_differ"] == "warn":
-        print("warning: " + "; ".join(found), file=sys.stderr, flush=True)
+        _logger.warning("%s", "; ".join(differences))
         return
     raise WorldsizeError(
-        "the hosts differ: " + "; ".join(found) + ". Make them alike, or accept it with cluster.nodes_differ=warn."
+        f"the hosts differ: {'; '.join(differences)}. Make them alike, or accept it with cluster.nodes_differ=warn."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,9 +44,11 @@ from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
 from worldsize.world.roles import role_of
 from worldsize.world.world import threads_per_process
 
+_logger = logging.getLogger(__name__)
+
 
 def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:
-    """The plan with the values that will be in no file of the run."""
+    """Add to the plan the values that will be in no file of the run."""
     secrets = withheld(settings.config, clean.tree(settings.config))
     return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
 
@@ -77,7 +80,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
     # keyed by names of files and packages, such as secrets.py and google-auth
     written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
     overrides = overrides_text(task_overrides(), clean)
-    create_record(run, written, config=config_text(settings, clean), overrides=overrides)
+    create_record(run, written, config=config_text(config), overrides=overrides)
 
 
 def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrubber, words: Sequence[str]) -> None:
@@ -91,12 +94,12 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
         resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
         amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
         amended["claim"] = asdict(lowered(amended, amended, mixtures(amended)))
-    record.amend(amended, config=config_text(settings, clean), overrides=overrides_text(words, clean))
+    record.amend(amended, config=config_text(config), overrides=overrides_text(words, clean))
 
 
-def config_text(settings: Settings, clean: Scrubber) -> str:
-    """Render ``config.yaml``, from which processes start, without secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(clean.tree(settings.config)))
+def config_text(config: Mapping[str, Any]) -> str:
+    """Render ``config.yaml``, from which processes start; ``config`` has no secrets any more."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
 def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
@@ -105,7 +108,7 @@ def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
 
 
 def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest says that follows from the configuration alone."""
+    """Collect what follows from the configuration alone."""
     return {
         "config": config,
         "config_sha256": _digest(config),
@@ -129,7 +132,7 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
 
 
 def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
-    """Facts of the checkout, with the bytes of its patch; ``framework``: worldsize's own, where it is another one."""
+    """Describe the checkout, with the bytes of its patch; ``framework`` is worldsize's own, where it is another one."""
     code = capture_code(Path.cwd(), exclude=Path(settings.config["run"]["root"]).resolve())
     patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
@@ -140,7 +143,7 @@ def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
 
 
 def _plugin(plugin: Plugin, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
-    """What the record says of a plugin; one that other hosts could not find is copied into the run folder."""
+    """Describe a plugin; one that other hosts could not find is copied into the run folder."""
     if plugin.foreign:
         keep(plugin.folder, kept_folder(run.plugins, plugin.name), clean.text)
     return {
@@ -157,20 +160,20 @@ def _is_inside(folder: Path, root: str | None) -> bool:
 
 
 def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
-    """The lock of the working directory, else the one of the clone."""
+    """Record the lock of the working directory, else the one of the clone."""
     project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
     return {"lock_sha256": write_environment(run.environment, project, clean.text)}
 
 
 def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run that re-creates another one may claim."""
+    """Determine what a run that re-creates another one may claim."""
     if settings.config["run"]["reproduces"] is None:
         return {}
     original = view(Path(settings.config["run"]["reproduces"])).manifest
     check_data(original["data"], manifest["data"])
     reasons = lowerings(original, manifest)
     for each in reasons:
-        print(f"lowers the claim to {each.level}: {each.reason}", file=sys.stderr, flush=True)
+        _logger.info("lowers the claim to %s: %s", each.level, each.reason)
     if reasons and settings.config["run"]["strict"]:
         raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
     return {"parent_run": original["run_id"], "claim": asdict(lowered(original, manifest, reasons))}

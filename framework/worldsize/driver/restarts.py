@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-import sys
 from dataclasses import replace
 
 from rich.console import Console
@@ -14,6 +14,8 @@ from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, read_result
+
+_logger = logging.getLogger(__name__)
 
 
 def run_attempts(settings: Settings, plan: Plan, record: RunRecord) -> int:
@@ -28,7 +30,7 @@ def run_attempts(settings: Settings, plan: Plan, record: RunRecord) -> int:
             break
         step = failure.step or 0
         if step == failed_at:
-            print(f"the run failed at step {step} twice in a row; it is not started again.", file=sys.stderr)
+            _logger.error("the run failed at step %d twice in a row; it is not started again.", step)
             break
         restarts, failed_at = restarts + 1, step
         _say_restart(failure, f"{restarts} of {settings.launcher.max_restarts}")
@@ -38,8 +40,8 @@ def run_attempts(settings: Settings, plan: Plan, record: RunRecord) -> int:
 
 def _say_restart(failure: Failure, count: str) -> None:
     cause = failure.cause.rstrip().splitlines()[-1]
-    text = f"{failure.role} {failure.rank} failed at step {failure.step}: {cause}; starting again ({count})"
-    print(text, file=sys.stderr, flush=True)
+    text = "%s %d failed at step %s: %s; starting again (%s)"
+    _logger.error(text, failure.role, failure.rank, failure.step, cause, count)
 
 
 def _attempt(settings: Settings, plan: Plan, record: RunRecord, console: Console) -> Outcome:
@@ -57,10 +59,10 @@ def _attempt(settings: Settings, plan: Plan, record: RunRecord, console: Console
 def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
     if failure := outcome.failure:
         at = f" at step {failure.step}" if failure.step else ""
-        print(f"{failure.role} {failure.rank} failed{at}:\n{failure.cause.rstrip()}", file=sys.stderr)
-        print(f"run folder: {run.path}", file=sys.stderr)
+        _logger.error("%s %d failed%s:\n%s", failure.role, failure.rank, at, failure.cause.rstrip())
+        _logger.error("run folder: %s", run.path)
     elif outcome.exit_reason == "completed":
         console.print(summary_table(read_result(run), run.path))
     else:
-        print(f"{outcome.exit_reason}; run folder: {run.path}", file=sys.stderr)
-        print(f"go on with: worldsize resume {run.path}", file=sys.stderr)
+        _logger.error("%s; run folder: %s", outcome.exit_reason, run.path)
+        _logger.error("go on with: worldsize resume %s", run.path)

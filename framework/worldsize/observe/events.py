@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import final
 
 from worldsize.core import Event, Straggling
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -22,7 +24,7 @@ class EventLog:
     def __call__(self, event: Event) -> None:
         match event:
             case Straggling():
-                print(f"warning: {described(event)}", file=sys.stderr, flush=True)
+                _logger.warning("%s", described(event))
                 line = {"event": "straggling", "time": time.time(), **asdict(event)}
                 with self._path.open("a") as file:
                     file.write(json.dumps(line) + "\n")

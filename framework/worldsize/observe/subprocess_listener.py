@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -14,6 +14,8 @@ from typing import BinaryIO, final
 
 from worldsize.core import Event, Listener, RunEnded, RunFailed
 from worldsize.world.preemption import SIGNALS
+
+_logger = logging.getLogger(__name__)
 
 _HURRIED = 30.0  # seconds, where others wait for the end: a scheduler that has asked for it, or what failed
 
@@ -68,7 +70,7 @@ class SubprocessListener:
         self._process.join(max(0.0, deadline - time.monotonic()))
         if self._process.is_alive():
             self._process.kill()
-            _warn(f"the logger did not finish within {seconds} s; what it has not sent yet is lost")
+            _logger.warning("the logger did not finish within %s s; what it has not sent yet is lost", seconds)
 
 
 def _serve(make: Callable[[], Listener], receiver: int, sender: int) -> None:
@@ -83,7 +85,7 @@ def _serve(make: Callable[[], Listener], receiver: int, sender: int) -> None:
                 listener(event)
             listener(event)
     except Exception as error:  # any: a third party's code, which must not end the training
-        _warn(f"the logger failed and is off for the rest of the run: {type(error).__name__}: {error}")
+        _logger.warning("the logger failed and is off for the rest of the run: %s: %s", type(error).__name__, error)
 
 
 def _next(events: BinaryIO) -> Event:
@@ -92,7 +94,3 @@ def _next(events: BinaryIO) -> Event:
         return event
     except (EOFError, pickle.UnpicklingError):  # the latter: killed in the middle of an event
         return RunFailed("the training process ended without a word")
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)

@@ -6,6 +6,7 @@ wandb's import takes a second: it is left to the process that logs, for which no
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import wandb
 
     from worldsize.observe.wandb_run import Mode
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -43,7 +46,7 @@ class WandbListener:
         facts = {"project": project, "id": run_id, "name": run_id, "group": group, "dir": folder}
         self._run = start(mode, **facts, config={**config, "manifest": _facts(manifest)})
         if self._run.settings.mode != "disabled":
-            print(f"wandb: {_place(self._run)}", flush=True)
+            _logger.info("wandb: %s", _place(self._run))
 
     def __call__(self, event: Event) -> None:
         match event:

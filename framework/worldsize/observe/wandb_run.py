@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from typing import Any, Literal
 
 import wandb
+
+_logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 
@@ -20,7 +22,7 @@ def start(mode: Mode, **facts: Any) -> wandb.Run:
         if mode != "auto" or chosen != "online":
             raise
         reason = str(error).splitlines()[0]
-        print(f"warning: wandb is offline for this run: {reason}", file=sys.stderr)
+        _logger.warning("wandb is offline for this run: %s", reason)
         wandb.teardown()  # or its service says that the run's id is in use
         return _init("offline", **facts)
 

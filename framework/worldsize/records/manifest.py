@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
-from worldsize.records.signature import signature
 from worldsize.records.strict_json import strict
 
 SCHEMA_VERSION = 1
@@ -26,7 +27,7 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """
     facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
     digest = _digest(facts)
-    written = {**facts, "digest": digest, "signature": signature(digest)}
+    written = {**facts, "digest": digest, "signature": _signature(digest)}
     temporary = path.with_name(f".manifest_{secrets.token_hex(4)}")
     try:
         with temporary.open("x") as file:  # tempfile would make it unreadable for other users
@@ -75,3 +76,35 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "Take the original from a copy of the run."
         )
     return dict(manifest)
+
+
+def is_own(manifest: Mapping[str, Any]) -> bool:
+    """Whether this user has written the manifest: a key that only that user can read made its signature."""
+    expected, signed = _signature(manifest["digest"]), manifest["signature"]
+    return bool(expected and signed and hmac.compare_digest(expected, signed))
+
+
+def _signature(digest: str) -> str | None:
+    """HMAC-SHA-256 (RFC 2104) of a manifest's digest; None where the user's key can be neither read nor made."""
+    key = _key(Path.home() / ".config" / "worldsize" / "manifest.key")
+    return hmac.new(key, digest.encode(), hashlib.sha256).hexdigest() if key else None
+
+
+def _key(path: Path) -> bytes | None:
+    with suppress(OSError):
+        if not path.exists():
+            _create(path)
+        return path.read_bytes()
+    return None
+
+
+def _create(path: Path) -> None:
+    """Whole or not at all: of two runs that start at once, one key wins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+    with suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()

@@ -6,90 +6,40 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, final
 
 from worldsize.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@final
 class RunDirectory:
-    """Where everything of one run lies."""
+    """Where everything of one run lies; computes paths, and touches no file."""
 
     MANIFEST: ClassVar[str] = "run_manifest.json"
 
-    path: Path
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / self.MANIFEST
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        return self.path / "overrides.yaml"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment"
-
-    @property
-    def patch(self) -> Path:
-        return self.path / "code.patch"
-
-    @property
-    def plugins(self) -> Path:
-        """A root of plugins: copies of those that other hosts could not find elsewhere."""
-        return self.path / "plugins"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def excluded(self) -> Path:
-        """Hosts that were too slow, a line each: the run goes on without them."""
-        return self.path / "excluded"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def transport(self) -> Path:
-        """Which way the bytes of an attempt went, until the manifest has it."""
-        return self.path / "transport.json"
-
-    @property
-    def findings(self) -> Path:
-        """What an examination of the cluster has found: a JSON file of each host, of each process, of the first."""
-        return self.path / "findings"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def control(self) -> Path:
-        """Names the socket at which the launching process takes requests, while it lives."""
-        return self.path / "control"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.name
+        self.manifest = path / self.MANIFEST
+        self.config = path / "config.yaml"
+        self.overrides = path / "overrides.yaml"
+        self.result = path / "result.json"
+        self.environment = path / "environment"
+        self.patch = path / "code.patch"
+        self.plugins = path / "plugins"  # a root of plugins: copies of those that other hosts could not find elsewhere
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.excluded = path / "excluded"  # hosts that were too slow, a line each: the run goes on without them
+        self.transport = path / "transport.json"  # which way the bytes of an attempt went, until the manifest has it
+        self.findings = path / "findings"  # of an examination of the cluster: a file a host, a process, and the first
+        self.control = path / "control"  # names the socket at which the launching process takes requests
 
     def servers(self, attempt: int) -> Path:
         """Where servers and their clients find each other; for the eyes of the run's user alone."""
         return self.path / "servers" / f"attempt_{attempt}"
-
-    @property
-    def id(self) -> str:
-        return self.path.name
 
     def log(self, role: str, rank: int) -> Path:
         return self.path / "logs" / f"{role}_{rank:05d}.log"

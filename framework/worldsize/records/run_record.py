@@ -22,7 +22,7 @@ from worldsize.core import Outcome
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import RunLock, is_locked
-from worldsize.records.manifest import read_manifest, write_manifest
+from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.metrics import rewind
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import job_of
@@ -51,6 +51,11 @@ class RunView:
     def results(self) -> Mapping[str, Any]:
         """What came of the last attempt; empty until one has ended."""
         return self.manifest["results"] or {}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user has written the record."""
+        return is_own(self.manifest)
 
     @property
     def job(self) -> str | None:

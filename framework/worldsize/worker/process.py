@@ -1,8 +1,9 @@
-"""One process of a run: run folder → World → training. ``python -m worldsize.worker RUN_DIR``."""
+"""One process of a run, from its folder to a World and its training: ``python -m worldsize.worker RUN_DIR``."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Listener, Outcome, Replica, RunFailed, World
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.messages import show_messages
 from worldsize.observe.transport import audit, disappointment, listen_to_nccl, write
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
@@ -29,9 +31,12 @@ from worldsize.world.preemption import Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
 
+_logger = logging.getLogger(__name__)
+
 
 def main() -> None:
     """Entry of a process that torchrun, srun or mpirun started."""
+    show_messages()
     run = RunDirectory(Path(sys.argv[1]).resolve())
     try:
         place = placement(os.environ, str(OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")))
@@ -55,7 +60,7 @@ def _recorded(run: RunDirectory, place: Placement) -> int:
 
 
 def play(run: RunDirectory, placement: Placement) -> int:
-    """Play this process's role until the run ends; the exit code.
+    """Play this process's role until the run ends; return the exit code.
 
     What ends it early is also left beside the process's log.
     """
@@ -69,7 +74,7 @@ def play(run: RunDirectory, placement: Placement) -> int:
         listeners = listeners_of(settings, run, placement.rank)
         return _play(settings, run, placement, listeners, preemption)
     except BaseException as error:
-        _leave_error(_error_file(run, placement, settings), error)
+        _write_error(_error_file(run, placement, settings), error)
         for listener in listeners:  # after the error is out: a logger may take its time
             listener(RunFailed(f"{type(error).__name__}: {error}"))
         raise
@@ -82,7 +87,7 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
     return run.error("process", placement.rank)  # it is not known which role this process was to play
 
 
-def _leave_error(path: Path, error: BaseException) -> None:
+def _write_error(path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +133,7 @@ def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
     if world.rank == 0:
         write(run.transport, found)
         if said := disappointment(found, settings.cluster):
-            print(f"warning: {said}", file=sys.stderr, flush=True)
+            _logger.warning("%s", said)
 
 
 def _replica(
