@@ -55,7 +55,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def code_digest(roots: Sequence[Path]) -> str:
-    """Digest the Python files of worldsize, and of recipes and plugins below ``roots``; the run folder has the others."""
+    """Digest the Python files of worldsize, and of recipes and plugins below ``roots``; the run folder has others."""
     own = Path(worldsize.__file__).parent
     folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
