@@ -60,6 +60,7 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
+    """Name of the folder of the checkpoint after ``step``; names sort as steps do."""
     return f"step_{step:07d}"
 
 
@@ -70,11 +71,12 @@ def complete(root: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
     return int(path.name.partition("_")[2])
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in ``path``; its shards are not looked at.
+    """Read the manifest of the checkpoint in ``path``; its shards are not looked at.
 
     Raises:
         CheckpointError: it is incomplete, not as it was written, or of a newer schema.
@@ -103,7 +105,7 @@ def _parsed(path: Path, manifest: Any) -> Checkpoint:
 
 
 def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Every chunk lies in a listed file and in the tensor, and together they make it up."""
+    """Check that every chunk lies in a listed file and in the tensor, and that together they make it up."""
     itemsize, shape = DTYPES[tensor["dtype"]].itemsize, [_whole(size) for size in tensor["shape"]]
     for chunk in tensor["chunks"]:
         box = list(zip(map(_whole, chunk["offsets"]), map(_whole, chunk["sizes"]), shape, strict=True))
@@ -181,6 +183,7 @@ def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -
 
 
 def write_through(path: Path, data: bytes) -> None:
+    """Write a new file and wait until its bytes are on disk; raises FileExistsError if it is there already."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -188,6 +191,7 @@ def write_through(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
+    """Wait until the entries of the folder itself, such as a rename, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,7 +24,7 @@ _SHOWN = 8  # differences in an error
 
 
 def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
-    """The newest complete checkpoint that verifies; each rank hashes its share of the files, and all agree.
+    """Find the newest complete checkpoint that verifies; each rank hashes its share of the files, and all agree.
 
     Raises:
         CheckpointError: the newest one is damaged and ``allow_older`` does not let an older one stand in for it.
@@ -101,7 +101,10 @@ def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> St
 
 
 def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Any:
-    """One that a schedule moves stays at its place in it: the same multiple of the initial one."""
+    """Return the learning rate to go on with.
+
+    A rate that a schedule moves stays at its place in it: the same multiple of the initial one.
+    """
     if anew or not then.get("initial_lr") or "initial_lr" not in now:
         return now["lr"]
     if then["initial_lr"] == now["initial_lr"]:
@@ -127,7 +130,7 @@ def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
 
 
 def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
-    """One without rows takes as many as were saved: a table grows as it is used."""
+    """Give a tensor without rows as many as were saved: a table grows as it is used."""
     grows = (
         saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
     )

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept; deleting the others can be interrupted at any point."""
+"""Decides which checkpoints are kept; deleting the others can be interrupted at any point."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Retention:
             )
 
     def kept(self, folders: Sequence[Path]) -> set[Path]:
-        """Of complete checkpoints, oldest first, those to keep."""
+        """Choose those to keep of ``folders``, complete checkpoints with the oldest first."""
         spaced = {path for path in folders if self.every and step_of(path) % self.every == 0}
         return {*folders[-self.last :], *spaced, *self._best(folders)}
 

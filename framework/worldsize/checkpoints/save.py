@@ -91,10 +91,11 @@ class Saver:
         return [saved] if saved else []
 
     def close(self) -> None:
+        """End the thread once the save in flight, if any, has ended."""
         self._thread.shutdown()
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Into host memory that is kept from save to save: this is all that training waits for."""
+        """Copy to host memory that is kept from save to save: this is all that training waits for."""
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
@@ -109,7 +110,10 @@ class Saver:
     def _write(
         self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int, outline: str
     ) -> CheckpointSaved | None:
-        """In the thread. A failure on one rank is a failure on all, since each phase ends with an exchange."""
+        """Write and publish a checkpoint, in the thread.
+
+        A failure on one rank is a failure on all, since each phase ends with an exchange.
+        """
         final_ = self._root / folder_name(step)
         folder = self._together(lambda: self._begun(final_))
         if folder is None:
@@ -125,7 +129,7 @@ class Saver:
         return CheckpointSaved(step, final_)
 
     def _begun(self, final_: Path) -> Path | None:
-        """On rank 0: a new folder; what an earlier attempt has left is removed. None: it was saved before."""
+        """Make a new folder on rank 0, and remove what an earlier attempt has left. None: it was saved before."""
         if final_.exists() and _stands(final_):
             return None
         self._root.mkdir(parents=True, exist_ok=True)
@@ -136,7 +140,7 @@ class Saver:
         return folder
 
     def _published(self, folder: Path, final_: Path) -> None:
-        """On rank 0: one rename, durable; then older ones may go."""
+        """Publish the folder by one durable rename on rank 0; then older ones may go."""
         if final_.exists():  # damaged, and an older one was resumed from
             final_.rename(self._root / f".step_damaged_{secrets.token_hex(4)}")
         folder.rename(final_)
@@ -210,7 +214,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _outline(tensors: Mapping[str, Tensor]) -> str:
-    """Equal on all ranks, or some tensors would be written by nobody."""
+    """Digest of names, dtypes and shapes: equal on all ranks, or some tensors would be written by nobody."""
     lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -107,7 +107,7 @@ class Writer(StorageWriter):
         return digest.hexdigest()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after all have written."""
+        """Seal the checkpoint on rank 0, after all ranks have written."""
         places = {result.index: result.storage_data for rank in results for result in rank}
         files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
         tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}

@@ -61,6 +61,7 @@ class Tail:
             self._offset = 0
 
     def read(self) -> list[str]:
+        """Return the lines completed since the last call; a file that was replaced is read from its start."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -95,16 +96,19 @@ class _Live:
 
 @final
 class Plain:
+    """Progress as plain lines, for output that is no terminal: steps now and then, each evaluation."""
+
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console, self._shown = steps, console, 0.0
 
     def open(self) -> None:
-        pass
+        """Do nothing: plain lines need no preparation."""
 
     def close(self) -> None:
-        pass
+        """Do nothing: every line is complete already."""
 
     def show(self, row: dict[str, Any]) -> None:
+        """Print an evaluation, and a step if it is the last one or enough time has passed since the one before."""
         if row["event"] != "step":
             self._console.print(_evaluation(row), highlight=False)
         elif row["step"] == self._steps or time.monotonic() - self._shown > _PLAIN_EVERY:
@@ -115,6 +119,7 @@ class Plain:
 
 
 def figures(row: dict[str, Any]) -> str:
+    """Format the loss and the rate, in samples a second, of a row of ``metrics.jsonl`` about a step."""
     return f"loss {float(row['loss']):.4f}  {row['samples_per_second']:,.0f} samples/s"
 
 

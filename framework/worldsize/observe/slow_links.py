@@ -1,5 +1,6 @@
-"""Which host has a slow link. Where ranks wait for each other, all wait as long for it, so that no rank's own times can
-tell: once all wait for long, the links are measured.
+"""Finds hosts with a slow link, by measuring once all ranks wait for long.
+
+Where ranks wait for each other, all wait as long for a slow link, so that no rank's own times can tell.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SLOWER = 3.0  # times, than most
 
 
 def slow_link_search(world: World) -> SlowLinkSearch | None:
-    """Of hosts of which one can be compared with others, and whose processes all train."""
+    """Begin a search if hosts can be compared and all their processes train; else None."""
     node = world.groups.get("node")
     if node is None or world.size < dist.get_world_size() or world.size <= 2 * node.size():
         return None
@@ -52,7 +53,7 @@ class SlowLinkSearch:
 
     @property
     def distance(self) -> int:
-        """Of the nodes whose links the next look measures."""
+        """Distance in nodes between the ends of the links that the next look measures."""
         return 2 if self._suspected else 1
 
     def are_worth_a_look(self, done: StepDone) -> bool:
@@ -87,7 +88,7 @@ class SlowLinkSearch:
         return is_full
 
     def judge(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
-        """Which hosts are named, each by its first rank. ``links`` as measured, from node to node."""
+        """Name hosts with slow links, each by its first rank. ``links`` as measured, from node to node."""
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)
             for node in sorted({node for ends in links for node in ends})

@@ -1,4 +1,4 @@
-"""Which rank is slower than its peers, and by what: its data or its computing (its network: see slow_links.py).
+"""Finds ranks that are slower than their peers, and by what: data or computing (the network: see slow_links.py).
 
 Where ranks wait for each other, all take the same time for a step. What tells them apart is how long each is busy: its
 step without the time for which it waits for others.
@@ -28,7 +28,9 @@ _KEPT = 5000  # steps
 
 @dataclass(frozen=True)
 class Straggler:
-    """``slower``: its busy time to the median of its peers, or how many times less its link carries; ``since``: the
+    """A rank found slow, with its cause.
+
+    ``slower``: its busy time to the median of its peers, or how many times less its link carries; ``since``: the
     first of the steps that show it.
     """
 
@@ -41,8 +43,9 @@ class Straggler:
 @final
 @dataclass
 class Stragglers:
-    """``peers``: groups of ranks that have equal work; ``first``: steps that were done before. A rank is named when it
-    is found slow twice in a row, and again if it has recovered since.
+    """Names ranks found slow twice in a row, and again if they have recovered since.
+
+    ``peers``: groups of ranks that have equal work; ``first``: steps that were done before.
 
     The steps looked at are divided into blocks, and a rank is judged by the median of each: a few slow steps change
     no median, and what slows a rank down for a while does not reach all blocks. It must be slower than the median of
@@ -59,7 +62,10 @@ class Stragglers:
     _named: set[int] = field(default_factory=set)
 
     def judge(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Straggler]:
-        """Who has become slow. ``splits`` [ranks, steps, 4]: data, compute, communication, update, up to ``step``."""
+        """Return ranks that have become slow.
+
+        ``splits`` [ranks, steps, 4]: seconds of data, compute, communication and update, up to ``step``.
+        """
         self._fresh.append(np.array(splits, dtype=np.float64).reshape(len(splits), -1, 4).transpose(1, 0, 2))
         if not self._is_time():
             return []
@@ -88,7 +94,7 @@ class Stragglers:
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 
     def _take(self, step: int) -> None:
-        """What is fresh, whose steps lie evenly between the last one that is known and ``step``."""
+        """Add the fresh steps, which lie evenly between the last one that is known and ``step``."""
         fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
         numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
         self._recent = np.concatenate([self._recent[-_KEPT:], fresh]) if self._numbers else fresh
@@ -96,14 +102,14 @@ class Stragglers:
         self._fresh = []
 
     def _looked_at(self) -> int:
-        """Steps, a multiple of the number of blocks."""
+        """Number of steps to look at, a multiple of the number of blocks."""
         seconds = float(np.median(self._recent[-_STEPS:].sum(2).max(1)))
         block = max(_STEPS / _BLOCKS, _SECONDS / max(seconds, 1e-9) / _BLOCKS)
         return _BLOCKS * min(math.ceil(block), _KEPT // _BLOCKS)
 
 
 def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Straggler, bool]]:
-    """Of each rank how slow it is in the last window, and whether that is certain."""
+    """Measure how slow each rank is in the last window, and whether that is certain."""
     data_wsp, compute_wsp, _, update_wsp = np.moveaxis(recent_wspk[:, :, ranks], 3, 0)
     ratio_wbp = _to_others(_blocks(data_wsp + compute_wsp + update_wsp))
     noise = 1.4826 * float(np.median(abs(ratio_wbp - np.median(ratio_wbp, 1, keepdims=True))))
@@ -123,7 +129,7 @@ def _blocks(seconds_wsp: Figures) -> Figures:
 
 
 def _excess(seconds_wsp: Figures) -> Figures:
-    """Of each rank over its peers, in most blocks: [ranks]."""
+    """Seconds of each rank over its peers, in most blocks: [ranks]."""
     blocks_wbp = _blocks(seconds_wsp)
     return np.asarray(np.median(blocks_wbp - median_of_others(blocks_wbp), (0, 1)))
 
@@ -133,7 +139,7 @@ def _to_others(blocks_wbp: Figures) -> Figures:
 
 
 def median_of_others(values: Figures) -> Figures:
-    """In place of each value along the last axis, the median of the others."""
+    """Replace each value along the last axis by the median of the others."""
     order = np.argsort(values, -1)
     ordered, place = np.take_along_axis(values, order, -1), np.argsort(order, -1)
     others = values.shape[-1] - 1

@@ -52,7 +52,7 @@ class SubprocessListener:
             self._finish(self._timeout if complete else min(_HURRIED, self._timeout))
 
     def _send(self) -> None:
-        """As much as the pipe takes now."""
+        """Send as much as the pipe takes now."""
         try:
             while self._unsent:
                 del self._unsent[: os.write(self._sender, self._unsent)]
@@ -74,7 +74,7 @@ class SubprocessListener:
 
 
 def _serve(make: Callable[[], Listener], receiver: int, sender: int) -> None:
-    """In the forked process."""
+    """Pass events to the listener, in the forked process."""
     os.close(sender)  # or the end of the training process would not be seen
     for number in SIGNALS:  # what they ask of the run, the training process says
         signal.signal(number, signal.SIG_IGN)

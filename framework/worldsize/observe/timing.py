@@ -38,12 +38,13 @@ class Timing:
                 self._file.close()
 
     def begin(self, first: int) -> None:
-        """What was written of steps after ``first`` will be done again."""
+        """Drop what was written of steps after ``first``, which will be done again."""
         self._file.close()
         rewind(self._path, first)
         self._file = self._path.open("a", buffering=1)
 
     def write(self, step: int, **seconds: float | None) -> None:
+        """Append a line about ``step``; parts that are None, since they were not measured, are left out."""
         measured = {name: value for name, value in seconds.items() if value is not None}
         self._file.write(json.dumps({"step": step, **measured}) + "\n")
 
@@ -53,8 +54,10 @@ _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
 
 @final
 class UnitTimes:
-    """As :class:`Timing` writes them, of a process that takes units of steps as they are dealt: at every ``every``
-    steps the means since the last line. What is neither data nor computing is waiting: for weights, and for work.
+    """Writes the times of a process that takes units of steps as they are dealt, as :class:`Timing` does.
+
+    At every ``every`` steps it writes the means since the last line. What is neither data nor computing is waiting:
+    for weights, and for work.
     """
 
     def __init__(self, timing: Timing, device: torch.device, *, every: int) -> None:
@@ -64,14 +67,14 @@ class UnitTimes:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Data are waited for within."""
+        """Count the time within as a wait for data."""
         begun = time.perf_counter()
         yield
         self._data += time.perf_counter() - begun
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """A unit of ``step`` is computed within."""
+        """Count the time within as computing a unit of ``step``."""
         if self._last < 0:
             self._timing.begin(step - 1)
             self._last, self._since = step - 1, time.perf_counter() - self._data

@@ -1,4 +1,4 @@
-"""Which way the bytes of collectives go: NCCL says it when its ranks connect, and nobody reads it."""
+"""Finds out which way the bytes of collectives go: NCCL says it when its ranks connect, and nobody reads it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Pa
 
 
 def heard(text: str) -> dict[str, Any]:
-    """Transports and interface from NCCL's own words."""
+    """Read transports and interface from NCCL's own words."""
     names = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}
     found = {names[each] for each in re.findall(r" via (P2P|SHM|NET/IB|NET/Socket)", text)}
     used = re.search(r"NET/(?:IB|Socket) : Using \[0\]([\w.]+)", text)
@@ -50,7 +50,7 @@ def heard(text: str) -> dict[str, Any]:
 
 
 def disappointment(found: Mapping[str, Any], cluster: Cluster) -> str | None:
-    """What is to be said loudly, if the transport is slower than what the cluster declares."""
+    """Compose a warning if the transport is slower than what the cluster declares."""
     link = cluster.links.get("network")
     if found["backend"] != "nccl" or "socket" not in found["transports"]:
         return None
@@ -63,4 +63,5 @@ def disappointment(found: Mapping[str, Any], cluster: Cluster) -> str | None:
 
 
 def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Write the result of :func:`audit` as JSON, over what is there."""
     path.write_text(json.dumps(found))

@@ -13,7 +13,11 @@ Mode = Literal["auto", "online", "offline", "disabled"]
 
 
 def start(mode: Mode, **facts: Any) -> wandb.Run:
-    """Of the modes only "auto" may change its mind: a run that no server takes is kept for ``wandb sync``."""
+    """Start a run; with "auto" one that no server takes is kept for ``wandb sync``.
+
+    Raises:
+        wandb.Error: the run could not be started, and is not one that "auto" chose to have online.
+    """
     wandb.setup(wandb.Settings(silent=True))  # else finding a key asks the server whose it is: 5 s offline
     chosen = _mode(mode)
     try:

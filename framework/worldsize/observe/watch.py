@@ -24,7 +24,10 @@ _END = 4096  # bytes of a file that hold its last line
 
 @final
 class Watched:
-    """``news``: the last step, the evaluations and the events since the look before."""
+    """State of a running job, read from its folder.
+
+    ``news``: the last step, the evaluations and the events since the look before.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,6 +39,7 @@ class Watched:
         self.news: list[Mapping[str, Any]] = []
 
     def look(self) -> None:
+        """Read what the files have gained, and replace ``news`` by it."""
         rows = [row for row in map(parsed, self._metrics.read()) if row]
         events = [row for row in map(parsed, self._told.read()) if row]
         for row in rows:
@@ -47,13 +51,13 @@ class Watched:
         self.events = [*self.events, *events][-_EVENTS:]
 
     def own_seconds(self, rank: int) -> float:
-        """What the rank itself took for its last logged step; NaN where runs do not tell it."""
+        """Seconds of the rank's own work in its last logged step; NaN where runs do not tell it."""
         row = last_row(self._folder / "timing" / f"worker_{rank:05d}.jsonl")
         return number(row.get("data_seconds")) + number(row.get("compute_seconds"))
 
 
 def last_row(path: Path) -> Mapping[str, Any]:
-    """Of a file of lines that may be growing; empty if it has none."""
+    """Read the last line of a file that may be growing; empty if it has none."""
     if not path.exists():
         return {}
     with path.open("rb") as file:
@@ -63,6 +67,7 @@ def last_row(path: Path) -> Mapping[str, Any]:
 
 
 def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> RenderableType:
+    """Render the job for a terminal; ``state`` is the run's state in a word."""
     parts: list[RenderableType] = [_header(manifest, state)]
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"]), _ranks(watched, step)]
@@ -92,7 +97,10 @@ def _progress(step: Mapping[str, Any], steps: int) -> Table:
 
 
 def _ranks(watched: Watched, step: Mapping[str, Any]) -> Table:
-    """The slowest rank is the one that takes longest itself, if that is known: a step waits for all."""
+    """List ranks with their times.
+
+    The slowest is the one that takes longest itself, if that is known: a step waits for all.
+    """
     seconds = [(number(each), watched.own_seconds(rank)) for rank, each in enumerate(step["step_seconds"])]
     order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank]), reverse=True)
     is_known = any(own == own for _, own in seconds)

@@ -16,8 +16,9 @@ WANTED = 0.8  # efficiency
 
 
 def detected_memory_bytes(cluster: Cluster) -> float | None:
-    """What one process has on this machine: a GPU's memory, or its part of the physical memory; None: it is not known
-    from here, since there is no GPU, or several nodes.
+    """Memory of one process on this machine, in bytes: a GPU's, or its part of the physical memory.
+
+    None: it is not known from here, since there is no GPU, or several nodes.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
@@ -27,7 +28,7 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
 
 
 def unfit(found: Forecast, memory_bytes: float | None) -> str | None:
-    """Why a rank's part is too large, if it is."""
+    """Explain why a rank's part is too large, if it is."""
     needed = found.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
@@ -35,8 +36,9 @@ def unfit(found: Forecast, memory_bytes: float | None) -> str | None:
 
 
 def best_text(found: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
-    """The fastest of those that fit and compute what one process would, what sets it apart from the next, and which
-    others would be faster.
+    """Name the fastest of those that fit and compute what one process would.
+
+    The text says what sets it apart from the next, and which others would be faster.
     """
     order = sorted(found, key=lambda name: found[name].step_seconds)
     fitting = [name for name in order if name not in unfitting and found[name].cost.same]
@@ -86,8 +88,10 @@ def _share(best: Forecast) -> str:
 
 
 def retuning_text(then: int, now: int, lr: float, where: str) -> str | None:
-    """What another global batch asks of the learning rate: in proportion for SGD (Goyal et al. 2017, arXiv 1706.02677),
-    by the square root for Adam (Malladi et al. 2022, arXiv 2205.10287).
+    """Warn that another global batch asks for another learning rate; None if the batch is the same.
+
+    The rate changes in proportion for SGD (Goyal et al. 2017, arXiv 1706.02677), by the square root for Adam
+    (Malladi et al. 2022, arXiv 2205.10287).
     """
     if then == now:
         return None
@@ -99,11 +103,12 @@ def retuning_text(then: int, now: int, lr: float, where: str) -> str | None:
 
 
 def price_per_million(found: Forecast, batch_size: int, price_per_hour: float) -> float:
-    """Of a million samples, on nodes that cost so much together."""
+    """Price of a million samples, on nodes that cost ``price_per_hour`` together."""
     return found.step_seconds / 3600 * price_per_hour / batch_size * 1e6
 
 
 def size_text(count: float) -> str:
+    """Format bytes in decimal units with two decimals: 1 kB is 1000 B."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
@@ -111,4 +116,5 @@ def size_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
+    """Format seconds: as such from ten on, else in milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"

@@ -1,4 +1,4 @@
-"""What a recipe's step needs, found out by taking a few on this machine."""
+"""Finds out what a recipe's step needs by taking a few on this machine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _SECONDS = 2.0  # of steps, at least
 def calibrate(
     recipe: Recipe, numerics: Numerics, order: Order, kind: str, *, at_once: int = 1, threads: int = 1
 ) -> Workload:
-    """Of the micro-batches in ``order``, on one process of so many ``threads`` and this machine's first device of a
-    ``kind`` ("cpu", "cuda"): its ``compute_seconds``, the wait for data included, are the median of eleven steps,
-    or of those of two seconds.
+    """Measure the workload of the micro-batches in ``order`` on one process.
+
+    It has so many ``threads`` and this machine's first device of a ``kind`` ("cpu", "cuda"). ``compute_seconds``, the
+    wait for data included, are the median of eleven steps, or of those of two seconds.
 
     With ``at_once`` processes, which do the same at the same time, each step is as long as the longest of them: as it
     will be where they share cores and memory. They are forked: this process must have no OpenMP pool, and must not
@@ -46,7 +47,7 @@ def calibrate(
 
 
 def _is_memory(error: Exception) -> bool:
-    """A process that the kernel kills for its memory breaks its pool."""
+    """Whether memory was short; a process that the kernel kills for its memory breaks its pool."""
     known = isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError)
     return known or "can't allocate memory" in str(error)
 
@@ -88,7 +89,10 @@ class _Calibration:
     def _seconds(
         self, replica: SynchronousReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
     ) -> tuple[float, float, float]:
-        """Of a whole step; of its data and forward passes; of its update. What is left is the backward pass."""
+        """Seconds of a whole step, of its data and forward passes, and of its update.
+
+        What is left is the backward pass.
+        """
 
         def forward() -> None:
             for batch in draw():

@@ -38,6 +38,7 @@ class SharedBarrier:
         return float(self._moment.value)
 
     def abort(self) -> None:
+        """Break the barrier, so that all who wait raise BrokenBarrierError instead of waiting on."""
         self._barrier.abort()
 
 

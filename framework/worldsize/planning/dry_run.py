@@ -1,4 +1,4 @@
-"""A strategy's own steps on one rank whose peers are not there: what it computes, without communication."""
+"""Runs a strategy's own steps on one rank whose peers are not there: what it computes, without communication."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _SECONDS = 0.25  # of steps, at least
 
 
 def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 1) -> float:
-    """How many times as long as one process by itself the first rank computes in a step, with the same micro-batches:
-    hooks, encoding and copies included, what others do left out. The medians of eleven steps each or more, in turns,
-    on this machine's first device of a ``kind`` ("cpu", "cuda"), where ``at_once`` processes of so many ``threads``
-    do the same: what many copy on few cores takes longer than as many times what one does.
+    """Measure how many times as long as one process by itself the first rank computes in a step.
+
+    Both take the same micro-batches; hooks, encoding and copies are included, what others do is left out. It is
+    the ratio of medians of eleven steps each or more, in turns, on this machine's first device of a ``kind`` ("cpu",
+    "cuda"), where ``at_once`` processes of so many ``threads`` do the same: what many copy on few cores takes longer
+    than as many times what one does.
 
     Raises:
         RuntimeError: the strategy communicates in a way that :class:`SilentGroup` does not know.
@@ -50,7 +52,7 @@ def _slowdown(settings: Settings, device: torch.device) -> float:
 
 @contextmanager
 def silent_world(cluster: Cluster, device: torch.device) -> Iterator[World]:
-    """As the first rank of ``cluster`` sees it, with its groups, whose other members are not there."""
+    """Open a world as the first rank of ``cluster`` sees it, with groups whose other members are absent."""
     size, per_node = cluster.processes, cluster.processes_per_node
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _group, devices=["cpu", "cuda"])
@@ -69,9 +71,10 @@ def _group(store: object, rank: int, size: int, timeout: object) -> ProcessGroup
 
 @final
 class SilentGroup(ProcessGroup):
-    """Every collective ends at once, as if all ranks had the same tensors."""
+    """A process group whose collectives end at once, as if all ranks had the same tensors."""
 
     def getBackendName(self) -> str:  # noqa: N802
+        """Name under which the backend is registered with torch.distributed."""
         return _BACKEND
 
     @property

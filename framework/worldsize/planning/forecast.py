@@ -26,9 +26,9 @@ class Forecast:
 
 
 def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forecast:
-    """A rank is idle in its share of the compute; what communication hides behind compute is not waited for.
+    """Predict a step.
 
-    ``computed``: seconds that a rank computes in a step, where that was measured under the strategy itself.
+    A rank is idle in its share of the compute; what communication hides behind compute is not waited for.
     """
     if computed is None:
         computed = work.compute_seconds + cost.added_seconds

@@ -1,4 +1,4 @@
-"""From a run's settings to its forecast: what the recipe needs, measured here or given, at the pace of the links."""
+"""Predicts a run from its settings: what the recipe needs, measured here or given, at the pace of the links."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Given:
 
 
 def links_of(file: Path) -> dict[str, Link]:
-    """What ``worldsize doctor --json`` has measured.
+    """Read the links that ``worldsize doctor --json`` has measured.
 
     Raises:
         ConfigError: it is not such a file.
@@ -56,11 +56,11 @@ class Predictor:
         self._measured: dict[tuple[int, int, int], Workload] = {}
 
     def cluster(self, settings: Settings) -> Cluster:
-        """With the links that were measured, where there are any."""
+        """Cluster of the settings, with measured links in place of declared ones where there are any."""
         return replace(settings.cluster, links={**settings.cluster.links, **self._given.links})
 
     def forecast(self, settings: Settings) -> Forecast:
-        """Raises ConfigError if the strategy does not say what it costs."""
+        """Predict a step of the run; raises ConfigError if the strategy does not say what it costs."""
         work = self.workload(settings)
         cost = settings.strategy.cost(work, self.cluster(settings))
         if cost is None:
@@ -68,7 +68,10 @@ class Predictor:
         return forecast(cost, work, self._computed(settings))
 
     def _computed(self, settings: Settings) -> float | None:
-        """In a step under the strategy itself; None where compute is given, or it cannot be tried, or has no peers."""
+        """Seconds that a rank computes in a step under the strategy itself.
+
+        None where compute is given, or it cannot be tried, or has no peers.
+        """
         given, cluster = self._given, settings.cluster
         is_given = given.parameter_bytes or given.compute_seconds is not None
         if is_given or cluster.processes == 1 or len(settings.roles) > 1:
@@ -81,7 +84,7 @@ class Predictor:
         return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:
-        """Of one rank's step, if all that train share the batch evenly."""
+        """Workload of one rank's step, if all that train share the batch evenly."""
         given = self._given
         if given.parameter_bytes is not None:
             size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
@@ -127,7 +130,7 @@ class Predictor:
 
 
 def _micro_batches(settings: Settings) -> int:
-    """Of each data-parallel part in a step."""
+    """Micro-batches of each data-parallel part in a step."""
     return settings.logical_ranks // settings.strategy.data_parallel(settings.cluster)
 
 

@@ -1,4 +1,4 @@
-"""What runs at several world sizes say together: efficiency, spread, and where more processes stop to pay."""
+"""Evaluates runs at several world sizes together: efficiency, spread, and where more processes stop to pay."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class Point:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, as a share of what was measured."""
+        """Error of the prediction, as a share of what was measured; None without a prediction."""
         return None if self.predicted_seconds is None else self.predicted_seconds / self.step_seconds - 1
 
 
 def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
-    """From the lines of ``timing/``, by rank, of the steps that all have. A step is as long as on the rank where it is
-    longest; a phase is the mean over ranks. The first fifth of the steps is left out.
+    """Evaluate the lines of ``timing/``, by rank, of the steps that all have.
+
+    A step is as long as on the rank where it is longest; a phase is the mean over ranks. The first fifth of the steps
+    is left out.
     """
     by_step = [{int(line["step"]): line for line in lines} for lines in ranks]
     shared = sorted(set.intersection(*map(set, by_step)))
@@ -59,7 +61,7 @@ def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Interquartile range."""
+    """Interquartile range of the values."""
     low, _, high = statistics.quantiles(seconds, n=4)
     return high - low
 
@@ -87,8 +89,10 @@ def efficiencies(points: Sequence[Point]) -> list[float]:
 
 
 def knees(points: Sequence[Point]) -> dict[str, int]:
-    """By strategy, the world size at which efficiency × speedup is largest: before it more processes gain more speed
-    than they lose efficiency, behind it less (Eager, Zahorjan and Lazowska 1989, doi:10.1109/12.21127, section 4).
+    """Find for each strategy the world size at which efficiency × speedup is largest.
+
+    Before it more processes gain more speed than they lose efficiency, behind it less (Eager, Zahorjan and Lazowska
+    1989, doi:10.1109/12.21127, section 4).
     """
     power = {
         (point.strategy, point.world_size): share * share * point.world_size

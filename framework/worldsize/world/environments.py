@@ -42,6 +42,7 @@ class Placement:
 
     @property
     def node_rank(self) -> int:
+        """Index of this host in the run, from 0, if every host has as many processes."""
         return self.rank // self.local_world_size
 
     def variables(self) -> dict[str, str]:
@@ -72,7 +73,7 @@ def port_of(name: str, attempt: int = 1) -> int:
 
 
 def placement(environ: Environ, kind: str = "auto") -> Placement:
-    """This process's place, as its launcher says it; a process started alone is rank 0 of 1.
+    """Find this process's place, as its launcher says it; a process started alone is rank 0 of 1.
 
     ``kind``: "torchrun", "openmpi", "slurm" (tasks of srun) or "alone"; "auto" takes the innermost of them: torchrun
     inside Slurm is torchrun. ``WORLDSIZE_STORE`` (a torch.distributed init method) wins over MASTER_ADDR and
@@ -201,7 +202,7 @@ def first_host(names: str) -> str:
 
 
 def _expanded_counts(text: str) -> list[int]:
-    """Slurm's "2(x3),1" as [2, 2, 2, 1]."""
+    """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]."""
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in pairs for _ in range(int(times or 1))]
 
@@ -228,12 +229,15 @@ def job_of(environ: Environ) -> dict[str, Any] | None:
 
 
 def host_name(environ: Environ) -> str:
-    """Of this host, as its scheduler calls it."""
+    """Name of this host, as its scheduler calls it."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def meeting_name(run_id: str, environ: Environ) -> str:
-    """Another one when a scheduler starts the run again: what the start before has left may hold its port yet."""
+    """Name under which ranks meet: another one when a scheduler starts the run again.
+
+    What the start before has left may hold its port yet.
+    """
     return run_id + environ.get("SLURM_RESTART_COUNT", "")
 
 

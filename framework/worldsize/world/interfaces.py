@@ -1,4 +1,4 @@
-"""Which network interface leads to another host."""
+"""Finds the network interface that leads to another host."""
 
 from __future__ import annotations
 

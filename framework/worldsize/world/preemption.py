@@ -27,10 +27,11 @@ class Preemption:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher blocks them until here
 
     def is_wanted(self) -> bool:
+        """Whether a signal has come to this process; the other ranks may not know of it yet."""
         return bool(self._since)
 
     def want(self) -> None:
-        """As if a signal had come."""
+        """Ask for the end as if a signal had come."""
         self._since.setdefault(0, time.monotonic())
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Which role a process plays, from its rank among all processes of the run."""
+"""Assigns roles to processes, by their rank among all processes of the run."""
 
 from __future__ import annotations
 

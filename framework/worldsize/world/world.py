@@ -65,6 +65,7 @@ def threads_per_process(local_world_size: int) -> int:
 
 
 def device_of(placement: Placement, cluster: Cluster) -> torch.device:
+    """Return the device of this process, and make its GPU, by local rank, the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", placement.local_rank)

@@ -14,6 +14,8 @@ _GROUPS = 64  # of an axis that are shown
 @final
 @dataclass(frozen=True)
 class Rank:
+    """One rank of the last attempt, and how often it straggled."""
+
     rank: int
     role: str
     role_rank: int
@@ -24,13 +26,15 @@ class Rank:
 @final
 @dataclass(frozen=True)
 class Node:
+    """One node with its hardware, as text, and the ranks that it runs."""
+
     name: str
     machine: str
     ranks: tuple[Rank, ...]
 
 
 def nodes(record: Record) -> list[Node]:
-    """As the last attempt had them."""
+    """List the nodes with their ranks as the last attempt had them."""
     cluster, hosts = record.manifest["cluster"], _hosts(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
     found = []
@@ -48,7 +52,10 @@ def _rank(place: Mapping[str, Any], record: Record) -> Rank:
 
 
 def _hosts(record: Record) -> Sequence[str]:
-    """Of the nodes: an attempt names the launching host first, whether it trains or not."""
+    """Hosts of the nodes; empty if unknown.
+
+    An attempt names the launching host first, whether it trains or not.
+    """
     named = record.attempts[-1]["hosts"] if record.attempts else []
     count = record.manifest["cluster"]["nodes"]
     return named[-count:] if len(named) >= count else []
@@ -71,7 +78,7 @@ class Axis:
 
 
 def axes(record: Record) -> list[Axis]:
-    """What the manifest has of them."""
+    """List the groups along each axis that the manifest has."""
     found: Mapping[str, Sequence[Sequence[int]]] = record.manifest["cluster"].get("groups", {})
     return [
         Axis(name, tuple(_ranks(group) for group in groups[:_GROUPS]), max(0, len(groups) - _GROUPS))
@@ -80,12 +87,13 @@ def axes(record: Record) -> list[Axis]:
 
 
 def _ranks(group: Sequence[int]) -> str:
-    """Neighbours as "0–7"."""
+    """Format ranks as text, with neighbours as "0–7"."""
     is_run = len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1))
     return f"{group[0]}–{group[-1]}" if is_run else " ".join(map(str, group))
 
 
 def links(record: Record) -> list[tuple[str, str]]:
+    """List the links that the cluster declares: the tier, and its bandwidth and latency as text."""
     declared = record.manifest["cluster"]["links"]
     return [
         (tier, f"{each['bandwidth'] / 1e9:g} GB/s, {each['latency'] * 1e6:g} µs") for tier, each in declared.items()

@@ -31,21 +31,23 @@ class Curve:
 
     @property
     def is_point(self) -> bool:
-        """One value, or none: no curve."""
+        """Whether it has one finite value or none, which make no line."""
         return int(np.isfinite(self.values).sum()) < 2
 
 
 def curve(label: str, lines: Sequence[Line], key: str) -> Curve:
+    """Build the curve of the number under ``key`` in each line; NaN where a line has none."""
     return Curve(label, column(lines, "step"), column(lines, key))
 
 
 def metric(label: str, record: Record, name: str) -> Curve:
+    """Build the curve of an evaluation metric of the run."""
     rows = [{"step": row["step"], name: row["metrics"].get(name)} for row in record.evaluations]
     return curve(label, rows, name)
 
 
 def thinned(values: Sequence[float]) -> Numbers:
-    """At most ``_POINTS`` means of neighbours."""
+    """Reduce values to at most ``_POINTS`` means of neighbours."""
     array = np.asarray(values, dtype=np.float64)
     return means(array[:, None], at_most=_POINTS)[:, 0] if array.size else array
 

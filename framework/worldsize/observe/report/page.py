@@ -1,4 +1,4 @@
-"""The page. Every text in it is untrusted: a name may be markup, so templates escape."""
+"""The page of a report. Every text in it is untrusted: a name may be markup, so templates escape."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def page(folders: Sequence[Path]) -> str:
 
 
 def run_page(record: Record) -> str:
+    """Render one run as HTML."""
     return _rendered(
         "run.html.j2",
         run=record,
@@ -58,11 +59,13 @@ def run_page(record: Record) -> str:
 
 
 def sweep_page(folders: Sequence[Path]) -> str:
+    """Render the runs in ``folders`` side by side, as HTML; those that cannot be read are listed with the reason."""
     sweep = read_sweep(folders)
     return _rendered("sweep.html.j2", sweep=sweep, typed=typed, curves=common_curves(sweep.runs))
 
 
 def study_page(folder: Path) -> str:
+    """Render the scaling study in ``folder`` as HTML."""
     study = read_study(folder / SCALING)
     return _rendered("scaling.html.j2", study=study, plots=study_charts(study), name=folder.name)
 
@@ -142,7 +145,7 @@ def _commit(code: Mapping[str, Any]) -> str:
 
 
 def commands(record: Record) -> list[tuple[str, str]]:
-    """What each does, and the command."""
+    """List commands to type next: what each does, and the command."""
     started = shlex.join(["worldsize", "train", *record.manifest["overrides"]])
     again = shlex.join(["worldsize", "reproduce", str(record.folder / "run_manifest.json")])
     return [("the same again, rebuilt and compared", again), ("how it was started", started)]
@@ -152,6 +155,7 @@ def commands(record: Record) -> list[tuple[str, str]]:
 
 
 def figure(value: Any) -> str:
+    """Format a number for people, "–" if it is none: whole from a thousand on, else four digits."""
     found = number(value)
     if found != found:
         return "–"
@@ -159,10 +163,12 @@ def figure(value: Any) -> str:
 
 
 def percent(share: float) -> str:
+    """Format a share of 1 in percent with one decimal, "–" for NaN."""
     return f"{share:.1%}" if share == share else "–"
 
 
 def duration(seconds: float) -> str:
+    """Format seconds as "3.2 s", "5 min 7 s" or "2 h 10 min"; NaN raises ValueError."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 2:
         return f"{seconds:.3g} s"
@@ -170,10 +176,12 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
+    """Format seconds in milliseconds, "–" for NaN."""
     return f"{figure(1e3 * seconds)} ms" if seconds == seconds else "–"
 
 
 def size(count: float) -> str:
+    """Format bytes in decimal units, with three digits: 1 kB is 1000 B."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"

@@ -1,5 +1,6 @@
-"""What a run folder tells, at whatever moment it is looked at. Of the configuration only what the manifest has of it,
-from which secrets were taken out.
+"""Reads what a run folder tells, at whatever moment it is looked at.
+
+The configuration is the one in the manifest, from which secrets were taken out.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ class Record:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
+        """Attempts as the manifest lists them, the first one first; empty for a run not started yet."""
         return list(self.manifest["attempts"])
 
     @property
     def state(self) -> str:
+        """Why the last attempt ended, as the manifest names it, or "not started"."""
         return str(self.attempts[-1]["exit_reason"]) if self.attempts else "not started"
 
     @property
     def results(self) -> dict[str, Any]:
-        """Empty until an attempt has ended."""
+        """Results that the manifest has, empty until an attempt has ended."""
         return self.manifest["results"] or {}
 
     def changes(self, attempt: int) -> list[tuple[str, Any, Any]]:
@@ -56,13 +59,13 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the end of the run, else of the last evaluation."""
+        """Metrics from the end of the run, else from the last evaluation."""
         found = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
         return {name: number(value) for name, value in found.items()}
 
 
 def read_run(folder: Path) -> Record:
-    """The run in ``folder``.
+    """Read the run in ``folder``.
 
     Raises:
         WorldsizeError: there is none, or its manifest was edited.
@@ -89,7 +92,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Empty where the line is no JSON object."""
+    """Parse a line of JSON; empty if it is no JSON object."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -118,10 +121,11 @@ def _group(run: Path) -> str:
 
 
 def number(value: Any) -> float:
-    """NaN where there is none; ``metrics.jsonl`` writes infinities and NaN as words."""
+    """Convert to a float, NaN if it is none; ``metrics.jsonl`` writes infinities and NaN as words."""
     found = math.nan if value is None else float(value)
     return found if math.isfinite(found) else math.nan
 
 
 def column(lines: Iterable[Line], key: str) -> list[float]:
+    """Numbers under ``key``, one for each line; NaN where a line has none."""
     return [number(line.get(key)) for line in lines]

@@ -39,29 +39,32 @@ class Point:
 
     @property
     def predicted_samples(self) -> float:
-        """A second."""
+        """Predicted throughput in samples a second."""
         return self.samples_per_second * self.step_seconds / self.predicted_seconds
 
     def phase_seconds(self, phase: str) -> float:
-        """0 of one that was not measured; "rest" is what the others leave of the step."""
+        """Seconds of a phase in a step: 0 if not measured; "rest" is what the others leave."""
         if phase == "rest":
             return max(0.0, self.step_seconds - sum(self.phases.values()))
         return self.phases.get(phase, 0.0)
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction, relative to what was measured: 0.1 is 10% too slow."""
         return self.predicted_seconds / self.step_seconds - 1
 
 
 @final
 @dataclass(frozen=True)
 class Study:
+    """A scaling study: ``facts`` common to its runs, and the points of each series by name."""
+
     facts: Mapping[str, Any]
     series: Mapping[str, Sequence[Point]]
 
     @property
     def points(self) -> list[Point]:
+        """Points of all series."""
         return [point for points in self.series.values() for point in points]
 
 
@@ -102,6 +105,7 @@ _FIGURES = ("step_seconds", "spread_seconds", "predicted_seconds", "samples_per_
 
 
 def study_charts(study: Study) -> list[Chart]:
+    """Draw throughput, efficiency, and the phases of each series that has measured any."""
     key = tuple((plain(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
     return [
         Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), _LEGEND, key),

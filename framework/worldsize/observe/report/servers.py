@@ -39,12 +39,13 @@ class HotRows:
 
 
 def servers(record: Record) -> list[Server]:
+    """Totals of each parameter server, by index; empty if the strategy has none."""
     loads = _loads(record)
     return [_total(f"server {index}", [line for _, line in loads[index]]) for index in sorted(loads)]
 
 
 def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
-    """By server: steps, and what it did up to there since the line before."""
+    """Collect by server the steps, and what it did up to each since the line before."""
     found: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line in record.steps:
         for index, load in enumerate(line.get("facts", {}).get("servers", [])):
@@ -59,6 +60,7 @@ def _total(name: str, loads: Sequence[Line]) -> Server:
 
 
 def hot_rows(record: Record) -> list[HotRows]:
+    """List each table's rows with most pushes over the run; a table without any is left out."""
     counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for line in record.steps:
         for load in line.get("facts", {}).get("servers", []):
@@ -68,6 +70,7 @@ def hot_rows(record: Record) -> list[HotRows]:
 
 
 def server_charts(record: Record) -> list[Chart]:
+    """Draw traffic, requests and the longest queue of each server over steps."""
     return [
         *lines("Received by servers", _rates(record, "bytes_in", 1e-6), unit=" MB/s"),
         *lines("Sent by servers", _rates(record, "bytes_out", 1e-6), unit=" MB/s"),

@@ -26,10 +26,12 @@ SERIES = 8  # colours that are told apart
 
 
 def colour(name: str) -> str:
+    """Colour that becomes the style sheet's variable ``name`` once the chart is drawn; KeyError if there is none."""
     return _SENTINELS[name]
 
 
 def series_colour(index: int) -> str:
+    """Colour of a series by its index from 0; it repeats after ``SERIES``."""
     return colour(f"c{index % SERIES + 1}")
 
 
@@ -56,7 +58,7 @@ def plain(text: str, *, at_most: int = 60) -> str:
 
 
 def draw(title: str, paint: Callable[[Axes], None], *, height: float = 210.0) -> Markup:
-    """What ``paint`` draws on axes, as an ``svg`` element, equal for equal data.
+    """Draw what ``paint`` puts on axes as an ``svg`` element, equal for equal data.
 
     Raises:
         WorldsizeError: matplotlib is not installed.

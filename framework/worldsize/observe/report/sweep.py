@@ -22,10 +22,12 @@ class Sweep:
 
     @property
     def metrics(self) -> list[str]:
+        """Names of the metrics that any run has, sorted."""
         return sorted({name for record in self.runs.values() for name in record.metrics})
 
 
 def read_sweep(folders: Sequence[Path]) -> Sweep:
+    """Read the runs in ``folders``; one that cannot be read is refused with its error, not raised."""
     found, refused = [], {}
     for folder in folders:
         try:

@@ -39,6 +39,8 @@ class Mark:
 @final
 @dataclass(frozen=True)
 class Timeline:
+    """Attempts and marks of a run over its ``seconds``."""
+
     seconds: float
     bars: tuple[Bar, ...]
     marks: tuple[Mark, ...]
@@ -46,12 +48,12 @@ class Timeline:
 
     @property
     def ticks(self) -> list[float]:
-        """Seconds at quarters."""
+        """Seconds at quarters of the run, from 0 to its end."""
         return [self.seconds * quarter / 4 for quarter in range(5)]
 
 
 def timeline(record: Record) -> Timeline | None:
-    """None of a run that has not begun."""
+    """Build the timeline of a run; None if it has not begun."""
     if not record.attempts:
         return None
     spans = _spans(record)
@@ -80,7 +82,7 @@ def _spans(record: Record) -> list[tuple[float, float]]:
 
 
 def _last_sign(record: Record) -> float:
-    """Unix time at which a step or an event was last noted."""
+    """Time at which a step or an event was last noted, in seconds since the epoch (0: never)."""
     files = [record.folder / name for name in ("metrics.jsonl", "events.jsonl")]
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 

@@ -1,4 +1,4 @@
-"""From what was measured between ranks to the links between nodes."""
+"""Aggregates what was measured between ranks to the links between nodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Measured = Mapping[tuple[int, int], Link]  # from node to node; of tiers "device
 
 
 def measured(edges: Sequence[Facts], per_node: int) -> dict[str, Measured]:
-    """By tier, the link from node to node. Between nodes its ranks share one: what they carry adds up; inside, the
-    slowest rank's counts, since it holds up the others.
+    """Aggregate measurements from rank to rank to links from node to node, by tier.
+
+    Between nodes its ranks share one: what they carry adds up; inside, the slowest rank's counts, since it holds up
+    the others.
     """
     found: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
     for edge in edges:

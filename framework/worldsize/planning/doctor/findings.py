@@ -46,6 +46,7 @@ class Findings:
     names: Sequence[str] = ()  # of the nodes, where the launcher knows them
 
     def name(self, node: int) -> str:
+        """Host name of the node as it said itself, else as the launcher knows it, else "node 3"."""
         if node in self.hosts:
             return str(self.hosts[node]["host"])
         return self.names[node] if node < len(self.names) else f"node {node}"
@@ -57,6 +58,7 @@ class Findings:
 
 
 def read_findings(folder: Path, nodes: int, names: Sequence[str] = ()) -> Findings:
+    """Read what hosts and ranks have written to ``folder``; those that wrote nothing are missing."""
     meeting = read_facts(folder, "meeting")
     hosts = {int(facts["node"]): facts for facts in meeting.get("hosts", ())}
     for path in sorted(folder.glob("node_*.json")):

@@ -25,7 +25,7 @@ _REMEDIES = {
 
 
 def alike(findings: Findings) -> Iterator[Check]:
-    """What every host has, against the first."""
+    """Compare each host's facts with the first's."""
     if (first := findings.first) is None:
         return
     for name, value in {**first["alike"], **first["also"]}.items():
@@ -39,7 +39,7 @@ def alike(findings: Findings) -> Iterator[Check]:
 
 
 def _versions(facts: Facts, first: Facts, name: str) -> str:
-    """Which packages differ."""
+    """List the packages that differ."""
     if name != "packages":
         return ""
     here, there = facts["versions"], first["versions"]
@@ -49,7 +49,7 @@ def _versions(facts: Facts, first: Facts, name: str) -> str:
 
 
 def data(findings: Findings) -> Iterator[Check]:
-    """Files that a recipe reads."""
+    """Check the files that a recipe reads."""
     for facts in findings.hosts.values():
         problems = facts["data"]
         if not problems:
@@ -61,7 +61,7 @@ def data(findings: Findings) -> Iterator[Check]:
 
 
 def folder(findings: Findings) -> Iterator[Check]:
-    """The run's folder: written by every host, and one for all."""
+    """Check that every host can write the run's folder, and that it is one for all."""
     unseen = findings.meeting.get("unseen", {})
     for node, facts in findings.hosts.items():
         path, error = facts["folder"]["path"], facts["folder"]["error"]
@@ -75,7 +75,7 @@ def folder(findings: Findings) -> Iterator[Check]:
 
 
 def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
-    """Room for two checkpoints: while one is written, the one before is kept."""
+    """Check for room for two checkpoints: while one is written, the one before is kept."""
     for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
         if free >= needed_bytes:
@@ -86,7 +86,7 @@ def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
 
 
 def clock(findings: Findings) -> Iterator[Check]:
-    """Each host's clock against the first's: as it answered, else by the time of the file that it left."""
+    """Compare each host's clock with the first's: as it answered, else by the time of the file that it left."""
     asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
     reference = findings.hosts.get(0, {}).get("ahead")
     for node, facts in findings.hosts.items():
@@ -104,7 +104,7 @@ def clock(findings: Findings) -> Iterator[Check]:
 
 
 def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
-    """As many devices as processes on every host, each of which one rank uses."""
+    """Check that every host has a device for each process, and that no two ranks share one."""
     for facts in findings.hosts.values():
         count = facts["devices"]
         ok = count >= per_node

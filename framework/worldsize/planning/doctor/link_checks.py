@@ -18,7 +18,7 @@ _LEAST = 0.5  # of the declared bandwidth
 
 @dataclass(frozen=True)
 class SlowLinks:
-    """Which links are slow, blamed on as few nodes as can be."""
+    """Slow links, blamed on as few nodes as can be."""
 
     nodes: Sequence[int]  # all of whose links are slow
     links: Sequence[tuple[int, int]]  # slow, and of none of these nodes
@@ -120,5 +120,6 @@ def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 
 
 def pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:
+    """Name the hosts at the ends of each measured link between nodes."""
     links = by_tier.get("network", {})
     return [Pair(findings.name(source), findings.name(target), link) for (source, target), link in links.items()]

@@ -9,7 +9,7 @@ from worldsize.planning.doctor.report import Check
 
 
 def answers(findings: Findings) -> Iterator[Check]:
-    """Every host has said something, in the run's folder or to the first."""
+    """Check that every host has said something, in the run's folder or to the first."""
     for node in range(findings.nodes):
         if node in findings.hosts:
             yield Check("answers", findings.name(node), True, "yes")
@@ -22,7 +22,7 @@ def answers(findings: Findings) -> Iterator[Check]:
 
 
 def meeting(findings: Findings) -> Iterator[Check]:
-    """The name of the first host is known, and its port answers."""
+    """Check that the name of the first host is known, and that its port answers."""
     came = {facts["node"] for facts in findings.meeting.get("hosts", ())}
     for node, facts in findings.hosts.items():
         first = facts["first"]
@@ -50,7 +50,7 @@ def _because(facts: Facts) -> str:
 
 
 def interfaces(findings: Findings) -> Iterator[Check]:
-    """The interface that collectives use is there, and the others reach its address."""
+    """Check that the interface which collectives use is there, and that the others reach its address."""
     unreached = _unreached(findings)
     for node, facts in findings.hosts.items():
         interface = facts["interface"]
@@ -75,7 +75,7 @@ def _unreached(findings: Findings) -> dict[int, dict[int, str]]:
 
 
 def _other(facts: Facts) -> str:
-    """Which interface would do."""
+    """Suggest an interface that would do."""
     leads, own = facts["interface"]["leads"], facts["interface"]["name"]
     if leads and leads != own:
         return (
@@ -85,13 +85,13 @@ def _other(facts: Facts) -> str:
 
 
 def others(facts: Facts, used: str | None) -> str:
-    """The interfaces of a host beside the one that is used."""
+    """List the interfaces of a host beside the one that is used."""
     named = [f"{name} {each['address']}" for name, each in facts["interfaces"].items() if name not in (used, "lo")]
     return ", ".join(named)
 
 
 def collective(findings: Findings) -> Iterator[Check]:
-    """The ranks have met, and summed a few bytes."""
+    """Check that the ranks have met, and summed a few bytes."""
     if not findings.meeting or not findings.hosts:
         return
     everyone = ", ".join(findings.name(node) for node in findings.hosts)
@@ -115,7 +115,7 @@ def collective(findings: Findings) -> Iterator[Check]:
 
 
 def _host_of(failure: Facts, findings: Findings) -> str | None:
-    """Where the first that failed was: a whole host, or a rank."""
+    """Name where the first failure was: a whole host, or a rank."""
     if failure["role"] == "node":
         return findings.name(failure["rank"])
     return next((str(rank["host"]) for rank in findings.ranks if rank["rank"] == failure["rank"]), None)

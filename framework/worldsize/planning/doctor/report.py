@@ -35,6 +35,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Report:
+    """Checks of a cluster, and its links as measured: by tier, and from host to host."""
+
     checks: Sequence[Check]
     links: Mapping[str, Link] = field(default_factory=dict)
     pairs: Sequence[Pair] = ()
@@ -42,10 +44,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether every check passed."""
         return all(check.ok for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Schema 1; bandwidths in bytes a second, latencies in seconds."""
+        """Report as JSON of schema 1; bandwidths in bytes a second, latencies in seconds."""
         return {
             "schema": 1,
             "checks": [asdict(check) for check in self.checks],
@@ -75,7 +78,7 @@ def _listed(hosts: Sequence[str]) -> str:
 
 
 def rate(bandwidth: float) -> str:
-    """Bytes a second as people say it."""
+    """Format bytes a second as people say it."""
     for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
         if bandwidth >= factor:
             return f"{bandwidth / factor:.3g} {unit}"
