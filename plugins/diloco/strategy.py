@@ -34,7 +34,7 @@ class DiLoCo(PeriodicSyncStrategy):
         OuterRule(self.outer_lr, self.outer_momentum)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Beside what local SGD keeps: the parameters of the round's beginning, and their momentum."""
+        """Add to what local SGD keeps: the parameters of the round's beginning, and their momentum."""
         apart = super().cost(work, cluster)
         return replace(apart, memory_bytes=apart.memory_bytes + 2 * work.parameter_bytes)
 

@@ -40,17 +40,17 @@ class Link:
         self._channel, self._numel = channel, numel
 
     def put(self, row_n: Tensor) -> None:
-        """The centre is there from now on."""
+        """Move the centre to ``row_n``."""
         _send(self._channel, Operation.PUT, row_n)
         self._channel.answer(CommonOperation.DONE)
 
     def meet(self, row_n: Tensor) -> Tensor:
-        """Pull the centre towards ``row_n``; where it was."""
+        """Pull the centre towards ``row_n``, and return where it was."""
         _send(self._channel, Operation.MEET, row_n)
         return self._received()
 
     def look(self) -> Tensor:
-        """Where the centre is."""
+        """Return where the centre is, without pulling it."""
         self._channel.send(Header(Operation.LOOK))
         return self._received()
 
@@ -95,7 +95,7 @@ def joined(listener: socket.socket, credentials: Credentials | None, workers: in
 
 @final
 class Centre:
-    """Moves by ``elasticity`` × distance towards every row that it meets, until the workers leave."""
+    """The centre: it moves by ``elasticity`` × distance towards every row that it meets, until the workers leave."""
 
     def __init__(self, workers: Sequence[Channel], *, numel: int, elasticity: float) -> None:
         self._workers, self._elasticity = workers, elasticity
@@ -103,7 +103,7 @@ class Centre:
         self._moving = threading.Lock()
 
     def serve_synchronously(self) -> None:
-        """Rounds in the order of ranks: every worker meets the centre as it was when the round began."""
+        """Serve rounds in the order of ranks: every worker meets the centre as it was when the round began."""
         with suppress(LostError):
             while True:
                 pull_n = torch.zeros_like(self._row_n)
@@ -113,7 +113,7 @@ class Centre:
                 self._row_n += self._elasticity * pull_n
 
     def serve_asynchronously(self) -> None:
-        """Every worker as it comes."""
+        """Serve every worker as it comes."""
         threads = [threading.Thread(target=self._attend, args=(worker,), daemon=True) for worker in self._workers]
         for thread in threads:
             thread.start()

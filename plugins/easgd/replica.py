@@ -92,14 +92,14 @@ class ElasticReplica(Replica):
             parameter.detach().copy_(values)
 
     def _put(self, row_n: Tensor) -> None:
-        """Worker 0's row is the centre from now on, before any worker meets it."""
+        """Make worker 0's row the centre, before any worker meets it."""
         if self._world.rank == 0:
             self._link.put(row_n)
         if self._world.group is not None:
             dist.barrier(self._world.group)
 
     def _centre(self) -> Tensor:
-        """The same on every worker."""
+        """Return the centre, the same on every worker."""
         row_n = self._link.look() if self._world.rank == 0 else self._row()
         if self._world.group is None:
             return row_n

@@ -41,7 +41,7 @@ class LocalSGD(PeriodicSyncStrategy):
 
 @final
 class Averaging(OuterOptimizer):
-    """Every ``every`` steps."""
+    """Averages the workers every ``every`` steps."""
 
     def __init__(self, train_state: TrainState, exchange: Exact, every: int, optimizer_state: OptimizerState) -> None:
         self._train_state, self._exchange = train_state, exchange

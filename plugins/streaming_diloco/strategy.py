@@ -60,8 +60,9 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
             raise ConfigError(f"strategy.wire={self.wire!r} is unknown. Known: {', '.join(_EXCHANGES)}.")
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Beside what local SGD keeps: what was agreed, its momentum, and outer gradients on their way; hidden behind
-        the steps until they are applied.
+        """Add to what local SGD keeps: what was agreed, its momentum, and outer gradients on their way.
+
+        The exchange hides behind the steps until it is applied.
         """
         apart = super().cost(work, cluster)
         smaller = 1.0 if self.wire == "fp32" else (1 / 2 + 1 / BLOCK) / 4  # of four bytes

@@ -93,7 +93,7 @@ def _parts(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(values_pn: Tensor, scales_pk: Tensor, levels_pkb: Tensor) -> None:
-    """Into ``scales_pk`` and ``levels_pkb``, of whole blocks."""
+    """Fill ``scales_pk`` and ``levels_pkb``, of whole blocks."""
     padding = -values_pn.shape[1] % _BLOCK
     blocks_pkb = (F.pad(values_pn, (0, padding)) if padding else values_pn).view(len(values_pn), -1, _BLOCK)
     torch.div(blocks_pkb.abs().amax(2), 127, out=scales_pk)

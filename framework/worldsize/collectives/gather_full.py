@@ -49,7 +49,7 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    """One axis of the mesh after the other: torch warns where it has to do several in an order of its own."""
+    """Gather one axis of the mesh after the other: torch warns where it has to do several in an order of its own."""
     placements = list(tensor.placements)
     for axis in range(len(placements)):
         placements[axis] = Replicate()

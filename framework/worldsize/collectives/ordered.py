@@ -40,6 +40,7 @@ class Tree:
 
     @property
     def local_nodes(self) -> int:
+        """The nodes that each process sums by itself."""
         return self.nodes // self.processes
 
     def leaves(self, node: int) -> list[int]:

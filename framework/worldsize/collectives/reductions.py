@@ -107,7 +107,7 @@ def _in_parts(flat_n: Tensor, count: int) -> Tensor:
 
 
 def _put_back(parts_pn: Tensor, flat_n: Tensor) -> Tensor:
-    """``flat_n``, with what was made of its parts."""
+    """Return ``flat_n`` with what was made of its parts."""
     if parts_pn.data_ptr() != flat_n.data_ptr():
         flat_n.copy_(parts_pn.flatten()[: flat_n.numel()])
     return flat_n

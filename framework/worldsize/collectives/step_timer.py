@@ -81,6 +81,7 @@ class StepTimer:
         self.switch("compute")
 
     def end(self) -> None:
+        """End the step that was begun, if one was, and keep its times for :meth:`take`."""
         if self._step is not None:
             self.switch("compute")
             self._done.append(self._step)

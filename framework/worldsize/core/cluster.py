@@ -49,6 +49,7 @@ class Cluster:
 
     @property
     def processes_per_node(self) -> int:
+        """Processes on each node; nodes are alike."""
         return self.processes // self.nodes
 
 
@@ -67,7 +68,7 @@ class Role:
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is, and among whom.
+    """The place of this process among the others of its run.
 
     ``rank`` and ``size`` count within the role, and are all that a recipe may look at;
     ``global_rank`` and ``world_size`` count every process of the run.

@@ -51,12 +51,16 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
+    """An evaluation after ``step``: each metric over the whole evaluation set."""
+
     step: int
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
+    """A checkpoint of ``step`` is complete at ``path``."""
+
     step: int
     path: Path
 

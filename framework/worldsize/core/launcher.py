@@ -44,6 +44,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
+        """Processes of all roles together."""
         return sum(role.processes for role in self.roles.values())
 
 
@@ -81,10 +82,12 @@ class Job(ABC):
     ids: Sequence[str] = ()
 
     @abstractmethod
-    def wait(self) -> Outcome: ...
+    def wait(self) -> Outcome:
+        """Block until all processes have ended, and say how."""
 
     @abstractmethod
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Ask the processes to end; :meth:`wait` says how they did."""
 
 
 class Launcher(ABC):
@@ -115,7 +118,8 @@ class Launcher(ABC):
         """Put what ``launch`` hands over, a script and keys, into the run folder."""
 
     @abstractmethod
-    def launch(self, plan: Plan) -> Job: ...
+    def launch(self, plan: Plan) -> Job:
+        """Start the processes of ``plan``, and return without waiting for them."""
 
     def launch_all(self, plans: Sequence[Plan]) -> Job:
         """The runs of a sweep, all of one shape, as one job."""

@@ -26,7 +26,8 @@ class Recipe(ABC):
         """Build the model on the CPU, whatever trains it, so that its initial weights are the same everywhere."""
 
     @abstractmethod
-    def optimizer(self, model: nn.Module) -> Optimizer: ...
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Make the optimizer of ``model``, whose parameters a strategy may have moved or divided by then."""
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
         """Learning-rate schedule, advanced once an optimizer step; ``None`` keeps the rate constant."""

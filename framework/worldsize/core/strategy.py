@@ -94,7 +94,8 @@ class Replica(ABC):
         """
 
     @abstractmethod
-    def load(self, state: StateDict) -> None: ...
+    def load(self, state: StateDict) -> None:
+        """Take what :meth:`state` gave, under this strategy or another; every rank must call it."""
 
     def facts(self) -> Mapping[str, Any]:
         """What else there is to log of the steps since the last call; plain values."""
@@ -103,7 +104,7 @@ class Replica(ABC):
     step_reached: int | None = None  # where it stands by itself; None: at 0, or where the loaded checkpoint stood
 
     def close(self, *, complete: bool) -> None:  # noqa: B027 - most replicas hold nothing to release
-        """The run ends, or pauses to be resumed: release what the replica holds beyond memory."""
+        """Release what the replica holds beyond memory: the run ends, or pauses to be resumed."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Strategy(ABC):
         return self.roles(cluster)["worker"].processes
 
     def data_rank(self, world: World) -> int:
-        """Which of these parts this process trains."""
+        """Return which part of the data this process trains, counted from 0."""
         return world.rank
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
@@ -169,7 +170,7 @@ class Strategy(ABC):
         return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
-        """In the launching process, before each start: put what only members may have into ``Rendezvous.folder``."""
+        """Put what only members may have into ``Rendezvous.folder``, in the launching process, before each start."""
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         """Body of a process whose role serves; a replica if from now on it is this process that leads the run."""

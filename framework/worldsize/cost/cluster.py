@@ -17,7 +17,7 @@ from worldsize.cost.collectives import (
 
 
 def link(cluster: Cluster, tier: str) -> Link:
-    """Raises ConfigError if the cluster does not declare this tier."""
+    """Return the link of a tier; raise ConfigError if the cluster does not declare it."""
     if tier not in cluster.links:
         raise ConfigError(
             f"cluster={cluster.name} declares no link of tier {tier!r}. "
@@ -32,29 +32,29 @@ def slowest(cluster: Cluster) -> Link:
 
 
 def across(cluster: Cluster, ring_bytes: float) -> float:
-    """Of ``ring_bytes``, sent by each rank of a ring over all, those that leave a node: one rank's."""
+    """Bytes that leave a node when each rank of a ring over all sends ``ring_bytes``: those of one rank."""
     return ring_bytes if cluster.nodes > 1 else 0.0
 
 
 def all_reduce_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """As one ring."""
+    """Seconds of an all-reduce over all ranks as one ring."""
     return ring_all_reduce_seconds(payload_bytes, cluster.processes, slowest(cluster))
 
 
 def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """As one ring; a reduce-scatter costs the same."""
+    """Seconds of an all-gather over all ranks as one ring; a reduce-scatter takes as long."""
     return all_gather_seconds(payload_bytes, cluster.processes, slowest(cluster))
 
 
 def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """As an all-to-all of parts, then an all-gather of what has become of them: compressed and ordered sums."""
+    """Seconds of an all-to-all of parts and an all-gather of their sums, as compressed and ordered sums are made."""
     near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
     parts = all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, slowest(cluster))
     return parts + all_gather_all_seconds(payload_bytes, cluster)
 
 
 def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
-    """What a node sends to others then."""
+    """Bytes that a node sends to others in what :func:`exchanged_all_seconds` times."""
     if cluster.nodes == 1:
         return 0.0
     each, ranks = cluster.processes_per_node, cluster.processes
@@ -76,6 +76,7 @@ def served_bytes(payload_bytes: float, clients: Sequence[int], shards: Sequence[
 
 
 def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
+    """Seconds of what :func:`served_bytes` counts, over the slowest link."""
     return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
 
 

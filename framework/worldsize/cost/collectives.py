@@ -14,6 +14,7 @@ from worldsize.core import Link
 
 
 def message_seconds(payload_bytes: float, link: Link) -> float:
+    """Seconds of one message: the link's latency, and its bytes at the link's bandwidth."""
     return link.latency + payload_bytes / link.bandwidth
 
 

@@ -44,6 +44,7 @@ class Order:
 
     @property
     def micro_batch_size(self) -> int:
+        """Samples of one logical rank in a step."""
         return self.batch_size // self.logical_ranks
 
     def positions(self, step: int, logical_rank: int) -> range:
@@ -63,6 +64,7 @@ class Order:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def step_seed(self, step: int, logical_rank: int) -> int:
+        """Return the 63-bit seed of what one logical rank draws while it computes ``step``."""
         return stream(self.seed, "step", step, logical_rank)
 
 

@@ -43,9 +43,11 @@ class Intervals:
     keeps_best: bool = False  # checkpoints are kept by the metrics of their step
 
     def logs(self, step: int) -> bool:
+        """Tell whether ``step`` is logged; the first and the last one always are."""
         return step % self.log_every == 0 or step in (1, self.steps)
 
     def evaluates(self, step: int) -> bool:
+        """Tell whether ``step`` is followed by an evaluation; the last one always is."""
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
 
     def saves_first(self, step: int) -> bool:
@@ -63,6 +65,7 @@ class Intervals:
         return step % max(1, self.log_every // _MEASURED) == 0 or self.logs(step)
 
     def saves(self, step: int) -> bool:
+        """Tell whether ``step`` is followed by a checkpoint."""
         return (self.save_at_end and step == self.steps) or (self.save_every > 0 and step % self.save_every == 0)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 
 def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """From the attempts of a manifest: seconds in all and useful, steps lost and seconds to recover for each restart.
+    """Account for the time of a manifest's attempts: seconds in all and useful, and what each restart cost.
 
     Useful is the time between the first step and the end of an attempt, less the part of its steps that were done
-    again. Recovering takes from the end of one attempt to the first completed step of the next.
+    again. A restart costs the steps that it lost, and seconds to recover: from the end of one attempt to the first
+    completed step of the next.
     """
     known = [each for each in attempts if each["steps"] and each["first_step_at"]]
     total = attempts[-1]["end_at"] - attempts[0]["start_at"]

@@ -20,7 +20,7 @@ _held: dict[Path, int] = {}
 
 @final
 class RunLock:
-    """A context. The kernel releases the lock when the process ends, however it ends.
+    """The lock, held within a context; the kernel releases it when the process ends, however it ends.
 
     A POSIX record lock (``lockf``), not ``flock``: forked workers must not inherit it, or a run whose
     launcher was killed would look alive until its last process has ended.

@@ -99,7 +99,7 @@ def _key(path: Path) -> bytes | None:
 
 
 def _create(path: Path) -> None:
-    """Whole or not at all: of two runs that start at once, one key wins."""
+    """Create the key whole or not at all: of two runs that start at once, one key wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

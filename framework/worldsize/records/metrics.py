@@ -69,7 +69,7 @@ def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:
 
 
 def last_metrics(path: Path) -> dict[str, float]:
-    """Of the last evaluation that was logged."""
+    """Return the metrics of the last evaluation that was logged; nothing if there was none."""
     rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     found = [row["metrics"] for row in rows if row["event"] == "evaluation"]
     return {name: float(value) for name, value in found[-1].items()} if found else {}

@@ -74,6 +74,7 @@ class Scrubber:
     secrets: tuple[str, ...]
 
     def text(self, text: str) -> str:
+        """Replace every known secret in ``text``."""
         for secret in self.secrets:
             text = text.replace(secret, REDACTED)
         return text
@@ -83,6 +84,7 @@ class Scrubber:
         return _mapped(redacted(value), self.text)
 
     def words(self, arguments: Sequence[str]) -> list[str]:
+        """Command-line words without known secrets and values of secret-looking keys."""
         return [self.text(word) for word in redacted_arguments(arguments)]
 
 

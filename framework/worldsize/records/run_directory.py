@@ -42,16 +42,19 @@ class RunDirectory:
         return self.path / "servers" / f"attempt_{attempt}"
 
     def log(self, role: str, rank: int) -> Path:
+        """The file that takes the output of one process, ``rank`` within its role."""
         return self.path / "logs" / f"{role}_{rank:05d}.log"
 
     def error(self, role: str, rank: int) -> Path:
-        """Where a process that fails says why."""
+        """The file in which a process that fails says why."""
         return self.path / "logs" / f"{role}_{rank:05d}.error.json"
 
     def profile(self, rank: int) -> Path:
+        """The trace of one worker, JSON."""
         return self.path / "profile" / f"worker_{rank:05d}.json"
 
     def timing(self, rank: int) -> Path:
+        """Where the time of one worker's steps went, a JSON line for each measured step."""
         return self.path / "timing" / f"worker_{rank:05d}.jsonl"
 
 

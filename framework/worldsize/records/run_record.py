@@ -40,6 +40,7 @@ class RunView:
 
     @property
     def attempts(self) -> Sequence[Mapping[str, Any]]:
+        """What the manifest has of each attempt, the oldest first."""
         return list(self.manifest["attempts"])
 
     @property
@@ -139,6 +140,7 @@ class RunRecord:
 
     @property
     def attempts(self) -> Sequence[Mapping[str, Any]]:
+        """What the manifest has of each attempt, the oldest first."""
         return list(self.manifest["attempts"])
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def strict(value: Any) -> Any:
-    """``value`` with NaN and infinities, which JSON lacks, as "nan", "inf" and "-inf", and every key as a string."""
+    """Write NaN and infinities, which JSON lacks, as "nan", "inf" and "-inf", and every key as a string."""
     if isinstance(value, dict):
         return {str(key): strict(child) for key, child in value.items()}
     if isinstance(value, list | tuple):

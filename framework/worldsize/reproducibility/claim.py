@@ -15,7 +15,7 @@ _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 @dataclass(frozen=True)
 class Claim:
-    """``level`` is one of LEVELS; ``why`` says what it rests on."""
+    """How exactly a run can be re-created: ``level`` is one of LEVELS; ``why`` says what it rests on."""
 
     level: str
     why: str
@@ -80,7 +80,7 @@ def changes(
 
 
 def changes_but(found: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
-    """Those that are not below a key in ``ignore``, nor follow from the value of one."""
+    """Changes that are not below a key in ``ignore``, nor follow from the value of one."""
     accepted = [(then, now) for key, then, now in found if _is_below(key, ignore)]
     return [each for each in found if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 

@@ -50,6 +50,7 @@ class Code:
     left_out: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
+        """Return what the manifest has of the code: the patch by its SHA-256."""
         digest = hashlib.sha256(self.patch).hexdigest() if self.patch else None
         facts = {key: value for key, value in asdict(self).items() if key != "patch"}
         return {**facts, "left_out": list(self.left_out), "patch_sha256": digest}
@@ -84,7 +85,7 @@ def capture_code(folder: Path, *, exclude: Path) -> Code:
 
 
 def _capture_folder(folder: Path) -> Code:
-    """By way of a repository that exists only for that."""
+    """Capture a folder outside git by way of a repository that exists only for that."""
     with tempfile.TemporaryDirectory() as name:
         database = Path(name) / "git"
         if shutil.which("git") is None or not any((folder / own).exists() for own in _OWN):

@@ -38,12 +38,13 @@ class Divergence:
 
     @property
     def is_equal(self) -> bool:
+        """Whether the values are equal, to the last bit; both zeros are."""
         return self.absolute == 0.0 and self.ulp == 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``missing`` says what one of the runs lacks, so that it could not be compared."""
+    """The outcome of a comparison; ``missing`` says what one run lacks, so that it could not be compared."""
 
     verdict: Verdict
     metrics: tuple[Divergence, ...]
@@ -51,6 +52,7 @@ class Comparison:
     missing: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
+        """Return the comparison as plain values, for JSON."""
         return asdict(self)
 
 
@@ -91,7 +93,7 @@ def _series(run: Path) -> dict[str, Series]:
 
 
 def _tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
-    """By the checkpoints of steps that both runs have kept; without any, by the digests of the final weights."""
+    """Compare tensors in the checkpoints of steps that both runs kept, else by the digests of the final weights."""
     found = [_weights(first / "checkpoints"), _weights(second / "checkpoints")]
     steps = sorted(found[0].keys() & found[1].keys())
     if not steps:

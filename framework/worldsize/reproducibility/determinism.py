@@ -54,5 +54,6 @@ class Determinism:
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def describe(self) -> dict[str, Any]:
+        """Return what the manifest has of the mode, as plain values."""
         attention = "math on CUDA" if self.deterministic else "any"
         return {**asdict(self), "attention": attention, "variables": dict(self.variables())}

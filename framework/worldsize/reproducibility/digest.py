@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tensor_digests(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """By name, a digest over dtype, shape and bytes of each tensor."""
+    """Digest dtype, shape and bytes of each tensor; SHA-256 by name."""
     return {name: _digest(state[name].detach().cpu().contiguous()) for name in sorted(state)}
 
 

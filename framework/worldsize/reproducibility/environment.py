@@ -119,7 +119,7 @@ def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) 
 
 
 def _copy(source: Path, target: Path, clean: Callable[[str], str]) -> None:
-    """Byte for byte, but for secrets and for credentials in the URLs of package indexes."""
+    """Copy byte for byte, but for secrets and for credentials in the URLs of package indexes."""
     target.write_bytes(clean(without_credentials(source.read_bytes().decode())).encode())
 
 

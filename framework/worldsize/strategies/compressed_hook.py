@@ -89,11 +89,12 @@ class Errors:
         self._slots: dict[int, Tensor] = {}
 
     def begin(self, now: Tensor) -> None:
-        """Set them, and deal them anew."""
+        """Set the errors, float32 [n], and deal them to buckets anew."""
         self.now.copy_(now)
         self._slots = {}
 
     def of(self, bucket: int, length: int) -> Tensor:
+        """Return the bucket's errors, float32 [length], a view to change in place; deal them at the first call."""
         if bucket not in self._slots:
             dealt = sum(slot.numel() for slot in self._slots.values())
             self._slots[bucket] = self.now[dealt : dealt + length]

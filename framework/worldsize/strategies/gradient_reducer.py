@@ -1,4 +1,4 @@
-"""From the micro-batches of a step to one mean gradient: the contract, and what its implementations share."""
+"""The contract that turns the micro-batches of a step into one mean gradient, and what implementations share."""
 
 from __future__ import annotations
 

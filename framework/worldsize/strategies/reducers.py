@@ -1,4 +1,4 @@
-"""Which gradient reducer a strategy's options ask for."""
+"""Makes the gradient reducer that a strategy's options ask for."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from worldsize.strategies.reducers import gradient_reducer
 def sharded_reducer(
     reduce: Reduction, model: nn.Module, world: World, copies: ProcessGroup | None = None
 ) -> GradientReducer:
-    """For ``model``, sharded if it is an FSDPModule; ``copies``: the ranks that hold the same shards."""
+    """Make the reducer of ``model``, sharded if it is an FSDPModule; ``copies``: the ranks with the same shards."""
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
     time_sharding(model, world.device, copies=copies is not None and reduce != "ordered")
@@ -114,7 +114,7 @@ def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> 
 
 @final
 class _OrderedScatter(ReduceScatter):
-    """For one unit: sums micro-batches until the last, then exchanges with the ranks of all copies at once.
+    """Sums one unit's micro-batches until the last, then exchanges with the ranks of all copies at once.
 
     ``group``: every rank, those that hold one copy of the model next to each other; ``copies``: those that hold the
     same shard.

@@ -31,6 +31,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
+    """Return the context in which ``device`` computes in ``precision``; for fp32 it changes nothing."""
     dtype = _DTYPES.get(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
@@ -52,7 +53,7 @@ def metric_sums(
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """In evaluation mode; what the recipe keeps in it while the rest is trained stays there."""
+    """Keep ``models`` in evaluation mode; what the recipe keeps in it while the rest is trained stays there."""
     kept = [module for model in models for module in model.modules() if not module.training]
     for model in models:
         model.eval()

@@ -42,6 +42,7 @@ class TrainState:
 
     @staticmethod
     def of(recipe: Recipe, model: nn.Module) -> TrainState:
+        """Make the optimizer and schedule that ``recipe`` gives ``model``."""
         optimizer = recipe.optimizer(model)
         return TrainState(model, optimizer, recipe.schedule(optimizer))
 
@@ -54,6 +55,7 @@ class TrainState:
         }
 
     def load(self, state: StateDict) -> None:
+        """Take what :meth:`state` gave, and set the rates of the next step."""
         self.model.load_state_dict(state["model"])
         self.load_optimizer(state["optimizer"])
         if self.schedule is not None:
@@ -61,9 +63,11 @@ class TrainState:
             _set_rates(self.schedule)
 
     def optimizer_state(self) -> StateDict:
+        """Return the optimizer's state by the names of parameters, as one process would hold it."""
         return named_state(self.model, self.optimizer) if self.sharded is None else self.sharded.state()
 
     def load_optimizer(self, state: StateDict) -> None:
+        """Take what :meth:`optimizer_state` gave."""
         if self.sharded is not None:
             self.sharded.load(state)
             return
@@ -73,7 +77,7 @@ class TrainState:
 
 
 def _set_rates(schedule: LRScheduler) -> None:
-    """The next step's, by the schedule as it is now: it may be longer than the one that the state was saved under."""
+    """Set the next step's rates by the schedule as it is now: it may be longer than the one that was saved."""
     if isinstance(schedule, LambdaLR):  # torch's others keep what they depend on in their state
         pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
         rates = [base * factor(schedule.last_epoch) for base, factor in pairs]

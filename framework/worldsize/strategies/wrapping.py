@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded, gathered and freed as one."""
+"""Chooses the parts of a model that are sharded, gathered and freed as one."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ _ended: dict[tuple[type, int], list[_Ended]] = {}
 
 
 class StrategyContract:
-    """Derive from it, and set ``strategy``.
+    """Tests of one strategy: derive from this class, and set ``strategy``.
 
     ``sizes``: world sizes to train on, of one node, or with ``local_size`` ranks a node; ``impossible``: one that it
     must refuse; ``tolerance``: relative, of the loss after 20 steps and of the test error, against one process;
@@ -169,15 +169,16 @@ class StrategyContract:
     partners: ClassVar[Sequence[Strategy]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each test that takes ``size`` at every one of ``sizes``."""
         if "size" in metafunc.fixturenames:
             metafunc.parametrize("size", self.sizes)
 
     def run(self, size: int, body: Callable[[RunContext], Any]) -> list[Any]:
-        """Call ``body`` on each of ``size`` processes that train; what they return, by rank."""
+        """Call ``body`` on each of ``size`` processes that train, and return their results by rank."""
         return run_in_worlds(lambda world: body(RunContext(world)), size, local_size=self.local_size)
 
     def _ended(self, size: int) -> list[_Ended]:
-        """Of each rank; trained once for all tests of this process."""
+        """Return how training ended on each rank; it runs once for all tests of this process."""
         key = (type(self), size)
         if key not in _ended:
             _ended[key] = self.run(
@@ -186,6 +187,7 @@ class StrategyContract:
         return _ended[key]
 
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
+        """Compare with plain PyTorch, up to ``tolerance``, at every size."""
         expected = reference()
         for rank, (found, *_) in enumerate(self._ended(size)):
             assert_close("loss", found.losses[-1], expected.losses[-1], self.tolerance)
@@ -193,6 +195,7 @@ class StrategyContract:
             assert found.moved, f"rank {rank} is idle: its parameters are what they were"
 
     def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(self, tmp_path: Path) -> None:
+        """Compare 7 steps with 4, a checkpoint and 3 more, at the largest size."""
         size = self.sizes[-1]
         straight = self.run(size, lambda context: train(self.strategy, context, 7))[0]
         self.run(size, lambda context: train(self.strategy, context, 4, tmp_path, save=True))
@@ -201,6 +204,7 @@ class StrategyContract:
         assert_same(resumed.model, straight.model)
 
     def test_its_checkpoint_holds_the_plain_model(self, tmp_path: Path) -> None:
+        """Compare the saved weights with those in memory after 4 steps, by the recipe's names."""
         size = self.sizes[0]
         saved = self.run(size, lambda context: train(self.strategy, context, 4, tmp_path, save=True))[0]
         checkpoint = newest(tmp_path, ALONE)
@@ -209,6 +213,7 @@ class StrategyContract:
         Chain().model().load_state_dict(dict(saved.model))
 
     def test_checkpoints_load_under_its_partners_and_theirs_under_it(self, tmp_path: Path) -> None:
+        """Go on under each of ``partners``, and from each of them, at the smallest size."""
         size = self.sizes[0]
         for number, partner in enumerate(self.partners):
             for first, then in ((self.strategy, partner), (partner, self.strategy)):
@@ -218,12 +223,14 @@ class StrategyContract:
                 assert_same(loaded.model, saved.model)
 
     def test_a_wrong_world_size_is_refused_before_anything_starts(self) -> None:
+        """Expect a ConfigError that names the size ``impossible``; None: every size is possible."""
         if self.impossible is None:  # it runs at every world size
             return
         with pytest.raises(ConfigError, match=rf"\b{self.impossible}\b"):
             self.strategy.roles(_cluster(self.impossible))
 
     def test_nothing_is_left_behind(self) -> None:
+        """Expect no child process and no listening port after training."""
         for _, processes, ports in self._ended(self.sizes[0]):
             assert not processes, f"processes {sorted(processes)} were left"
             shown = sorted(ports.values())
@@ -232,11 +239,13 @@ class StrategyContract:
 
 
 def assert_close(what: str, found: float, expected: float, tolerance: float) -> None:
+    """Fail unless the relative difference is at most ``tolerance``."""
     difference = abs(found - expected) / abs(expected)
     assert difference <= tolerance, f"{what} {found}, on one process {expected}: {difference:.1e} > {tolerance:.1e}"
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Fail unless both have the same names and every tensor the same bits."""
     assert found.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
     assert not different, f"other bits: {', '.join(different)}"

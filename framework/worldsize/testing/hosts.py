@@ -58,6 +58,7 @@ class Hosts:
 
     @property
     def ssh(self) -> list[str]:
+        """The words of an ssh command that reaches the hosts by their names."""
         return ["ssh", "-F", str(self.folder / "ssh_config")]
 
     def on(self, host: int, words: Sequence[str]) -> list[str]:
@@ -106,6 +107,7 @@ class Hosts:
 
 @contextmanager
 def running(folder: Path, *, name: str, count: int) -> Iterator[Hosts]:
+    """Keep ``count`` hosts up within the block; ``name`` begins the names of their namespaces. Needs root."""
     hosts = Hosts(folder, name, count)
     try:
         _connect(hosts)
@@ -167,6 +169,7 @@ def _forget(space: str) -> None:
 
 
 def main() -> None:
+    """Run a command on the first of several hosts, and end with its exit code."""
     parser = argparse.ArgumentParser(prog="python -m worldsize.testing.hosts", description=__doc__)
     parser.add_argument("--count", type=int, default=2, help="of hosts (default: 2)")
     parser.add_argument("--rate", help="of every link, both ways, e.g. 200mbit (default: as fast as it goes)")

@@ -38,7 +38,7 @@ def _sockets() -> set[str]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Of "0100007F:1F90": 32-bit words of the host's byte order, and a port."""
+    """Parse an address such as "0100007F:1F90": 32-bit words of the host's byte order, and a port."""
     host, _, port = text.partition(":")
     words = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6

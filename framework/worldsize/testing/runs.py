@@ -20,13 +20,13 @@ class Run:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """``result.json``"""
+        """The contents of ``result.json``."""
         found: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
         return found
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the last evaluation."""
+        """Metrics of the last evaluation."""
         found: dict[str, float] = self.result["metrics"]
         return found
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 def run_in_worlds(
     body: Callable[[World], T], size: int, *, timeout: float = 240.0, local_size: int | None = None
 ) -> list[T]:
-    """``body(world)`` on each of ``size`` forked processes of one thread; their results by rank.
+    """Run ``body(world)`` on each of ``size`` forked processes of one thread, and return their results by rank.
 
     ``local_size`` processes count as one node (default: all).
 

@@ -267,7 +267,7 @@ def _bound(connection: socket.socket, seconds: float) -> None:
 
 
 def _joined(parts: Sequence[memoryview]) -> list[memoryview]:
-    """Give the same bytes, neighbours below 16 KiB joined."""
+    """Give the same bytes with neighbours below 16 KiB joined."""
     result: list[memoryview] = []
     small = bytearray()
     for part in parts:

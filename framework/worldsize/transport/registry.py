@@ -26,7 +26,7 @@ class EndedError(WorldsizeError):
 @final
 @dataclass(frozen=True)
 class Entry:
-    """Who serves a service.
+    """The process that serves a service.
 
     Attributes:
         epoch: Counts from 1 how often the service has changed hands.

@@ -29,7 +29,7 @@ _REPEATS, _MESSAGES = 3, 50
 
 @dataclass(frozen=True)
 class Effort:
-    """Spent on an edge: bytes of a message at most, and how many of them."""
+    """What is spent on an edge: bytes of a message at most, and how many of them."""
 
     largest: int
     repeats: int
@@ -97,7 +97,7 @@ def _who(placement: Placement) -> dict[str, Any]:
 
 
 def _identity(device: torch.device) -> str | None:
-    """Of a device that one process should have for itself; the same whatever its number."""
+    """Identify a device that one process should have for itself, by what stays the same whatever its number."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -116,7 +116,7 @@ def _measure(world: World, tiers: Sequence[tuple[str, Phases]], effort: Effort) 
 
 
 def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, Phases]]:
-    """By tier: a ring of the ranks inside the nodes; across, a ring of the nodes, or all ``pairs`` of them."""
+    """Plan each tier: a ring of the ranks inside the nodes; across, a ring of the nodes, or all ``pairs`` of them."""
     inner = [(rank, (rank + 1) % per_node) for rank in range(per_node)] if per_node > 1 else []
     inside = [
         [(node * per_node + source, node * per_node + target) for node in range(nodes) for source, target in phase]
@@ -126,8 +126,9 @@ def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, Phase
 
 
 def across(nodes: int, per_node: int, distances: Iterable[int]) -> Phases:
-    """From each node to those that come so many places after it; the ranks of a node send together, each to the one of
-    its place.
+    """Plan edges from each node to those that come so many places after it.
+
+    The ranks of a node send together, each to the one of its place.
     """
     outer = [(node, (node + distance) % nodes) for distance in distances for node in range(nodes)]
     return [
@@ -193,8 +194,10 @@ def _echo(world: World, source: int, repeats: int) -> None:
 
 
 def _rings(world: World) -> dict[str, dict[str, float]]:
-    """By tier, what a ring carries while all of them are busy: those inside the nodes, and one over all ranks, of which
-    one edge leaves each node. As the fields of a Link, but for the latency.
+    """Measure, by tier, what a ring carries while all rings of the tier are busy.
+
+    The tiers are the rings inside the nodes, and one ring over all ranks, of which one edge leaves each node. The
+    figures are named like the fields of a Link; the latency is not among them.
     """
     everyone, inside = world.groups.get("all"), world.groups.get("node")
     rings = {"node": everyone} if inside is None else {"node": inside, "network": everyone}
@@ -205,8 +208,9 @@ def _rings(world: World) -> dict[str, dict[str, float]]:
 
 
 def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
-    """Of an all-gather, by round: the time of a few bytes, and the bandwidth of many. Means, since a step waits for the
-    slow ones too.
+    """Measure the rounds of an all-gather: the time of a few bytes, and the bandwidth of many.
+
+    Both are means, since a step waits for the slow rounds too.
     """
     rounds = ring.size() - 1
 
@@ -222,7 +226,7 @@ def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
 
 
 def _incast(world: World, group: ProcessGroup, per_node: int, bandwidth: float) -> float:
-    """Of an all-to-all that would take :data:`_GATHER_SECONDS` at full ``bandwidth``."""
+    """Measure what share of ``bandwidth`` is left in an all-to-all; at all of it, one takes :data:`_GATHER_SECONDS`."""
     few = torch.tensor(bandwidth, device=world.device)
     dist.broadcast(few, 0, group=group)
     part = int(min(_GATHER_SECONDS * float(few) / (per_node * (group.size() - per_node)), _GATHERED / group.size()))

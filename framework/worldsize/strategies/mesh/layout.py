@@ -19,13 +19,16 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
+        """The axes' sizes: pipeline, data, tensor."""
         return self.pipeline, self.data, self.tensor
 
     @property
     def size(self) -> int:
+        """Ranks of the whole mesh."""
         return self.pipeline * self.data * self.tensor
 
     def rank(self, p: int, d: int, t: int) -> int:
+        """Return the rank at part ``p`` of the pipeline, ``d`` of the data and ``t`` of each layer."""
         return (p * self.data + d) * self.tensor + t
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
@@ -34,7 +37,7 @@ class Layout:
         return *divmod(rest, self.data), t
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """By axis: the ranks that differ in that coordinate alone, in its order."""
+        """Groups of ranks by axis: those that differ in that coordinate alone, in its order."""
         ps, ds, ts = map(range, self.sizes)
         return {
             "pipeline": [self.across(ps, d, t) for d in ds for t in ts],

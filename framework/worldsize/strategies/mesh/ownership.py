@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline hold which tensors of the model, by name: dividing a module puts others in their place."""
+"""Tells which ranks of a pipeline hold which tensors, by name: dividing a module puts others in their place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @final
 class Ownership:
-    """``ranks``: of the pipeline, that hold each tensor, by its first name; a tensor of no stage is the first rank's.
+    """Knows which ranks of a pipeline hold each tensor of a model.
+
+    ``ranks``: these, by the tensor's first name; a tensor of no stage is the first rank's.
 
     Made while the model is whole. ``stages``: their layers; stage s is on rank s mod ``pipeline``, this is rank ``p``.
     """
@@ -67,7 +69,7 @@ class Ownership:
         return found
 
     def parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
-        """As they are now, of those that this rank holds."""
+        """Return those of the named parameters that this rank holds, as they are now."""
         return [getattr(*self._places[name]) for name in names if name in self._places]
 
     def spare(self) -> list[nn.Parameter]:
@@ -76,7 +78,7 @@ class Ownership:
         return self.parameters([name for name in names if self.ranks[name][0] != self._p])
 
     def leave_others(self) -> None:
-        """In the divided model, put empty tensors on the meta device in place of what other ranks hold."""
+        """Put empty tensors on the meta device in place of what other ranks hold, in the divided model."""
         empty: dict[str, Tensor] = {}
         for name, first in self._aliases.items():
             path, _, key = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""From a whole model to the part of it that one rank of a mesh holds."""
+"""Divides a whole model: what is left is the part that one rank of a mesh holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worldsize.strategies.wrapping import Wrap, units
 
 @dataclass(frozen=True)
 class Sharding:
-    """Of the data axis: see the options of :class:`~worldsize.strategies.fsdp.FSDP`."""
+    """How the data axis shards a model: see the options of :class:`~worldsize.strategies.fsdp.FSDP`."""
 
     wrap: Wrap = "auto"
     wrap_parameters: int = 1_000_000

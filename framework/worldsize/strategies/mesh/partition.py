@@ -18,7 +18,7 @@ def balanced(weights: Sequence[int], stages: int) -> list[range]:
 
     @cache
     def best(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:
-        """For the layers from ``start`` on: what ``left`` stages cost, and where they end."""
+        """Divide the layers from ``start`` on over ``left`` stages: what they cost, and where they end."""
         if left == 1:
             return (total := sum(weights[start:]), total**2), (len(weights),)
         options = []

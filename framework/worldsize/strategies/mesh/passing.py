@@ -12,7 +12,7 @@ _HEADER = 10  # dtype, dimensions, and up to eight sizes
 
 
 def send(tensor: Tensor, group: ProcessGroup, to: int) -> None:
-    """To rank ``to`` of ``group``, which must :func:`receive` it."""
+    """Send ``tensor`` to rank ``to`` of ``group``, which must :func:`receive` it."""
     header = torch.zeros(_HEADER, dtype=torch.int64)
     header[0], header[1] = _DTYPES.index(tensor.dtype), tensor.ndim
     header[2 : 2 + tensor.ndim] = torch.tensor(tensor.shape)
@@ -21,6 +21,7 @@ def send(tensor: Tensor, group: ProcessGroup, to: int) -> None:
 
 
 def receive(group: ProcessGroup, source: int, device: torch.device) -> Tensor:
+    """Receive on ``device`` what rank ``source`` of ``group`` sends by :func:`send`."""
     header = torch.empty(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
     dtype, dimensions, *sizes = header.tolist()

@@ -43,7 +43,9 @@ class Tied:
 @final
 @dataclass
 class Pipeline(GradientReducer):
-    """``stages``: this rank's, of ``total`` that go around the ranks of ``group``; ``copies``: the ranks that hold
+    """Runs a step's micro-batches through the stages of a pipeline.
+
+    ``stages``: this rank's, of ``total`` that go around the ranks of ``group``; ``copies``: the ranks that hold
     the same stages and train other data.
     """
 
@@ -60,6 +62,7 @@ class Pipeline(GradientReducer):
 
     @property
     def is_last(self) -> bool:
+        """Whether this rank holds the last stage, which computes the loss."""
         return self.stages[-1].index == self.total - 1
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:

@@ -30,7 +30,10 @@ from worldsize.strategies.train_state import TrainState
 @final
 @dataclass(frozen=True)
 class Rank:
-    """``stages``: of the whole pipeline; see :class:`~worldsize.strategies.mesh.strategy.Mesh` for the others."""
+    """The parts from which one rank of a mesh builds its replica.
+
+    ``stages``: of the whole pipeline; see :class:`~worldsize.strategies.mesh.strategy.Mesh` for the others.
+    """
 
     recipe: Recipe
     context: RunContext
@@ -41,6 +44,7 @@ class Rank:
     sharding: Sharding
 
     def replica(self) -> Replica:
+        """Build this rank's replica; all ranks of the mesh must call it."""
         mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
         model = self.recipe.model()
         return self._piece(model, mesh) if self.stages == 1 else self._stages(model, mesh)
@@ -132,7 +136,7 @@ class Rank:
 @final
 @dataclass(frozen=True)
 class _Clipping(GradientReducer):
-    """``inner``, with the norm of the whole mesh."""
+    """The reducer ``inner``, which clips by the norm of the whole mesh."""
 
     inner: GradientReducer
     norm: MeshNorm

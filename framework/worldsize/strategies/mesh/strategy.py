@@ -92,7 +92,7 @@ class Mesh(Strategy):
 
     @property
     def stages(self) -> int:
-        """Of the whole pipeline."""
+        """Number of stages of the whole pipeline, over all of its ranks."""
         each = self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
         return self.pipeline * each if self.pipeline > 1 else 1
 

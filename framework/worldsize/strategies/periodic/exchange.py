@@ -56,16 +56,17 @@ class Exact(Exchange):
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the precision in which sums are kept: at least float32."""
+    """Return ``tensor`` in the precision in which sums are kept: at least float32."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Copy ``tensors`` one after the other into a row [n] on ``device``, at least float32."""
     return torch.cat([wide(tensor.detach()).flatten().to(device) for tensor in tensors])
 
 
 def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """``row_n`` as tensors of the shapes of ``like``."""
+    """Divide ``row_n`` into views of the shapes of ``like``."""
     parts = torch.split(row_n, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 

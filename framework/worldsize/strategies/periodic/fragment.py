@@ -14,8 +14,10 @@ from worldsize.strategies.periodic.exchange import Begun, Exchange, flat, split_
 
 @final
 class Fragment:
-    """``own`` are this worker's, changed in place; beside them what all workers agreed on last, which SGD with Nesterov
-    momentum moves by outer gradients: the mean over workers of what was agreed minus what each has come to.
+    """Parameters that workers exchange together, and what all workers agreed on last.
+
+    ``own`` are this worker's, changed in place. SGD with Nesterov momentum moves what was agreed by outer gradients:
+    the mean over workers of what was agreed minus what each has come to.
     """
 
     def __init__(self, own: Sequence[Tensor], exchange: Exchange, *, lr: float, momentum: float) -> None:
@@ -27,7 +29,7 @@ class Fragment:
         self.restart()
 
     def restart(self) -> None:
-        """Agreed is what this worker has, which is what all have."""
+        """Take what this worker has, which is what all have, for agreed."""
         for agreed, tensor in zip(self._agreed, self._own, strict=True):
             agreed.data.copy_(tensor)
             if self._momentum:  # zeros are what SGD itself begins with
@@ -36,7 +38,7 @@ class Fragment:
         self._arriving: Callable[[], Tensor] | None = None
 
     def send(self) -> int:
-        """Begin to exchange outer gradients; the bytes that this worker sends."""
+        """Begin to exchange outer gradients, and return the bytes that this worker sends."""
         device = self._exchange.device
         self._begun = self._exchange.begin(flat(self._agreed, device).sub_(flat(self._own, device)))
         return self._exchange.sent(self._numel)
@@ -56,7 +58,7 @@ class Fragment:
         return mean_n
 
     def apply(self, mix: float = 0.0) -> None:
-        """The outer step; this worker's parameters become ``mix`` × what they are + (1 − mix) × what is agreed."""
+        """Take the outer step; this worker's parameters become ``mix`` × what they are + (1 − mix) × what is agreed."""
         if (mean_n := self._mean()) is None:
             return
         self._arriving = None
@@ -68,7 +70,7 @@ class Fragment:
             tensor.detach().copy_(agreed.detach() if mix == 0 else wide(tensor.detach()).lerp(agreed.detach(), 1 - mix))
 
     def state(self, *, in_flight: bool) -> StateDict:
-        """The same on every worker. ``in_flight``: with what is on its way, which is waited for."""
+        """Return the state, the same on every worker. ``in_flight``: with what is on its way, which is waited for."""
         momentum = [self._optimizer.state[agreed]["momentum_buffer"] for agreed in self._agreed if self._momentum]
         state: StateDict = {"agreed": [agreed.detach() for agreed in self._agreed], "momentum": momentum}
         if not in_flight:
@@ -78,6 +80,7 @@ class Fragment:
         return {**state, "is_coming": mean_n is not None, "incoming": incoming}
 
     def load(self, state: StateDict) -> None:
+        """Take what :meth:`state` gave; a mean that was on its way then has arrived."""
         for agreed, value in zip(self._agreed, state["agreed"], strict=True):
             agreed.data.copy_(value)
         for agreed, value in zip(self._agreed, state["momentum"], strict=False):

@@ -26,16 +26,17 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def after(self, step: int) -> None:
-        """This worker has taken its step number ``step``, from 1."""
+        """Act on it that this worker has taken its step number ``step``, from 1."""
 
     def restart(self) -> None:  # noqa: B027 - some keep nothing
         """The model has been loaded, the same on every worker: training begins from there."""
 
     def state(self) -> StateDict:
+        """Return what is remembered between exchanges, the same on every worker."""
         return {}
 
     def load(self, state: StateDict) -> None:  # noqa: B027 - some keep nothing
-        """What :meth:`state` gave."""
+        """Take what :meth:`state` gave."""
 
 
 @final
@@ -59,7 +60,7 @@ class PeriodicSyncReplica(Replica):
         return result
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        """Of the mean model, so that it does not matter which worker evaluates what."""
+        """Evaluate the mean model, so that it does not matter which worker evaluates what."""
         with self._mean_model():
             return self._inner.evaluate(batches)
 
@@ -85,7 +86,7 @@ class PeriodicSyncReplica(Replica):
         }
 
     def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Worker 0's."""
+        """Return what worker 0 has."""
         found = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
         if self._world.group is not None:
             for figure in found.values():

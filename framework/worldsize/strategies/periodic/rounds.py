@@ -13,7 +13,9 @@ from worldsize.strategies.periodic.replica import OuterOptimizer
 
 @final
 class Rounds(OuterOptimizer):
-    """Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; what comes back is applied ``delay`` steps
+    """Exchanges fragments in turn, each once in ``inner_steps`` steps.
+
+    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; what comes back is applied ``delay`` steps
     later, of which the first half is there for the first half of the exchange.
     """
 
@@ -38,7 +40,7 @@ class Rounds(OuterOptimizer):
             fragment.apply(self._mix)
 
     def _due(self, step: int) -> list[Fragment]:
-        """Those that are sent after ``step``."""
+        """Fragments that are sent after ``step``."""
         pairs = zip(self._fragments, self._offsets, strict=True)
         return [fragment for fragment, offset in pairs if (step - offset) % self._inner_steps == 0]
 

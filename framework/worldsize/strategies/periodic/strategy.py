@@ -18,7 +18,7 @@ from worldsize.strategies.train_state import TrainState
 
 @dataclass(frozen=True)
 class PeriodicSyncStrategy(Strategy):
-    """Abstract. Each worker takes ``inner_steps`` optimizer steps on its share of the batches, as if it were alone."""
+    """Abstract: each worker takes ``inner_steps`` optimizer steps on its share of the batches, as if it were alone."""
 
     inner_steps: int = 8
 
