@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, RowValues
 from worldsize.strategies.parameter_server.remote_embedding import RemoteTable, made_remote, remotes
-from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Sharding, Table, initial_rows
+from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table, initial_rows
+from worldsize.strategies.parameter_server.slot_index import Sharding
 
 ROWS, DIM = 200, 8
 TABLE = Table("words.weight", ROWS, DIM, None, RowValues("uniform", 0.5))

@@ -1,4 +1,4 @@
-"""What a gradient is on the wire: as it is, in half the bytes, or in a few, with what was left out kept for later."""
+"""Compressed wire formats of gradients, and error feedback: what a format leaves out is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Compression = Literal["none", "bf16", "onebit", "topk"]
 
 
 class GradientCodec(ABC):
-    """Of flat float32 gradients of ``numel`` numbers; the payload has a length that follows from that alone."""
+    """A wire format of flat float32 gradients. A payload's length follows from the number of elements alone."""
 
     dtype: torch.dtype = torch.uint8
 
     @abstractmethod
     def length(self, numel: int) -> int:
-        """Numbers of ``dtype`` in a payload."""
+        """Compute how many numbers of ``dtype`` a payload of ``numel`` elements has."""
 
     @abstractmethod
     def encode(self, gradient_n: Tensor) -> Tensor:
-        """The payload; may change ``gradient_n``."""
+        """Make the payload; may change ``gradient_n``."""
 
     @abstractmethod
     def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """The gradient that ``payload`` stands for."""
+        """Restore the gradient of ``numel`` elements that ``payload`` stands for."""
 
 
 @final
 class HalfBytes(GradientCodec):
-    """bfloat16."""
+    """Half the bytes: bfloat16."""
 
     dtype = torch.bfloat16
 
@@ -48,7 +48,7 @@ class HalfBytes(GradientCodec):
 
 @final
 class OneBit(GradientCodec):
-    """Signs, and the mean of the positive and of the negative numbers (Seide et al. 2014, Interspeech, 1-bit SGD)."""
+    """One bit a number: signs, with the means of positive and negative numbers (Seide et al. 2014, Interspeech)."""
 
     def length(self, numel: int) -> int:
         return 8 + -(-numel // 8)
@@ -67,7 +67,7 @@ class OneBit(GradientCodec):
 
 @final
 class TopK(GradientCodec):
-    """The ``share`` of the numbers that are largest, with their places (Aji and Heafield 2017, arXiv 1704.05021)."""
+    """The largest numbers with their indices, a ``share`` of all (Aji and Heafield 2017, arXiv 1704.05021)."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -106,5 +106,5 @@ class Feedback:
 
 
 def codec_of(compression: Compression, *, share: float) -> GradientCodec | None:
-    """None: gradients go as they are."""
+    """Make the format that the configuration names; None: gradients go as they are. ``share`` is for "topk"."""
     return {"none": None, "bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(share)}[compression]

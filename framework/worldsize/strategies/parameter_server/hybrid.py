@@ -32,11 +32,12 @@ from worldsize.strategies.parameter_server.all_shards import Peer
 from worldsize.strategies.parameter_server.model_state import joined_rows, learning_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.remote_embedding import TableLinks, remote_model
-from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule, Sharding
+from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
+from worldsize.strategies.parameter_server.slot_index import Sharding
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
@@ -109,7 +110,11 @@ class HybridParameterServer(Strategy):
 class RowGradientCapture(GradientReducer):
     """Wraps another reducer and sets the gradients of rows aside after each backward pass, as if it were alone.
 
-    ``rows_norm()``: of those of the step, on servers that then wait for ``approve(norm, factor)``.
+    Args:
+        inner: Reduces the dense gradients.
+        take: Gives the gradients of rows since the last call.
+        rows_norm: Computes the norm of the step's rows on the servers, which then wait for ``approve``.
+        approve: Commits the step on the servers, given the whole norm and the factor of the gradient.
     """
 
     def __init__(
@@ -126,7 +131,7 @@ class RowGradientCapture(GradientReducer):
         self._inner.resumed()
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """By the norm of the whole gradient, rows included, as in torch.nn.utils.clip_grad_norm_."""
+        """Clip by the norm of the whole gradient, rows included, as torch.nn.utils.clip_grad_norm_ does."""
         dense = [parameter.grad for parameter in parameters if parameter.grad is not None]
         rows_norm = self._rows_norm()
         norms = [rows_norm, nn.utils.get_total_norm(dense).to(rows_norm.device)] if dense else [rows_norm]
@@ -194,7 +199,7 @@ class _HybridReplica(Replica):
         self._capture.captured.clear()
 
     def _rows_norm(self) -> Tensor:
-        """Of the rows of this step's mean gradient, on all servers; the first worker asks them."""
+        """Compute the norm of the rows of this step's mean gradient on all servers, which the first worker asks."""
         self._push()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
@@ -218,13 +223,13 @@ class _HybridReplica(Replica):
         return self._inner.evaluate(batches)
 
     def facts(self) -> Mapping[str, Any]:
-        """Load of each server, told by the first worker."""
+        """Give the load of each server; only the first worker asks."""
         if self._world.rank:
             return {}
         return {"servers": [peer.ask(Operation.FACTS) for peer in self._peers]}
 
     def state(self) -> StateDict:
-        """Every worker asks for all rows, since each saves a share of what all of them have."""
+        """Ask for all rows on every worker, since each saves a share of what all of them have."""
         self._settle()
         states = [peer.state()["tables"] for peer in self._peers]
         return with_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
@@ -241,7 +246,7 @@ class _HybridReplica(Replica):
         return [Peer(self._dialer, shard) for shard in range(len(self._tables.links))]
 
     def load(self, state: StateDict) -> None:
-        """The dense part; servers have loaded their rows by themselves."""
+        """Load the dense part; servers have loaded their rows by themselves."""
         empty = {name: tensor for name, tensor in self._inner.model.state_dict().items() if not tensor.numel()}
         self._inner.load({**state, "model": {**state["model"], **empty}})
         self._step = self._tables.links[0].step

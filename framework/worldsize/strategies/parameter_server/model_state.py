@@ -18,12 +18,12 @@ RowStates = Mapping[str, Mapping[str, Tensor]]
 
 
 def learning_of(recipe: Recipe) -> TrainState:
-    """Of a recipe's model without the rows of its tables."""
+    """Make what a recipe trains, without the rows of its tables."""
     return TrainState.of(recipe, remote_model(recipe))
 
 
 def tables_of(learning: TrainState, rule: RowRule, shard: int) -> list[Rows]:
-    """What a server has of each table; how its rows are updated is said by the optimizer's group that holds it."""
+    """Make what a server has of each table. The optimizer's group that holds a table says how its rows are updated."""
     groups = learning.optimizer.param_groups
     return [
         Rows(
@@ -38,23 +38,23 @@ def tables_of(learning: TrainState, rule: RowRule, shard: int) -> list[Rows]:
 
 
 def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
-    """The rows of all shards, ordered by id."""
-    found = {}
+    """Join the rows of all shards, ordered by id."""
+    joined = {}
     for name in states[0]:
         ids_n = torch.cat([state[name]["ids"] for state in states])
         order_n = ids_n.argsort()
         rows_nw = torch.cat([state[name]["rows"] for state in states])
-        found[name] = {"ids": ids_n[order_n], "rows": rows_nw[order_n]}
-    return found
+        joined[name] = {"ids": ids_n[order_n], "rows": rows_nw[order_n]}
+    return joined
 
 
 def full_state(learning: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
-    """Model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
+    """Give model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
     return with_tables({**learning.state(), "scaler": {}}, learning.model, rows, rule)
 
 
 def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
-    """``state`` with the rows of the tables; small tables also as the whole weights that the recipe's model has."""
+    """Add the tables' rows to ``state``; small tables also as the whole weights that the recipe's model has."""
     if not rows:
         return state
     dense = {
@@ -72,6 +72,6 @@ def _dense(table: Any, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
 
 
 def load_full_state(learning: TrainState, state: StateDict) -> None:
-    """The part of :func:`full_state` that is no table."""
+    """Load the part of a :func:`full_state` that is no table."""
     empty = {remote.table.name: remote.weight for remote in remotes(learning.model)}
     learning.load({**state, "model": {**state["model"], **empty}})

@@ -37,7 +37,7 @@ class Overlap:
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
 
     def begin(self, send: Send) -> None:
-        """The next backward pass makes gradients that are to be sent: ``send(place, gradients by name)``.
+        """Send the gradients of the next backward pass by ``send(place, gradients by name)``.
 
         Until :meth:`finish` nobody else may use what ``send`` uses.
         """

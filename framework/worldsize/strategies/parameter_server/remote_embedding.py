@@ -1,4 +1,4 @@
-"""An embedding whose rows are elsewhere: it pulls those that a batch touches, and keeps their gradients to be sent."""
+"""Embeddings whose rows are on servers: they pull what a batch touches, and keep its gradients to be pushed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Pull = Callable[[Table, Tensor], Tensor]  # int64 [n], sorted and each once, to 
 
 @dataclass
 class _Touch:
-    """Rows that one forward pass used; ``rows_nd`` gets their gradient."""
+    """The rows that one forward pass used; ``rows_nd`` gets their gradient."""
 
     ids_n: Tensor
     rows_nd: Tensor
 
 
 class RemoteTable(nn.Module):
-    """In the place of an nn.Embedding; ``pull`` fetches rows. Its own weight has no rows: optimizers may hold it."""
+    """Stands in for an nn.Embedding; ``pull`` fetches rows. Its own weight has no rows: optimizers may hold it."""
 
     def __init__(self, table: Table, like: nn.Embedding | nn.EmbeddingBag) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class RemoteTable(nn.Module):
         self.touched: list[_Touch] = []
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """The rows of a batch, each once, the place of each id among them, and that of the padding."""
+        """Pull the rows of a batch, each once; also give each id's index among them, and that of the padding."""
         assert self.pull is not None, "connected before the first batch"
         ids_n, places = torch.unique(ids, return_inverse=True)
         rows_nd = self.pull(self.table, ids_n)
@@ -49,7 +49,7 @@ class RemoteTable(nn.Module):
         return rows_nd, places, int(padding) if len(padding) else None
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Ids, sorted and each once, and gradients since the last call: int64 [n] and float32 [n, dim]."""
+        """Give ids, sorted and each once, and their gradients since the last call: int64 [n] and float32 [n, dim]."""
         touched, self.touched = [touch for touch in self.touched if touch.rows_nd.grad is not None], []
         if not touched:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.table.dim)
@@ -62,7 +62,7 @@ class RemoteTable(nn.Module):
 
 @final
 class RemoteEmbedding(RemoteTable):
-    """nn.Embedding."""
+    """An nn.Embedding with its rows on servers."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rows_nd, places, padding = self.rows(ids)
@@ -71,7 +71,7 @@ class RemoteEmbedding(RemoteTable):
 
 @final
 class RemoteEmbeddingBag(RemoteTable):
-    """nn.EmbeddingBag."""
+    """An nn.EmbeddingBag with its rows on servers."""
 
     def __init__(self, table: Table, like: nn.EmbeddingBag) -> None:
         super().__init__(table, like)
@@ -113,7 +113,7 @@ def made_remote(model: nn.Module, values: Mapping[str, RowValues]) -> nn.Module:
 
 
 def remotes(model: nn.Module) -> Iterator[RemoteTable]:
-    """In the order of the model."""
+    """List the tables of ``model`` that are on servers, in its order."""
     return (module for module in model.modules() if isinstance(module, RemoteTable))
 
 
@@ -135,7 +135,7 @@ class TableLinks:
             remote.pull = self._pull
 
     def connect(self, links: Sequence[ShardLink]) -> None:
-        """To these servers; what was cached from others is forgotten."""
+        """Use these servers from now on; what was cached from others is forgotten."""
         self.links = links
         self.caches = [RowCache(self._cache_rows, remote.table.dim) for remote in self._remotes]
 
@@ -146,13 +146,13 @@ class TableLinks:
         rows_nd, missing_n = cache.get(ids_n, self.oldest)
         wanted_n = ids_n[missing_n]
         if len(wanted_n):
-            found_nd, clock = self._pulled(table, wanted_n)
-            rows_nd[missing_n] = found_nd
-            cache.put(wanted_n, found_nd, clock)
+            pulled_nd, clock = self._pulled(table, wanted_n)
+            rows_nd[missing_n] = pulled_nd
+            cache.put(wanted_n, pulled_nd, clock)
         return rows_nd
 
     def _pulled(self, table: Table, ids_n: Tensor) -> tuple[Tensor, int]:
-        """float32 [n, dim] from the servers, and the clock of the one that is behind the others."""
+        """Pull float32 [n, dim] from the servers; also give the clock of the one that is behind the others."""
         place = self._places[table.name]
         if len(self.links) == 1:
             return self.links[0].pull_rows(place, ids_n, table.dim, step=self.step)
@@ -164,19 +164,19 @@ class TableLinks:
                 clocks.append(clock)
         return rows_nd, min(clocks, default=0)
 
-    def told(self) -> list[str]:
-        """What was read from the caches."""
+    def cache_facts(self) -> list[str]:
+        """Describe how much was read from the caches."""
         each = zip(self._remotes, self.caches, strict=True)
         return [
             f"{1 - cache.missed / cache.read:.0%} of {remote.table.name} cached" for remote, cache in each if cache.read
         ]
 
     def take(self) -> list[RowGradients]:
-        """Of each table, since the last call."""
+        """Give the gradients of each table since the last call."""
         return [remote.take() for remote in self._remotes]
 
     def push(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
-        """To every server, also where there is nothing, so that each knows what has come."""
+        """Push to every server, also where there is nothing, so that each knows what has come."""
         part = {"step": step, "width": width, "node": node}
         for place, (remote, (ids_n, gradients_nd)) in enumerate(zip(self._remotes, gradients, strict=True)):
             owners_n = self._rule.shard_of(ids_n, remote.table)

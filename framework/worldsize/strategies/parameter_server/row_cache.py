@@ -10,7 +10,7 @@ from torch import Tensor
 
 @final
 class RowCache:
-    """Direct-mapped: a row has one of ``capacity`` places, which it leaves to the next that wants it.
+    """A direct-mapped cache: a row has one of ``capacity`` slots, which it leaves to the next row that wants it.
 
     A row has the clock of its server when it was pulled: the last step all of whose updates it has seen. A read that
     needs those up to a step is served if the row's clock is not before it (Ho et al. 2013, section 3).
@@ -23,17 +23,17 @@ class RowCache:
         self.read = self.missed = 0
 
     def get(self, ids_n: Tensor, clock: int) -> tuple[Tensor, Tensor]:
-        """float32 [n, dim] and bool [n]: which of them are missing, or have not seen all updates up to ``clock``."""
-        places_n = ids_n % len(self._ids)
-        missing_n = (self._ids[places_n] != ids_n) | (self._clocks[places_n] < clock)
+        """Read rows: float32 [n, dim], and bool [n] for those missing or without all updates up to ``clock``."""
+        slots_n = ids_n % len(self._ids)
+        missing_n = (self._ids[slots_n] != ids_n) | (self._clocks[slots_n] < clock)
         self.read += len(ids_n)
         self.missed += int(missing_n.sum())
-        return self._rows[places_n], missing_n
+        return self._rows[slots_n], missing_n
 
     def put(self, ids_n: Tensor, rows_nd: Tensor, clock: int) -> None:
-        """``ids_n``: each once."""
-        places_n = ids_n % len(self._ids)
-        self._ids[places_n] = ids_n
-        kept_n = self._ids[places_n] == ids_n  # of several that want one place, one has it
-        self._rows[places_n[kept_n]] = rows_nd[kept_n]
-        self._clocks[places_n] = clock
+        """Keep rows that have seen all updates up to ``clock``; ``ids_n`` has each once."""
+        slots_n = ids_n % len(self._ids)
+        self._ids[slots_n] = ids_n
+        kept_n = self._ids[slots_n] == ids_n  # of several that want one slot, one has it
+        self._rows[slots_n[kept_n]] = rows_nd[kept_n]
+        self._clocks[slots_n] = clock

@@ -42,9 +42,9 @@ Gradient = Tensor | RowGradients
 
 
 def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:
-    """The mean over all logical ranks of parts of a table's gradient, each row added in the tree's order.
+    """Compute the mean over all logical ranks of a table's gradient, each row added in the tree's order.
 
-    The same bits as the gradient of the whole table, summed in that tree: to add a zero changes nothing.
+    It has the same bits as the gradient of the whole table, summed in that tree: to add a zero changes nothing.
     """
     if len(parts) == 1:
         ((ids_n, values_nd),) = parts.values()
@@ -66,7 +66,7 @@ def _over(total: Tensor, count: int) -> Tensor:
 
 @final
 class Shard:
-    """``buckets`` of a model that is given whole, with its optimizer's and schedule's state; and rows of ``tables``.
+    """The ``buckets`` of a model that is given whole, with optimizer and schedule, and the rows of ``tables``.
 
     What comes in is numbered: buckets first, then tables.
     """
@@ -91,7 +91,7 @@ class Shard:
         self._take_over()
         self.optimizer.step()  # without gradients it does nothing; schedules want to have seen one, also of rows alone
         self.begin_step()
-        self.last_factor: float | None = 1.0  # of the last approval
+        self.last_factor: float | None = 1.0  # of the last commit
         self._units: dict[tuple[int, int], set[int]] = {}  # parts of steps: buckets of each that have come
         self._count = 0  # logical ranks whose buckets have all come, of steps after `first`
         self._first = self._closed = step  # no unit of a step up to `closed` is missing
@@ -163,7 +163,7 @@ class Shard:
         return True
 
     def _mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
-        """Over all logical ranks, once all have come."""
+        """Give the mean over all logical ranks, once all have come."""
         total = self.rule.logical_ranks
         if isinstance(gradient, Tensor):
             self._arrivals[index].add(width, node, [gradient])
@@ -191,22 +191,22 @@ class Shard:
         return self.rule.requires_commit and len(self._ready) == self._kinds
 
     def norms(self) -> dict[str, list[float]]:
-        """Norms of the pieces of the mean gradient of the step that waits for approval, by parameter."""
-        found: dict[str, list[float]] = {}
+        """Compute the norms of the pieces of the mean gradient that waits for its commit, by parameter."""
+        norms: dict[str, list[float]] = {}
         for index, gradient in self._ready.items():
             if isinstance(gradient, Tensor):
                 bucket = self.buckets[index]
                 for piece, view in zip(bucket.pieces, bucket.views(gradient), strict=True):
-                    found.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
+                    norms.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
             else:
                 name = self.tables[index - len(self.buckets)].table.name
-                found.setdefault(name, []).append(float(torch.linalg.vector_norm(gradient[1])))
-        return found
+                norms.setdefault(name, []).append(float(torch.linalg.vector_norm(gradient[1])))
+        return norms
 
     def apply(self, step: int, factor: float | None) -> None:
         """Make the update of ``step`` that waits, its gradient times ``factor``; None leaves the update out."""
         if step != self.step + 1 or not self.waits_for_commit:
-            return  # approved before, by one whose answer was lost
+            return  # committed before, by one whose answer was lost
         self.last_factor = factor
         for index, gradient in sorted(self._ready.items()):
             if factor not in (None, 1.0):
@@ -222,7 +222,7 @@ class Shard:
             self.begin_step()
 
     def _update(self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int) -> bool:
-        """One unit's update, with lr / logical ranks, so that those of a step add up to lr."""
+        """Make one unit's update, with lr / logical ranks, so that those of a step add up to lr."""
         if unit[0] <= self._closed or index in self._units.get(unit, ()):
             return False
         come = self._units.setdefault(unit, set())
@@ -243,7 +243,7 @@ class Shard:
         self._forget()
 
     def _forget(self) -> None:
-        """Units of steps that are complete need not be remembered one by one."""
+        """Forget the units of steps that are complete, which need not be remembered one by one."""
         while True:
             of_next = [unit for unit, come in self._units.items() if unit[0] == self._closed + 1]
             if len(of_next) < self.rule.logical_ranks or any(len(self._units[unit]) < self._kinds for unit in of_next):
@@ -270,11 +270,11 @@ class Shard:
 
     @property
     def closed(self) -> int:
-        """No part of a step up to this one is missing."""
+        """The last step up to which no part of any step is missing."""
         return self.step if self.rule.synchronous else self._closed
 
     def image(self) -> dict[str, Any]:
-        """Everything, also what has come of steps in progress; not a copy."""
+        """Give everything, also what has come of steps in progress; not a copy."""
         states = [[self.optimizer.state.get(parameter, {}) for parameter in each] for each in self.parameters]
         return {
             "values": self.values,
@@ -317,17 +317,17 @@ class Shard:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     def state(self) -> dict[str, Any]:
-        """A copy of everything, by parameter: pieces with their first row, value and optimizer state."""
-        found: dict[str, Any] = {}
+        """Copy everything, by parameter: pieces with their first row, value and optimizer state."""
+        entries: dict[str, Any] = {}
         for bucket, parameters in zip(self.buckets, self.parameters, strict=True):
             for piece, parameter in zip(bucket.pieces, parameters, strict=True):
                 state = self.optimizer.state.get(parameter, {})
                 copy = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
                 entry = {"first": piece.first, "value": parameter.detach().clone(), "state": copy}
-                found.setdefault(piece.name, []).append(entry)
+                entries.setdefault(piece.name, []).append(entry)
         schedule = self.schedule.state_dict() if self.schedule is not None else {}
         return {
-            "parameters": found,
+            "parameters": entries,
             "schedule": schedule,
             "groups": self._groups(),
             "step": self.step,
@@ -335,7 +335,7 @@ class Shard:
         }
 
     def table_states(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of the rows of each table, by its name."""
+        """Copy the rows of each table, by its name."""
         return {rows.table.name: rows.state() for rows in self.tables}
 
 

@@ -36,14 +36,14 @@ class Piece:
         return self.numel * self.dtype.itemsize
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This piece of the whole ``tensor``, a view; of a tensor of another shape (a step count) all of it."""
+        """Give this piece of the whole ``tensor`` as a view; all of a tensor of another shape, such as a step count."""
         return tensor[self.first : self.first + self.shape[0]] if self.shape and tensor.ndim else tensor
 
 
 @final
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces of one dtype that travel as one frame, flat and in this order."""
+    """Some pieces of one dtype that travel as one frame, flat and in this order."""
 
     pieces: tuple[Piece, ...]
 
@@ -56,7 +56,7 @@ class Bucket:
         return sum(piece.numel for piece in self.pieces)
 
     def views(self, flat_n: Tensor) -> list[Tensor]:
-        """The pieces within a flat tensor."""
+        """Give the pieces within a flat tensor, as views."""
         ends = accumulate(piece.numel for piece in self.pieces)
         return [flat_n[end - p.numel : end].view(p.shape) for end, p in zip(ends, self.pieces, strict=True)]
 
@@ -81,7 +81,7 @@ class ShardingPlan:
 
 
 def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: int, cut: bool) -> list[ShardLayout]:
-    """The buckets of each of ``count`` servers, in the order in which a backward pass fills them.
+    """Plan the buckets of each of ``count`` servers, in the order in which a backward pass fills them.
 
     ``cut``: large parameters are spread over servers along their first dimension. That is right for optimizers
     that treat each element by itself.

@@ -17,7 +17,7 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Unit:
-    """What one worker computes in one clock: these logical ranks of one step. Dealt again, as it is, if it dies."""
+    """What one worker computes in one clock: these logical ranks of one step. If it dies, another gets them."""
 
     step: int
     logical_ranks: tuple[int, ...]
@@ -33,11 +33,15 @@ class _Member:
 @final
 @dataclass
 class StalenessScheduler:
-    """``staleness``: clocks that the fastest worker may be ahead, 0 to infinity.
+    """Deals units of training under stale synchronous parallelism (SSP).
 
-    ``logical_ranks``: parts of a step; each is a unit where steps need not be complete before the next begins.
-    Steps after ``first`` up to ``last`` are dealt, none beyond :meth:`open`'s. ``lease``: seconds without a sign of
-    life after which a worker is taken for dead.
+    Steps after ``first`` up to ``last`` are dealt, none beyond :meth:`open`'s.
+
+    Attributes:
+        staleness: Clocks that the fastest worker may be ahead, 0 to infinity.
+        logical_ranks: Parts of a step; each is a unit where steps need not be complete before the next begins.
+        lease: Seconds without a sign of life after which a worker is taken for dead.
+        done: Logical ranks of the steps after ``first`` that are done, all in all.
     """
 
     staleness: float
@@ -56,7 +60,7 @@ class StalenessScheduler:
 
     @property
     def complete(self) -> int:
-        """The step up to which as many logical ranks are done as there are in all steps until then."""
+        """The last step of which, counting all logical ranks that are done, none is missing."""
         return self.first + self.done // self.logical_ranks
 
     @property
@@ -74,14 +78,14 @@ class StalenessScheduler:
         self.last = max(self.last, last)
 
     def join(self, name: str, now: float) -> int:
-        """Admit a worker, which starts as slow as the slowest; its clock. One that was there before comes back."""
+        """Admit a worker, or have it come back; it starts as slow as the slowest. Gives its clock."""
         self.retire(name)
         clock = 0 if self.floor == math.inf else int(self.floor)
         self.members[name] = _Member(self._opened if self.staleness == 0 else clock, now + self.lease)
         return self.members[name].clock
 
     def retire(self, name: str) -> Unit | None:
-        """Remove a worker; what it had in hand is dealt again, and given back here."""
+        """Remove a worker and deal again what it had in hand, which is returned."""
         member = self.members.pop(name, None)
         if member is None:
             return None
@@ -92,18 +96,18 @@ class StalenessScheduler:
         return member.hand
 
     def renew(self, name: str, now: float) -> bool:
-        """A sign of life; False if the worker is no member (any more)."""
+        """Note a sign of life; False if the worker is no member (any more)."""
         if name in self.members:
             self.members[name].deadline = now + self.lease
         return name in self.members
 
     def expired(self, now: float, busy: Container[str] = ()) -> list[str]:
-        """Workers whose lease has run out while they had a unit in hand, or were ``busy`` otherwise."""
+        """List workers whose lease has run out while they had a unit in hand, or were ``busy`` otherwise."""
         late = [name for name, member in self.members.items() if member.deadline < now]
         return [name for name in late if self.members[name].hand or name in busy]
 
     def finish(self, name: str, unit: Unit) -> bool:
-        """The unit in the hand of ``name`` is done; False if it was not in its hand (any more)."""
+        """Note that ``name`` has done the unit in its hand; False if it was not in its hand (any more)."""
         member = self.members.get(name)
         if member is None or member.hand != unit:
             return False
@@ -116,7 +120,7 @@ class StalenessScheduler:
         return True
 
     def next(self, name: str, now: float) -> Unit | None:
-        """What ``name`` begins now; None: it has to wait."""
+        """Deal what ``name`` begins now; None: it has to wait."""
         member = self.members[name]
         member.hand = member.hand or self._orphan() or self._dealt(member)
         if member.hand:

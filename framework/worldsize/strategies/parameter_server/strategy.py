@@ -28,10 +28,11 @@ from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, GradientCodec, codec_of
 from worldsize.strategies.parameter_server.model_state import learning_of
 from worldsize.strategies.parameter_server.operations import shard_service
-from worldsize.strategies.parameter_server.row_tables import RowRule, Sharding
+from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.server_group import PendingServer, ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.sharding import ShardingPlan, ShardLayout, plan_shards
+from worldsize.strategies.parameter_server.slot_index import Sharding
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.strategies.parameter_server.task_service import TaskService
@@ -107,7 +108,7 @@ class ParameterServer(Strategy):
 
     @property
     def bound(self) -> float:
-        """Clocks that the fastest worker may be ahead of the slowest."""
+        """The number of clocks that the fastest worker may be ahead of the slowest."""
         return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
 
     @property
@@ -164,7 +165,7 @@ class ParameterServer(Strategy):
         return None
 
     def _warn(self, learning: TrainState) -> None:
-        """With a delay of 4 updates, momentum 0.9 is ten times slower on a quadratic; with 8 it diverges."""
+        """Warn of momentum with stale weights: with a delay of 4, 0.9 is ten times slower; with 8 it diverges."""
         for group in learning.optimizer.param_groups:
             momentum = float(group.get("momentum") or 0.0)
             if momentum / (1 - momentum) * self.staleness >= _DIVERGES:

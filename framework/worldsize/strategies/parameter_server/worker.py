@@ -107,7 +107,7 @@ class Worker:
                 link.close()
 
     def _work(self, control: Channel, links: Sequence[ShardLink]) -> bool:
-        """Task after task, until there are no more, or (False) none for this member."""
+        """Do task after task until the run ends; False: this worker is no member any more."""
         todo: Mapping[str, Callable[[Mapping[str, Any], Sequence[ShardLink]], dict[str, Any]]] = {
             "train": self._train,
             "evaluate": self._evaluate,
@@ -117,7 +117,7 @@ class Worker:
             control.send_message(Operation.TICK, {**done, "leaves": self._context.stop.is_wanted()})
             task = control.message(control.answer(Operation.TASK))
             if task["do"] == "stop":
-                print(f"ends: {task['why']}", *self._tables.told(), sep="; ", flush=True)
+                print(f"ends: {task['why']}", *self._tables.cache_facts(), sep="; ", flush=True)
                 return True
             if task["do"] == "join":
                 return False
@@ -133,7 +133,7 @@ class Worker:
     def _learned(
         self, batches: Sequence[Any], links: Sequence[ShardLink], step: int, ranks: Sequence[int]
     ) -> list[Tensor]:
-        """Pull, compute, push; the losses."""
+        """Pull weights, compute gradients and push them; give the losses."""
         self._pull(links, step - 1 if self._synchronous else 0)
         self._tables.oldest = step - 1 - self._staleness
         if self._overlap and len(ranks) == 1 and (self._synchronous or self._numerics.clip_norm is None):
@@ -147,7 +147,7 @@ class Worker:
     def _summed(
         self, batches: Sequence[Any], links: Sequence[ShardLink], step: int, ranks: Sequence[int]
     ) -> list[Tensor]:
-        """Backward passes, whose gradients are pushed when they have been added up."""
+        """Push gradients when those of all backward passes have been added up; give the losses."""
         total, arrivals, losses, touched = self._context.logical_ranks, Arrivals(self._context.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
@@ -162,7 +162,7 @@ class Worker:
         return losses
 
     def _overlapped(self, overlap: Overlap, batch: Any, links: Sequence[ShardLink], step: int, rank: int) -> Tensor:
-        """One backward pass, during which gradients are pushed."""
+        """Push gradients during the one backward pass; give the loss."""
         part = {"step": step, "width": self._context.logical_ranks, "node": rank}
         overlap.begin(lambda place, gradients: self._send(links, place, gradients, part))
         loss = self._backward(batch)
@@ -179,7 +179,7 @@ class Worker:
         return loss.detach()
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
-        """Where steps overlap, each unit's gradient by its own norm."""
+        """Clip a unit's gradient by its own norm, as is done where steps overlap."""
         if self._numerics.clip_norm is not None:
             norm = nn.utils.get_total_norm(gradients)
             torch._foreach_mul_(list(gradients), clip_factor(norm, self._numerics.clip_norm))
@@ -220,5 +220,5 @@ class Worker:
         batches = self._context.data.evaluation(task["part"], task["parts"])
         with autocast(self._world.device, self._numerics.precision):
             sums, names = metric_sums(self._recipe, self._model, batches)
-        found = {i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in sums.items()}
-        return {"part": task["part"], "sums": found, "names": names}
+        sums_by_index = {i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in sums.items()}
+        return {"part": task["part"], "sums": sums_by_index, "names": names}
