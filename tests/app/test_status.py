@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
-from worldsize.core import Job, Launcher, Plan
+from worldsize.core import BatchLauncher, Plan
 from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView
 
 
-class Asked(Launcher):
+class Asked(BatchLauncher):
     """A launcher that gives its answers in turn, and counts how often it is asked."""
 
     def __init__(self, *answers: str | Exception | None) -> None:
         self.answers = list(answers)
 
-    def launch(self, plan: Plan) -> Job:
+    def submit(self, plan: Plan) -> str:
+        raise NotImplementedError
+
+    def cancel(self, job: str) -> None:
         raise NotImplementedError
 
     def describe(self, plan: Plan) -> str:

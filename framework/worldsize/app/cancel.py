@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
 from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
@@ -33,10 +34,8 @@ def cancel(run: RunDirectory) -> str:
     view = look(run)
     if view.exit_reason == "completed":
         raise WorldsizeError(f"the run {run.path} is complete.")
-    if view.job:
-        from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
-
-        read_settings(run).launcher.cancel(view.job)
+    if view.job and (launcher := Scheduler(run).launcher):
+        launcher.cancel(view.job)
         return f"job {view.job} was cancelled"
     if view.exit_reason != "running":
         raise WorldsizeError(f"the run {run.path} is not being trained.")

@@ -24,7 +24,7 @@ from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
-    from worldsize.core import Job, Plan, Recipe
+    from worldsize.core import BatchLauncher, Job, Plan, Recipe
     from worldsize.planning.doctor.report import Report
     from worldsize.records.run_directory import RunDirectory
 
@@ -88,17 +88,19 @@ def _alter(cfg: DictConfig, wanted: Wanted) -> None:
 
 def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     """What was found, and the folder that is left if not all is well."""
-    from worldsize.core import Plan
+    from worldsize.core import BatchLauncher, Plan
     from worldsize.launch.node import NodeLauncher
     from worldsize.planning.doctor.evaluate import evaluate
     from worldsize.planning.doctor.findings import read_findings
     from worldsize.planning.doctor.report import Check, Report
     from worldsize.records.run_directory import planned
 
-    if not isinstance(settings.launcher, NodeLauncher) or settings.launcher.elsewhere:
+    launcher = settings.launcher
+    remote = isinstance(launcher, BatchLauncher) and not launcher.shares_run_folder
+    if remote or not isinstance(launcher, NodeLauncher):
         raise ConfigError(
             f"doctor needs a launcher that starts all hosts, and a run folder that this machine sees; "
-            f"{type(settings.launcher).__name__} does not. Name the same hosts with cluster=ssh or cluster=slurm."
+            f"{type(launcher).__name__} does not. Name the same hosts with cluster=ssh or cluster=slurm."
         )
     run = planned(root, "doctor", None)
     plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
@@ -120,6 +122,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     """Start the examination and wait for its end. Raises ConfigError: the launcher refuses."""
     import torch
 
+    from worldsize.core import AgentLauncher, BatchLauncher
     from worldsize.driver.examine import examine
     from worldsize.driver.record import config_text, with_secrets
     from worldsize.launch.node import NodeLauncher
@@ -136,20 +139,33 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     with created(run):
         write_configuration(run, config=config_text(clean.tree(settings.config)))
     with redirect_stdout(sys.stderr):  # what the agents say
-        if launcher.submits:
-            _wait(launcher.launch(with_secrets(settings, plan, clean)))
+        if isinstance(launcher, BatchLauncher):
+            _wait(launcher, launcher.submit(with_secrets(settings, plan, clean)))
+        elif isinstance(launcher, AgentLauncher):
+            _wait_for_agents(launcher.launch_agents(with_secrets(settings, plan, clean)))
         else:
             examine(settings, launcher, plan, run, Node())
 
 
-def _wait(job: Job) -> None:
-    """However long it is queued; one that nobody waits for is cancelled."""
-    if job.ids:
-        print(f"job {', '.join(job.ids)} submitted; waiting for it to start and end", flush=True)
+def _wait_for_agents(job: Job) -> None:
     try:
         job.wait()
     except BaseException:
         job.cancel()
+        raise
+
+
+def _wait(launcher: BatchLauncher, job: str | None) -> None:
+    """Wait however long the job is queued; cancel it if this process is interrupted."""
+    from worldsize.driver.scheduled import wait_for
+
+    if job is None:
+        return
+    print(f"job {job} submitted; waiting for it to start and end", flush=True)
+    try:
+        wait_for(launcher, [job])
+    except BaseException:
+        launcher.cancel(job)
         raise
 
 

@@ -42,7 +42,8 @@ def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
     view = look(scheduler.run)
     if view.job is None or view.attempts:
         return ()
-    return scheduler.launcher.log_command(view.job, follow=follow)
+    launcher = scheduler.launcher
+    return launcher.log_command(view.job, follow=follow) if launcher else ()
 
 
 def _shown(command: Sequence[str]) -> int:

@@ -125,6 +125,7 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
     found = []
 
     def task(cfg: DictConfig) -> None:
+        from worldsize.core import BatchLauncher
         from worldsize.driver.execute import settings_of
 
         cfg.batch_size *= size if mode == "weak" else 1
@@ -132,7 +133,7 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
         if accumulation > 1:
             cfg.logical_ranks = accumulation * settings.logical_ranks
             settings = settings_of(cfg)
-        if not settings.launcher.waits:
+        if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.wait:
             raise ConfigError(
                 f"{type(settings.launcher).__name__} hands runs over and does not wait. Set launcher.wait=true, "
                 "where there is such an option, or run scale inside the job; nothing was started."

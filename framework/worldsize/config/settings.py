@@ -10,13 +10,29 @@ from typing import Any
 from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_targets
-from worldsize.core import Cluster, ConfigError, Launcher, Link, Listener, Numerics, Recipe, Role, Strategy, World
+from worldsize.core import (
+    AgentLauncher,
+    BatchLauncher,
+    Cluster,
+    ConfigError,
+    Launcher,
+    LaunchMethod,
+    Link,
+    Listener,
+    Numerics,
+    Recipe,
+    Role,
+    Strategy,
+    World,
+)
 from worldsize.data.loader import Order, logical_ranks_of
 from worldsize.engine.faults import Faults
 from worldsize.engine.fit import Intervals
 from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
 from worldsize.world.preemption import SIGNALS
+
+AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class Settings:
     recipe: Recipe
     determinism: Determinism
     roles: Mapping[str, Role]
-    launcher: Launcher
+    launcher: AnyLauncher
     logger: Callable[..., Listener] | None
     retention: Retention
     faults: Faults
@@ -147,12 +163,19 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         recipe=build(config["recipe"], Recipe, allowed=allowed, key="recipe"),  # type: ignore[type-abstract]
         determinism=determinism,
         roles=roles,
-        launcher=build(config["launcher"], Launcher, allowed=allowed, key="launcher"),  # type: ignore[type-abstract]
+        launcher=_launcher(config["launcher"], allowed),
         logger=build(config["logger"], partial, allowed=allowed, key="logger") if config["logger"] else None,
         retention=build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep"),
         faults=Faults.parsed(config["faults"]),
         logical_ranks=logical_ranks,
     )
+
+
+def _launcher(node: Mapping[str, Any], allowed: Allowed) -> AnyLauncher:
+    launcher = build(node, LaunchMethod, allowed=allowed, key="launcher")  # type: ignore[type-abstract]
+    if not isinstance(launcher, AnyLauncher):
+        raise ConfigError(f"launcher: {type(launcher).__name__} is no Launcher, AgentLauncher or BatchLauncher.")
+    return launcher
 
 
 def _allowed(config: Mapping[str, Any]) -> Allowed:

@@ -28,9 +28,12 @@ from worldsize.core.events import (
     Straggling,
 )
 from worldsize.core.launcher import (
+    AgentLauncher,
+    BatchLauncher,
     Failure,
     Job,
     Launcher,
+    LaunchMethod,
     Outcome,
     Plan,
 )
@@ -55,7 +58,9 @@ from worldsize.core.strategy import (
 from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
 
 __all__ = [
+    "AgentLauncher",
     "Batch",
+    "BatchLauncher",
     "CheckpointSaved",
     "CheckpointSource",
     "Cluster",
@@ -69,6 +74,7 @@ __all__ = [
     "Failure",
     "FaultPoints",
     "Job",
+    "LaunchMethod",
     "Launcher",
     "Link",
     "Listener",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from worldsize.core.cluster import Cluster, Role
-from worldsize.errors import ConfigError
 
 OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
 
@@ -63,7 +62,7 @@ class Failure:
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended: ``exit_reason`` is "completed", "failed", "interrupted", or "preempted": saved, start it again;
-    of jobs of a scheduler "submitted" or "ended".
+    of agents "ended", since they record how.
 
     ``steps``: the step after which it began, and the last one it completed, where they are known.
     ``first_step_at``: Unix time at which it completed its first step.
@@ -77,9 +76,7 @@ class Outcome:
 
 
 class Job(ABC):
-    """Processes that a launcher has started. ``ids``: of the jobs that it has submitted, one a run."""
-
-    ids: Sequence[str] = ()
+    """Processes that a launcher has started."""
 
     @abstractmethod
     def wait(self) -> Outcome:
@@ -90,57 +87,80 @@ class Job(ABC):
         """Ask the processes to end; :meth:`wait` says how they did."""
 
 
-class Launcher(ABC):
-    """How processes start. Every process runs ``python -m worldsize.worker RUN_DIR`` or its equivalent.
+class LaunchMethod(ABC):
+    """What every way to start a run has in common. Derive from one of the three below."""
 
-    ``max_restarts``: times that a gang that failed is started again from its last checkpoint.
+    max_restarts: int = 0  # times that a gang that failed is started again from its last checkpoint
+
+    def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
+        """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""
+
+    def write(self, plan: Plan) -> None:  # noqa: B027 - most start processes from the run folder as it is
+        """Put what is handed over, a script and keys, into the run folder."""
+
+    @abstractmethod
+    def describe(self, plan: Plan) -> str:
+        """Say what would be started, as a text that a person can read or run."""
+
+
+class Launcher(LaunchMethod):
+    """Starts the processes of a run here and now, and is waited for.
+
+    Every process runs ``python -m worldsize.worker RUN_DIR`` or its equivalent.
     """
-
-    max_restarts: int = 0
-    submits: ClassVar[bool] = False  # hands the run over to others, who record its attempts
-    sweeps: ClassVar[bool] = False  # takes the runs of a sweep together, see launch_all
-    elsewhere: ClassVar[bool] = False  # the run's folder is where the processes are, out of the launching one's sight
 
     @property
     def other_hosts(self) -> Sequence[str]:
         """Names of the hosts that take part beside this one, where they are known."""
         return ()
 
-    @property
-    def waits(self) -> bool:
-        """Whether the job of ``launch`` can be waited for, until the run has ended."""
-        return not self.submits
-
-    def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every launcher has something to check
-        """Raise ConfigError for a cluster that this launcher cannot start, before a run folder exists."""
-
-    def write(self, plan: Plan) -> None:  # noqa: B027 - most start processes from the run folder as it is
-        """Put what ``launch`` hands over, a script and keys, into the run folder."""
-
     @abstractmethod
     def launch(self, plan: Plan) -> Job:
-        """Start the processes of ``plan``, and return without waiting for them."""
+        """Start the processes of one attempt."""
 
-    def launch_all(self, plans: Sequence[Plan]) -> Job:
-        """The runs of a sweep, all of one shape, as one job."""
-        raise NotImplementedError
 
-    def state(self, job: str) -> str | None:
-        """The scheduler's word for a job that was submitted; None: it is over.
-
-        Raises:
-            WorldsizeError: it does not answer.
-        """
-        return None
-
-    def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
-        """What shows the logs of a job whose run folder is elsewhere; nothing: they are in the run folder."""
-        return ()
-
-    def cancel(self, job: str) -> None:
-        """End a job that was submitted."""
-        raise ConfigError(f"{type(self).__name__} submits no jobs.")
+class AgentLauncher(LaunchMethod):
+    """Starts ``worldsize agent RUN_DIR`` on every host, and is waited for. The agents record the run's attempts."""
 
     @abstractmethod
-    def describe(self, plan: Plan) -> str:
-        """What ``launch`` would do, as a text that a person can read or run."""
+    def launch_agents(self, plan: Plan) -> Job:
+        """Start an agent on each host."""
+
+
+class BatchLauncher(LaunchMethod):
+    """Hands a run to a scheduler as a job, whose agents record the run's attempts, or to a person.
+
+    ``wait``: come back when the job has ended. ``shares_run_folder``: the job's processes write into the run folder
+    that this process has made, and not into a copy on their side.
+    """
+
+    wait: bool = False
+    shares_run_folder: ClassVar[bool] = True
+
+    @abstractmethod
+    def submit(self, plan: Plan) -> str | None:
+        """Hand over one run; the job's id, or None if a person is to start it.
+
+        Raises:
+            ConfigError: the scheduler refuses the job.
+        """
+
+    def submit_all(self, plans: Sequence[Plan]) -> Sequence[str | None]:
+        """Hand over the runs of a sweep, all of one shape; the id of each. By default each is a job of its own."""
+        return [self.submit(plan) for plan in plans]
+
+    @abstractmethod
+    def state(self, job: str) -> str | None:
+        """Ask for the scheduler's word for a job; None: it is over.
+
+        Raises:
+            WorldsizeError: the scheduler does not answer.
+        """
+
+    @abstractmethod
+    def cancel(self, job: str) -> None:
+        """End a job."""
+
+    def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
+        """Name the command that shows a job's logs; empty if they are in the run folder."""
+        return ()

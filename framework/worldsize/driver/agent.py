@@ -67,7 +67,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             check_hosts(settings, facts_of(settings.recipe, place), [facts for _, facts in found])
         code = 1
         try:
-            code = run_attempts(replace(settings, launcher=Lead.of(launcher, place, others)), plan, record)
+            code = run_attempts(settings, Lead.of(launcher, place, others), plan, record)
         finally:
             for other in others:
                 other.say_over(code)

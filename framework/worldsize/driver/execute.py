@@ -19,10 +19,11 @@ from worldsize.config.installed import installed
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
 from worldsize.config.shape import with_processes
-from worldsize.core import Job, Plan
+from worldsize.core import AgentLauncher, BatchLauncher, Plan
 from worldsize.data.loader import is_iterable, steps_of
 from worldsize.driver.record import amend_record, check_same, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
+from worldsize.driver.scheduled import wait_for
 from worldsize.errors import ConfigError
 from worldsize.observe.summary import summary_table
 from worldsize.records.redaction import scrubber
@@ -66,13 +67,17 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
         settings.launcher.write(plan)
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
         return 0
-    if settings.launcher.sweeps and is_sweep():
+    if isinstance(settings.launcher, BatchLauncher) and is_sweep():
         sweep.append(Launch(settings, plan, run))
         return 0
-    if settings.launcher.submits:
-        return _submit(settings.launcher.launch(plan), [run])
-    with opened(run) as record:
-        return run_attempts(settings, plan, record)
+    match settings.launcher:
+        case BatchLauncher() as launcher:
+            return _submit(launcher, [plan], [run])
+        case AgentLauncher() as launcher:
+            return launcher.launch_agents(plan).wait().exit_code
+        case launcher:
+            with opened(run) as record:
+                return run_attempts(settings, launcher, plan, record)
 
 
 def _show(settings: Settings, plan: Plan) -> int:
@@ -87,18 +92,21 @@ def _show(settings: Settings, plan: Plan) -> int:
 def submit_sweep(sweep: Sequence[Launch]) -> int:
     """Submit the runs of a sweep as one job; return the exit code."""
     launcher = sweep[0].settings.launcher
-    return _submit(launcher.launch_all([each.plan for each in sweep]), [each.run for each in sweep])
+    assert isinstance(launcher, BatchLauncher)
+    return _submit(launcher, [each.plan for each in sweep], [each.run for each in sweep])
 
 
-def _submit(job: Job, runs: Sequence[RunDirectory]) -> int:
-    for name, run in zip(job.ids, runs, strict=False):
-        note_job(run, name)
-        print(f"job {name} submitted: {run.path}", flush=True)
-    outcome = job.wait()
-    if outcome.exit_reason == "submitted":
+def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDirectory]) -> int:
+    jobs = launcher.submit_all(plans)
+    for job, run in zip(jobs, runs, strict=True):
+        if job is not None:
+            note_job(run, job)
+            print(f"job {job} submitted: {run.path}", flush=True)
+    if not launcher.wait:
         print(f"follow it with: worldsize logs --follow {runs[0].path}")
         return 0
-    return max(_ended(run) for run in runs) if job.ids else outcome.exit_code
+    wait_for(launcher, [job for job in jobs if job is not None])
+    return max(_ended(run) for run in runs)
 
 
 def _ended(run: RunDirectory) -> int:
@@ -124,17 +132,24 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, record, clean, ignore)
-    if settings.launcher.elsewhere and sorted(clean.words(words)) != sorted(record.manifest["overrides"]):
+    launcher = settings.launcher
+    remote = isinstance(launcher, BatchLauncher) and not launcher.shares_run_folder
+    if remote and sorted(clean.words(words)) != sorted(record.manifest["overrides"]):
         raise ConfigError(
-            f"the run's folder is where {type(settings.launcher).__name__} keeps it, with the options that it began "
+            f"the run's folder is where {type(launcher).__name__} keeps it, with the options that it began "
             "with. Resume it without other ones, or begin a new run; nothing was started."
         )
     _check_steps(settings, run)
     amend_record(settings, plan, record, clean, words)
-    if settings.launcher.submits:
-        record.close()  # the job takes the lock
-        return _submit(settings.launcher.launch(plan), [run])
-    return run_attempts(settings, plan, record)
+    match launcher:
+        case BatchLauncher():
+            record.close()  # the job takes the lock
+            return _submit(launcher, [plan], [run])
+        case AgentLauncher():
+            record.close()  # the agent of the first host takes the lock
+            return launcher.launch_agents(plan).wait().exit_code
+        case _:
+            return run_attempts(settings, launcher, plan, record)
 
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from worldsize.config.settings import Settings
-from worldsize.core import Failure, Outcome, Plan
+from worldsize.core import Failure, Launcher, Outcome, Plan
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.records.run_directory import RunDirectory
@@ -18,22 +18,22 @@ from worldsize.records.run_record import RunRecord, read_result
 _logger = logging.getLogger(__name__)
 
 
-def run_attempts(settings: Settings, plan: Plan, record: RunRecord) -> int:
+def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
     """Start the run, and again after a failure while ``launcher.max_restarts`` lasts; return the exit code.
 
     A failure at the same step twice in a row ends it: a third would be no other.
     """
     console, restarts, failed_at = Console(), 0, -1
     while True:
-        outcome = _attempt(settings, plan, record, console)
-        if (failure := outcome.failure) is None or restarts == settings.launcher.max_restarts:
+        outcome = _attempt(settings, launcher, plan, record, console)
+        if (failure := outcome.failure) is None or restarts == launcher.max_restarts:
             break
         step = failure.step or 0
         if step == failed_at:
             _logger.error("the run failed at step %d twice in a row; it is not started again.", step)
             break
         restarts, failed_at = restarts + 1, step
-        _say_restart(failure, f"{restarts} of {settings.launcher.max_restarts}")
+        _say_restart(failure, f"{restarts} of {launcher.max_restarts}")
     _report(record.directory, outcome, console)
     return outcome.exit_code
 
@@ -44,11 +44,11 @@ def _say_restart(failure: Failure, count: str) -> None:
     _logger.error(text, failure.role, failure.rank, failure.step, cause, count)
 
 
-def _attempt(settings: Settings, plan: Plan, record: RunRecord, console: Console) -> Outcome:
+def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord, console: Console) -> Outcome:
     run = record.directory
-    number = record.begin_attempt(settings.launcher.other_hosts, world_size=plan.world_size)
+    number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size)
     settings.strategy.prepare(run.servers(number))
-    job = settings.launcher.launch(replace(plan, attempt=number))
+    job = launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.intervals.steps, console):
         outcome = job.wait()
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses of an attempt end with it

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -12,10 +14,14 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, look
 
 if TYPE_CHECKING:
-    from worldsize.core import Launcher
+    from worldsize.config.settings import AnyLauncher
+    from worldsize.core import BatchLauncher
+
+_logger = logging.getLogger(__name__)
 
 SILENT = "the scheduler does not answer"
 _INTERVAL = 15.0  # seconds: a controller has others to serve
+_POLL, _SLOWEST = 0.5, 5.0  # seconds between two questions: at first, and of a job that takes long
 
 
 @final
@@ -24,7 +30,7 @@ class Scheduler:
     """Query the scheduler of a run at most every 15 s; other calls return the cached state."""
 
     run: RunDirectory
-    _launcher: Launcher | None = None
+    _launcher: AnyLauncher | None = None
     _asked: float = field(default=float("-inf"))
     _said: str | None = None
 
@@ -36,17 +42,22 @@ class Scheduler:
         return self._said
 
     @property
-    def launcher(self) -> Launcher:
-        """Raises WorldsizeError if the run's own settings cannot be read."""
+    def launcher(self) -> BatchLauncher | None:
+        """The launcher that submitted the run's jobs; None: the run has gone on without a scheduler since.
+
+        Raises:
+            WorldsizeError: the run's own settings cannot be read.
+        """
         from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
+        from worldsize.core import BatchLauncher
 
         self._launcher = self._launcher or read_settings(self.run).launcher
-        return self._launcher
+        return self._launcher if isinstance(self._launcher, BatchLauncher) else None
 
     def _answer(self, job: str) -> str | None:
         launcher = self.launcher
         try:
-            return launcher.state(job)
+            return launcher.state(job) if launcher else None
         except WorldsizeError:
             return SILENT
 
@@ -67,3 +78,18 @@ def is_alive(scheduler: Scheduler) -> bool:
     if view.job and view.exit_reason in (None, "preempted"):
         return scheduler.state(view.job) is not None
     return view.exit_reason == "running" or (view.exit_reason != "completed" and is_locked(scheduler.run.path))
+
+
+def wait_for(launcher: BatchLauncher, jobs: Sequence[str]) -> None:
+    """Block until all jobs have ended. How the runs ended stands in their folders."""
+    pause, unsaid = _POLL, True
+    while True:
+        try:
+            if all(launcher.state(job) is None for job in jobs):
+                return
+        except WorldsizeError as error:  # a controller that is restarted says nothing for a while
+            if unsaid:
+                _logger.warning("%s It is asked again.", error)
+            unsaid = False
+        time.sleep(pause)
+        pause = min(1.05 * pause, _SLOWEST)

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch._C._distributed_c10d import TCPStore
 
-from worldsize.core import Failure, Job, Outcome, Plan
+from worldsize.core import Failure, Job, Launcher, Outcome, Plan
 from worldsize.errors import WorldsizeError
 from worldsize.launch.gang import Gang
 from worldsize.launch.meeting import Line, Message, Other, Pulse
@@ -25,7 +25,7 @@ from worldsize.world.preemption import PREEMPTED
 
 @final
 @dataclass(frozen=True)
-class Lead(NodeLauncher):
+class Lead(NodeLauncher, Launcher):
     """The agent of the first host: a launcher for whoever runs the attempts, which all hosts take part in."""
 
     node: Node = field(default_factory=Node)

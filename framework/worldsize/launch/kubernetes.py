@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import read_key, write_key
+from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.submitted import Submitted, job_name
 from worldsize.launch.templates import filled
 
 _RUN_FILES = "/etc/worldsize/run"
@@ -26,7 +26,7 @@ _PATIENCE = 60.0  # seconds for kubectl
 
 @final
 @dataclass(frozen=True)
-class Kubernetes(NodeLauncher):
+class Kubernetes(NodeLauncher, BatchLauncher):
     """Applies one pod a node, with an agent in it."""
 
     image: str | None = cluster_option(None)  # code and environment, best by digest: IMAGE@sha256:...
@@ -43,8 +43,7 @@ class Kubernetes(NodeLauncher):
     pod_restarts: int = 3  # times that pods that failed are started again
     python: str = "python"  # interpreter in the image
     kubectl: Sequence[str] = ("kubectl",)  # with its options, e.g. [kubectl, --context, mine]
-    submits = True
-    elsewhere = True
+    shares_run_folder = False
 
     def check(self, cluster: Cluster) -> None:
         if not self.image:
@@ -69,13 +68,13 @@ class Kubernetes(NodeLauncher):
         manifests.touch(mode=0o600)
         manifests.write_text(self._whole(plan, {}, jobset=self.kind != "job"))
 
-    def launch(self, plan: Plan) -> Job:
+    def submit(self, plan: Plan) -> str:
         if shutil.which(self.kubectl[0]) is None:
             raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
         secrets = {"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {}
         jobset = self._has_jobsets()
         self._ask("apply", "-f", "-", text=self._whole(plan, secrets, jobset=jobset))
-        return Submitted(self, [f"{'jobset' if jobset else 'job'}/{job_name(plan)}"])
+        return f"{'jobset' if jobset else 'job'}/{job_name(plan)}"
 
     def _whole(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
         """The manifests, with all that pods begin with."""

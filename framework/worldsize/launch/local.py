@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.config.shape import check_gpus
-from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
 from worldsize.world.roles import role_of
@@ -14,7 +14,7 @@ from worldsize.world.roles import role_of
 
 @final
 @dataclass(frozen=True)
-class Local(NodeLauncher):
+class Local(NodeLauncher, Launcher):
     """Starts every process by ``fork``: K workers cost one import of torch, not K.
 
     The launching process must have no threads and no CUDA context at that time. Torch's elastic agent is

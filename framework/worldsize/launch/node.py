@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from worldsize.core import Launcher, Plan
+from worldsize.core import LaunchMethod, Plan
 from worldsize.launch.gang import Gang, Member
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import Node, Placement
@@ -26,8 +26,8 @@ from worldsize.world.roles import role_of, role_ranks
 
 
 @dataclass(frozen=True)
-class NodeLauncher(Launcher):
-    """Launchers whose hosts each run one process that forks the others."""
+class NodeLauncher(LaunchMethod):
+    """Starts the processes of one host by forking them from one; the base of launchers whose hosts each do so."""
 
     max_restarts: int = 0  # times that a gang that failed is started again from its last checkpoint
     grace: float = 1.0  # seconds that a failed gang has to write its errors before it is killed

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
+from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.submitted import Submitted, job_name
 from worldsize.launch.templates import filled
 from worldsize.world.preemption import PREEMPTED
 
@@ -29,7 +29,7 @@ _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
 
 @final
 @dataclass(frozen=True)
-class SkyPilot(NodeLauncher):
+class SkyPilot(NodeLauncher, BatchLauncher):
     """Launches a managed job with one agent a node; its run folder is in ``checkpoint_bucket``.
 
     A path instead of a bucket is a folder that all nodes share.
@@ -52,8 +52,7 @@ class SkyPilot(NodeLauncher):
     restarts_on_errors: int = 3  # times that a job that failed is started again
     managed: bool = True  # a managed job, which is recovered; False: a cluster that is left when the run ends
     sky: Sequence[str] = ("sky",)  # the command, which may live in an environment of its own
-    submits = True
-    elsewhere = True
+    shares_run_folder = False
 
     def check(self, cluster: Cluster) -> None:
         if self.spot_recovery is not None:
@@ -86,7 +85,7 @@ class SkyPilot(NodeLauncher):
         write_key(plan.run_dir)
         (plan.run_dir / TASK).write_text(self.describe(plan))
 
-    def launch(self, plan: Plan) -> Job:
+    def submit(self, plan: Plan) -> str:
         if shutil.which(self.sky[0]) is None:
             raise ConfigError(
                 f"{self.sky[0]} is not found. Install SkyPilot in an environment of its own: "
@@ -100,7 +99,7 @@ class SkyPilot(NodeLauncher):
         command = [*self.sky, *how, "--yes", "--detach-run", *secrets, str(task)]
         if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # it shows the cost
             raise ConfigError(f"SkyPilot refuses the task, as it says above. The task is in {task}.")
-        return Submitted(self, [name])
+        return name
 
     def describe(self, plan: Plan) -> str:
         shared = self.checkpoint_bucket is not None and self.checkpoint_bucket.startswith("/")

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Cluster, ConfigError, Job, Plan
+from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
 from worldsize.core.launcher import cluster_option
 from worldsize.errors import WorldsizeError
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.submitted import Submitted
 from worldsize.launch.templates import filled
 
 _PATIENCE = 60.0  # seconds for one of Slurm's commands
@@ -27,7 +26,7 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 @final
 @dataclass(frozen=True)
-class Slurm(NodeLauncher):
+class Slurm(NodeLauncher, BatchLauncher):
     """Submits one job, in which srun starts one agent a node."""
 
     time: str | None = cluster_option(None)  # limit, e.g. 02:00:00; the run saves before it and is queued again
@@ -48,12 +47,6 @@ class Slurm(NodeLauncher):
     exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
     python: str | None = None  # interpreter on the nodes; None: this one
     wait: bool = False  # come back when the job has ended
-    submits = True
-    sweeps = True
-
-    @property
-    def waits(self) -> bool:
-        return self.wait
 
     def check(self, cluster: Cluster) -> None:
         """Ask Slurm whether it would take the job."""
@@ -65,15 +58,14 @@ class Slurm(NodeLauncher):
     def write(self, plan: Plan) -> None:
         self._written([plan])
 
-    def launch(self, plan: Plan) -> Job:
-        return self.launch_all([plan])
+    def submit(self, plan: Plan) -> str:
+        return self.submit_all([plan])[0]
 
-    def launch_all(self, plans: Sequence[Plan]) -> Job:
-        """One job; of several runs, an array."""
+    def submit_all(self, plans: Sequence[Plan]) -> Sequence[str]:
+        """Submit one job; of several runs, an array."""
         script = self._written(plans)
         job = _told(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
-        names = [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
-        return Submitted(self, names, self.wait)
+        return [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
 
     def _written(self, plans: Sequence[Plan]) -> Path:
         """The script, in the first run's folder."""

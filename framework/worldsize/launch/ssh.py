@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, final
 
 from worldsize.config.search_path import bundle
-from worldsize.core import Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Outcome, Plan
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
@@ -31,7 +31,7 @@ _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_module
 
 @final
 @dataclass(frozen=True)
-class Ssh(NodeLauncher):
+class Ssh(NodeLauncher, AgentLauncher):
     """Copies the code to each host and starts an agent there. All hosts must share the run folder's file system.
 
     Copied are the working directory, and worldsize's own clone.
@@ -44,8 +44,6 @@ class Ssh(NodeLauncher):
     )  # where the code goes, "%h": the host; None: it is there, at the same path
     python: str | None = cluster_option(None)  # interpreter on the hosts; None: made there by uv, from the lock
     ssh: Sequence[str] = cluster_option(("ssh",))  # with its options, e.g. [ssh, -F, my_config]
-    submits = True
-    waits = True
 
     def check(self, cluster: Cluster) -> None:
         """Every host answers, and lets us in."""
@@ -62,7 +60,7 @@ class Ssh(NodeLauncher):
         done = subprocess.run([*self._ssh(host), "true"], capture_output=True, text=True, check=False)
         return f"{host}: {done.stderr.strip() or 'no answer'}" if done.returncode else None
 
-    def launch(self, plan: Plan) -> Job:
+    def launch_agents(self, plan: Plan) -> Job:
         write_key(plan.run_dir)
         self._everywhere(self._copy)
         return _Agents([self._start(plan, node) for node in range(len(self.hosts))], self.save_grace)
@@ -166,7 +164,6 @@ class _Agent:
 class _Agents(Job):
     agents: Sequence[_Agent]
     grace: float
-    ids: Sequence[str] = ()
     _seen: list[int] = field(default_factory=list)
 
     def wait(self) -> Outcome:

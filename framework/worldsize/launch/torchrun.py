@@ -6,23 +6,21 @@ import shlex
 from dataclasses import dataclass
 from typing import final
 
-from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
+from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
-from worldsize.launch.submitted import Submitted
 from worldsize.world.environments import port_of
 
 
 @final
 @dataclass(frozen=True)
-class Torchrun(Launcher):
+class Torchrun(BatchLauncher):
     """Prints the command for each node: torchrun, or an agent where roles differ."""
 
     gpus_per_node: int | None = cluster_option(None)  # a process for each, unless their number is given
     first: str = cluster_option("FIRST_HOST")  # address of the first node
     port: int | None = cluster_option(None)  # at which the nodes meet; None: one that follows from the run's id
     max_restarts: int = 0  # of torchrun
-    submits = True
 
     def check(self, cluster: Cluster) -> None:
         if cluster.nodes < 1:
@@ -31,10 +29,16 @@ class Torchrun(Launcher):
     def write(self, plan: Plan) -> None:
         write_key(plan.run_dir)
 
-    def launch(self, plan: Plan) -> Job:
+    def submit(self, plan: Plan) -> None:
+        """Print the commands, for a person to start them."""
         self.write(plan)
         print(self.describe(plan))
-        return Submitted(self)
+
+    def state(self, job: str) -> str | None:
+        return None
+
+    def cancel(self, job: str) -> None:
+        raise ConfigError("whoever started torchrun must stop it: there is no job.")
 
     def describe(self, plan: Plan) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
