@@ -32,5 +32,4 @@ def test_a_host_without_the_data_is_named(train: Any) -> None:
     with pytest.raises(WorldsizeError, match=r"b \(node 1\) has data without train\.txt, a has 0123"):
         check_hosts(settings, first, [other])
     check_hosts(settings, first, [{**first, "node": 1}])
-    config = {**settings.config, "cluster": {**settings.config["cluster"], "nodes_differ": "warn"}}
-    check_hosts(replace(settings, config=config), first, [other])
+    check_hosts(replace(settings, agents=replace(settings.agents, nodes_differ="warn")), first, [other])

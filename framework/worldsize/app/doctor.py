@@ -88,7 +88,7 @@ def _alter(cfg: DictConfig, wanted: Wanted) -> None:
 
 def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     """What was found, and the folder that is left if not all is well."""
-    from worldsize.core import BatchLauncher, Plan
+    from worldsize.core import AgentLauncher, BatchLauncher, Plan
     from worldsize.launch.node import NodeLauncher
     from worldsize.planning.doctor.evaluate import evaluate
     from worldsize.planning.doctor.findings import read_findings
@@ -111,7 +111,8 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
         fact, _, remedy = str(error).partition(". ")
         return Report([Check("launch", "this machine", False, fact, remedy)]), None
     cluster = settings.cluster
-    findings = read_findings(run.findings, cluster.nodes, settings.config["cluster"].get("hosts", ()))
+    hosts = launcher.hosts if isinstance(launcher, AgentLauncher) else ()
+    findings = read_findings(run.findings, cluster.nodes, hosts)
     report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
     if report.ok:
         shutil.rmtree(run.path)

@@ -186,15 +186,15 @@ def _cost_table(
         cells = [size_text(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes)]
         cells += [time_text(each) for each in (cost.communication_seconds, each.exposed_seconds, each.step_seconds)]
         cells += [f"{each.efficiency:.1%}", time_text(compute_seconds_for(WANTED, each.exposed_seconds))]
-        cells += [f"{price_per_million(each, settings.batch_size, price):.2f}"] if price else []
+        cells += [f"{price_per_million(each, settings.training.batch_size, price):.2f}"] if price else []
         cells[0] += " ✗" if name in unfitting else ""
         table.add_row(name, *cells, style="dim" if name in unfitting else "" if place else "bold")
     return table
 
 
 def _batch_text(settings: Settings) -> str:
-    each = settings.batch_size // settings.logical_ranks
-    return f"Global batch: {settings.batch_size} samples a step, {settings.logical_ranks} × {each}."
+    each = settings.training.batch_size // settings.logical_ranks
+    return f"Global batch: {settings.training.batch_size} samples a step, {settings.logical_ranks} × {each}."
 
 
 def _links_text(cluster: Cluster, file: Path | None) -> str:
@@ -205,13 +205,13 @@ def _links_text(cluster: Cluster, file: Path | None) -> str:
 
 def _retuning_text(settings: Settings) -> str | None:
     """If the newest run of this recipe had another global batch."""
-    root = Path(settings.config["run"]["root"], choices()["recipe"])
+    root = settings.run.root / choices()["recipe"]
     for run in reversed(runs_below(root)):  # by date and time
         try:
             then = int(look(run).manifest["config"]["batch_size"])
         except (WorldsizeError, KeyError):
             continue
-        return retuning_text(then, settings.batch_size, settings.config["lr"], str(run.path))
+        return retuning_text(then, settings.training.batch_size, settings.training.lr, str(run.path))
     return None
 
 

@@ -83,7 +83,7 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
     predictor = Predictor(Given(links=links_of(links) if links else {}))
     points = _planned(overrides, mode, predictor)
     first = points[0]
-    folder = planned(Path(first.settings.config["run"]["root"]), "scaling", None).path
+    folder = planned(first.settings.run.root, "scaling", None).path
     study = {"schema": 1, "recipe": first.recipe, "mode": mode, "command": command}
     study["cluster"] = {**asdict(predictor.cluster(first.settings)), "processes": None}
     done: list[Point] = []
@@ -142,7 +142,7 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
             raise ConfigError(
                 f"steps={settings.intervals.steps} are too few to tell their spread. Set {_FEWEST} or more."
             )
-        shape = (f"batch_size={settings.batch_size}", f"logical_ranks={settings.logical_ranks}")
+        shape = (f"batch_size={settings.training.batch_size}", f"logical_ranks={settings.logical_ranks}")
         place = Planned(choices()["strategy"], size, accumulation, (*words, *shape), settings, choices()["recipe"])
         found.append(replace(place, predicted=_predicted(predictor, settings)))
 
@@ -173,7 +173,7 @@ def _number(text: str) -> int:
 
 
 def _measured(point: Planned, run: Path) -> Point:
-    batch_size = point.settings.batch_size
+    batch_size = point.settings.training.batch_size
     found = read_timed(run, batch_size)
     return Point(
         strategy=point.strategy,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_targets
+from worldsize.config.sections import AgentsConfig, CheckpointConfig, ObserveConfig, RunConfig, TrainingConfig
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
@@ -30,7 +30,6 @@ from worldsize.engine.faults import Faults
 from worldsize.engine.fit import Intervals
 from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
-from worldsize.world.preemption import SIGNALS
 
 AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 
@@ -39,7 +38,12 @@ AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 class Settings:
     """One run's values and objects. Touches no device, no process group and no file."""
 
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the whole resolved mapping, to be recorded
+    run: RunConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    observe: ObserveConfig
+    agents: AgentsConfig
     cluster: Cluster
     numerics: Numerics
     strategy: Strategy
@@ -47,75 +51,23 @@ class Settings:
     determinism: Determinism
     roles: Mapping[str, Role]
     launcher: AnyLauncher
-    logger: Callable[..., Listener] | None
-    retention: Retention
     faults: Faults
     logical_ranks: int
 
     @property
-    def seed(self) -> int:
-        return int(self.config["seed"])
-
-    @property
-    def batch_size(self) -> int:
-        return int(self.config["batch_size"])
-
-    @property
-    def evaluate_batch_size(self) -> int:
-        return int(self.config["evaluate_batch_size"])
-
-    @property
-    def data_workers(self) -> int:
-        return int(self.config["data_workers"])
-
-    @property
-    def stops_on_nonfinite(self) -> bool:
-        return bool(self.config["nonfinite"] == "stop")
-
-    @property
     def excludes_slow(self) -> bool:
-        """Whether the launcher goes on without a host on which a rank is slow."""
-        return bool(self.config["launcher"].get("exclude_slow", False))
-
-    @property
-    def step_breakdown(self) -> bool:
-        """Whether it is measured where the time of steps goes."""
-        return bool(self.config["observe"]["step_breakdown"])
-
-    @property
-    def profiled(self) -> tuple[int, int] | None:
-        """First and last step that are traced."""
-        steps = self.config["profile"]["steps"]
-        return (steps[0], steps[1]) if steps else None
-
-    @property
-    def group(self) -> str | None:
-        """Name under which wandb groups the runs of one experiment or sweep."""
-        group = self.config["run"]["group"]
-        return None if group is None else str(group)
-
-    @property
-    def examines(self) -> str | None:
-        """What the processes find out about the cluster, instead of training: see ``run.examine``."""
-        examine = self.config["run"]["examine"]
-        return None if examine is None else str(examine)
-
-    def ignored(self, step: int) -> Sequence[str]:
-        """Parts of a checkpoint of this step that are not loaded; those of the run's later ones are."""
-        saves = self.config["checkpoint"]
-        limit = saves.get("ignore_until")
-        return [part for part in saves["ignore"] if part == HYPERPARAMETERS or limit is None or step <= limit]
+        """Whether the run goes on in another job, without a host on which a rank is slow."""
+        return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
     @property
     def intervals(self) -> Intervals:
-        config, saves = self.config, self.config["checkpoint"]
         return Intervals(
-            steps=config["steps"],
-            log_every=config["log_every"],
-            evaluate_every=config["evaluate_every"],
-            save_every=saves["every"],
-            save_at_end=saves["at_end"],
-            keeps_best=self.retention.best is not None,
+            steps=self.training.steps,
+            log_every=self.training.log_every,
+            evaluate_every=self.training.evaluate_every,
+            save_every=self.checkpoint.every,
+            save_at_end=self.checkpoint.at_end,
+            keeps_best=self.checkpoint.keep.best is not None,
         )
 
     def peers(self) -> list[list[int]]:
@@ -131,7 +83,8 @@ class Settings:
     def order(self, rank: int, size: int) -> Order:
         """The data order as seen by worker ``rank`` of ``size``."""
         mine = logical_ranks_of(rank, size, self.logical_ranks)
-        return Order(self.seed, self.batch_size, self.logical_ranks, mine, bool(self.config["length_balanced"]))
+        training = self.training
+        return Order(training.seed, training.batch_size, self.logical_ranks, mine, training.length_balanced)
 
 
 def load_settings(config: Mapping[str, Any]) -> Settings:
@@ -142,7 +95,12 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     """
     allowed = _allowed(config)
     check_targets(config, allowed)
-    _check_numbers(config)
+    training = TrainingConfig.of(config)
+    observe = ObserveConfig.of(config, _logger(config["logger"], allowed))
+    keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
+    checkpoint = CheckpointConfig.of(config["checkpoint"], keep)
+    if config["launch"] not in ("run", "show", "write"):
+        raise ConfigError(f"launch={config['launch']!r} is unknown. Known: run, show, write.")
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
     cluster = _cluster(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
@@ -150,13 +108,19 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
     roles = strategy.roles(cluster)
-    if config["run"]["examine"]:
+    run = RunConfig.of(config["run"])
+    if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all of them meet
     parts = strategy.data_parallel(cluster)
     logical_ranks = _logical_ranks(config, parts, strategy.default_micro_batches)
     strategy.check_micro_batches(logical_ranks // parts)
     return Settings(
         config=config,
+        run=run,
+        training=training,
+        checkpoint=checkpoint,
+        observe=observe,
+        agents=AgentsConfig.of(config["cluster"]),
         cluster=cluster,
         numerics=numerics,
         strategy=strategy,
@@ -164,11 +128,13 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         determinism=determinism,
         roles=roles,
         launcher=_launcher(config["launcher"], allowed),
-        logger=build(config["logger"], partial, allowed=allowed, key="logger") if config["logger"] else None,
-        retention=build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep"),
         faults=Faults.parsed(config["faults"]),
         logical_ranks=logical_ranks,
     )
+
+
+def _logger(node: Mapping[str, Any] | None, allowed: Allowed) -> Callable[..., Listener] | None:
+    return build(node, partial, allowed=allowed, key="logger") if node else None
 
 
 def _launcher(node: Mapping[str, Any], allowed: Allowed) -> AnyLauncher:
@@ -198,33 +164,6 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         device_memory=node.get("device_memory"),
         price_per_hour=node.get("price_per_hour"),
     )
-
-
-_MINIMA = {
-    "steps": 1,
-    "batch_size": 1,
-    "log_every": 1,
-    "evaluate_every": 0,
-    "evaluate_batch_size": 1,
-    "data_workers": 0,
-}
-
-
-def _check_numbers(config: Mapping[str, Any]) -> None:
-    for key, least in _MINIMA.items():
-        if config[key] < least:
-            raise ConfigError(f"{key}={config[key]} must be {least} or more.")
-    if (traced := config["profile"]["steps"]) and not (len(traced) == 2 and 1 <= traced[0] <= traced[1]):
-        raise ConfigError(f"profile.steps={traced} must be the first and the last step to trace, e.g. [10,12].")
-    saves = config["checkpoint"]
-    if saves["every"] < 0:
-        raise ConfigError(f"checkpoint.every={saves['every']} must be 0 (none in between) or more.")
-    known = [number.name for number in SIGNALS]
-    for name in saves["signals"]:
-        if name not in known:
-            raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
-    if config["launch"] not in ("run", "show", "write"):
-        raise ConfigError(f"launch={config['launch']!r} is unknown. Known: run, show, write.")
 
 
 def _check_reduce(strategy: Strategy) -> None:

@@ -122,6 +122,8 @@ class Launcher(LaunchMethod):
 class AgentLauncher(LaunchMethod):
     """Starts ``worldsize agent RUN_DIR`` on every host, and is waited for. The agents record the run's attempts."""
 
+    hosts: Sequence[str] = ()  # names by which this machine knows them, the first of which leads
+
     @abstractmethod
     def launch_agents(self, plan: Plan) -> Job:
         """Start an agent on each host."""
@@ -130,12 +132,12 @@ class AgentLauncher(LaunchMethod):
 class BatchLauncher(LaunchMethod):
     """Hands a run to a scheduler as a job, whose agents record the run's attempts, or to a person.
 
-    ``wait``: come back when the job has ended. ``shares_run_folder``: the job's processes write into the run folder
-    that this process has made, and not into a copy on their side.
+    A launcher offers ``wait`` and ``exclude_slow`` by declaring them as fields.
     """
 
-    wait: bool = False
-    shares_run_folder: ClassVar[bool] = True
+    wait: bool = False  # come back when the job has ended
+    exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
+    shares_run_folder: ClassVar[bool] = True  # its processes write into the run folder that this process has made
 
     @abstractmethod
     def submit(self, plan: Plan) -> str | None:

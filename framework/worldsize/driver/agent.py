@@ -48,7 +48,7 @@ def agent(run: RunDirectory) -> int:
     plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
     plan = replace(plan, secrets={"WORLDSIZE_SECRETS": secrets}) if secrets else plan
     launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
-    if settings.examines:
+    if settings.run.examine:
         return examine(settings, launcher, plan, run, place, port=_port(settings, run))
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
@@ -79,4 +79,4 @@ def _waits(settings: Settings, launcher: NodeLauncher) -> dict[str, float]:
 
 
 def _port(settings: Settings, run: RunDirectory) -> int:
-    return int(settings.config["cluster"]["port"] or port_of(meeting_name(run.id, os.environ)))
+    return settings.agents.port or port_of(meeting_name(run.id, os.environ))

@@ -170,7 +170,9 @@ def settings_of(cfg: DictConfig) -> Settings:
     settings = load_settings(config)
     if cfg.epochs is None:
         return settings
-    cfg.steps = _steps(settings)  # schedules interpolate steps, so the whole is resolved again
+    cfg.steps = _steps(
+        settings, epochs=float(cfg.epochs)
+    )  # schedules interpolate steps, so the whole is resolved again
     return load_settings(_completed(resolved(cfg)))
 
 
@@ -188,11 +190,11 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "cluster": with_processes(config["cluster"], gpus), "run": run}
 
 
-def _steps(settings: Settings) -> int:
+def _steps(settings: Settings, *, epochs: float) -> int:
     dataset = settings.recipe.data("train")
     if is_iterable(dataset):
         raise ConfigError("epochs needs a data set with a length; this one is a stream. Set steps instead.")
-    return steps_of(settings.config["epochs"], len(dataset), settings.batch_size)
+    return steps_of(epochs, len(dataset), settings.training.batch_size)
 
 
 def _plan(settings: Settings, run: RunDirectory) -> Plan:

@@ -79,7 +79,7 @@ def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[M
     ]
     if not differences:
         return
-    if settings.config["cluster"]["nodes_differ"] == "warn":
+    if settings.agents.nodes_differ == "warn":
         _logger.warning("%s", "; ".join(differences))
         return
     raise WorldsizeError(

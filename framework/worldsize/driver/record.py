@@ -133,7 +133,7 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
 
 def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
     """Describe the checkout, with the bytes of its patch; ``framework`` is worldsize's own, where it is another one."""
-    code = capture_code(Path.cwd(), exclude=Path(settings.config["run"]["root"]).resolve())
+    code = capture_code(Path.cwd(), exclude=settings.run.root.resolve())
     patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
     own = Code() if _is_inside(bundle(), code.checkout) else capture_code(bundle(), exclude=bundle() / "runs")
@@ -167,14 +167,14 @@ def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
 
 def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Determine what a run that re-creates another one may claim."""
-    if settings.config["run"]["reproduces"] is None:
+    if settings.run.reproduces is None:
         return {}
-    original = view(Path(settings.config["run"]["reproduces"])).manifest
+    original = view(settings.run.reproduces).manifest
     check_data(original["data"], manifest["data"])
     reasons = lowerings(original, manifest)
     for each in reasons:
         _logger.info("lowers the claim to %s: %s", each.level, each.reason)
-    if reasons and settings.config["run"]["strict"]:
+    if reasons and settings.run.strict:
         raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
     return {"parent_run": original["run_id"], "claim": asdict(lowered(original, manifest, reasons))}
 
@@ -209,7 +209,7 @@ def _device(cluster: Cluster, local_rank: int) -> str:
 def _determinism(settings: Settings) -> dict[str, Any]:
     cluster = settings.cluster
     return {
-        "seed": settings.seed,
+        "seed": settings.training.seed,
         "streams": seeds.__doc__,
         "logical_ranks": settings.logical_ranks,
         "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),

@@ -89,7 +89,7 @@ def wait_for(launcher: BatchLauncher, jobs: Sequence[str]) -> None:
                 return
         except WorldsizeError as error:  # a controller that is restarted says nothing for a while
             if unsaid:
-                _logger.warning("%s It is asked again.", error)
+                _logger.info("%s It is asked again.", error)
             unsaid = False
         time.sleep(pause)
         pause = min(1.05 * pause, _SLOWEST)

@@ -99,10 +99,10 @@ class Predictor:
         return work if given.overlap is None else replace(work, overlap=given.overlap)
 
     def _micro_batch(self, settings: Settings) -> Workload:
-        cluster, batch_size = settings.cluster, settings.batch_size // settings.logical_ranks
+        cluster, batch_size = settings.cluster, settings.training.batch_size // settings.logical_ranks
         key = (batch_size, self._at_once(settings), _threads(cluster))
         if key not in self._measured:
-            order = Order(settings.seed, settings.batch_size, settings.logical_ranks, (0,))
+            order = Order(settings.training.seed, settings.training.batch_size, settings.logical_ranks, (0,))
             self._measured[key] = calibrate(
                 settings.recipe, settings.numerics, order, self._device(cluster), at_once=key[1], threads=key[2]
             )

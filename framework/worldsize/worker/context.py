@@ -38,7 +38,7 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
     return RunContext(
         world,
         settings.numerics,
-        seed=settings.seed,
+        seed=settings.training.seed,
         steps=settings.intervals.steps,
         workers=settings.roles["worker"].processes,
         logical_ranks=settings.logical_ranks,
@@ -63,12 +63,11 @@ class _RunCheckpoints(CheckpointSource):
         self._settings, self._run, self._alone = settings, run, alone
 
     def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
-        saves = self._settings.config["checkpoint"]
-        checkpoint = newest(self._run.checkpoints, self._alone, allow_older=saves["allow_older"])
+        checkpoint = newest(self._run.checkpoints, self._alone, allow_older=self._settings.checkpoint.allow_older)
         if checkpoint is None:
             return None
         self._settings.faults.at("load:begin")
-        return load(checkpoint, state(), ignore=self._settings.ignored(checkpoint.step)), checkpoint.step
+        return load(checkpoint, state(), ignore=self._settings.checkpoint.ignored(checkpoint.step)), checkpoint.step
 
 
 @final
@@ -87,10 +86,10 @@ class _UnitTiming(StepTiming):
 
     def drawing(self) -> AbstractContextManager[None]:
         """Time the wait for data within the block."""
-        return self._times.drawing() if self._settings.step_breakdown else nullcontext()
+        return self._times.drawing() if self._settings.observe.step_breakdown else nullcontext()
 
     def measured(self, step: int) -> AbstractContextManager[None]:
-        return self._times.measured(step) if self._settings.step_breakdown else nullcontext()
+        return self._times.measured(step) if self._settings.observe.step_breakdown else nullcontext()
 
 
 @final
@@ -128,4 +127,4 @@ class _RunData(DataSource):
     def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
         self._settings.faults.at("evaluate:begin")
         share = replace(self._world, rank=part, size=parts, groups={})
-        return evaluation_batches(self._test, share, batch_size=self._settings.evaluate_batch_size)
+        return evaluation_batches(self._test, share, batch_size=self._settings.training.evaluate_batch_size)

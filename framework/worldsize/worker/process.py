@@ -68,9 +68,9 @@ def play(run: RunDirectory, placement: Placement) -> int:
     try:
         settings = read_settings(run)
         check_size(placement, settings.roles)
-        if settings.examines:
+        if settings.run.examine:
             return _examine(settings, run, placement)
-        preemption = Preemption(settings.config["checkpoint"]["signals"])
+        preemption = Preemption(settings.checkpoint.signals)
         listeners = listeners_of(settings, run, placement.rank)
         return _play(settings, run, placement, listeners, preemption)
     except BaseException as error:
@@ -100,7 +100,7 @@ def _play(
     settings.determinism.apply(settings.cluster.device)
     _listen(settings, run)
     with open_world(placement, settings.cluster, settings.roles) as world:
-        seed_generators(stream(settings.seed, "init"), world.device)
+        seed_generators(stream(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         _audit(settings, run, world)
         replica = _replica(settings, run, world, placement, preemption)
@@ -117,7 +117,7 @@ def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int
     _listen(settings, run)
     with open_world(placement, settings.cluster, settings.roles) as world:
         transport = audit(world, settings.cluster, os.environ, run.path / "logs")
-        return probe(world, placement, transport, run.findings, pairs=settings.examines == "pairs")
+        return probe(world, placement, transport, run.findings, pairs=settings.run.examine == "pairs")
 
 
 def _listen(settings: Settings, run: RunDirectory) -> None:

@@ -63,7 +63,11 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
         return own
     config = view(run.path).manifest["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
-    remote = [SubprocessListener(partial(settings.logger, **facts, group=settings.group))] if settings.logger else []
+    remote = (
+        [SubprocessListener(partial(settings.observe.logger, **facts, group=settings.run.group))]
+        if settings.observe.logger
+        else []
+    )
     return [*own, JsonLines(run.metrics), EventLog(run.events), *remote]
 
 
@@ -95,9 +99,9 @@ class Training:
             run.checkpoints,
             world,
             world.groups.get(f"checkpoint/{world.role}"),
-            keep=settings.retention,
+            keep=settings.checkpoint.keep,
             facts={"strategy": type(settings.strategy).__name__, "logical_ranks": settings.logical_ranks},
-            finite=settings.stops_on_nonfinite,
+            finite=settings.numerics.nonfinite == "stop",
             at=settings.faults.at,
         )
 
@@ -105,7 +109,7 @@ class Training:
         """Train; the exit code."""
         steps, replica = self._settings.intervals.steps, self._replica
         first = self._resume(replica)
-        if self._settings.step_breakdown and self._world.size > 1:
+        if self._settings.observe.step_breakdown and self._world.size > 1:
             self._stragglers, self._places = Stragglers(self._settings.peers(), first.step), places(self._world)
             self._links = slow_link_search(self._world)
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
@@ -160,8 +164,7 @@ class Training:
 
     def _resume(self, replica: Replica) -> TrainingProgress:
         """Load the newest checkpoint, if there is one."""
-        saves = self._settings.config["checkpoint"]
-        checkpoint = newest(self._run.checkpoints, self._world, allow_older=saves["allow_older"])
+        checkpoint = newest(self._run.checkpoints, self._world, allow_older=self._settings.checkpoint.allow_older)
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
         step = replica.step_reached
         if step and (checkpoint is None or step != checkpoint.step):  # of a server that took over
@@ -170,7 +173,7 @@ class Training:
             return TrainingProgress()
         if step is None:
             self._settings.faults.at("load:begin")
-            replica.load(load(checkpoint, replica.state(), ignore=self._settings.ignored(checkpoint.step)))
+            replica.load(load(checkpoint, replica.state(), ignore=self._settings.checkpoint.ignored(checkpoint.step)))
         return TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True))
 
     def _fit(self, replica: Replica, first: TrainingProgress, heartbeat: Heartbeat | None) -> TrainingProgress:
@@ -181,11 +184,13 @@ class Training:
         test: Any = ()
         if not self._leads:
             train, test = recipe.data("train"), recipe.data("test")
-            batches = micro_batches(train, order, world.device, first=first.step, workers=settings.data_workers)
+            batches = micro_batches(
+                train, order, world.device, first=first.step, workers=settings.training.data_workers
+            )
 
         def evaluation() -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")
-            return evaluate(replica, test, part, batch_size=settings.evaluate_batch_size)
+            return evaluate(replica, test, part, batch_size=settings.training.evaluate_batch_size)
 
         callbacks = LoopCallbacks(
             evaluate=evaluation,
@@ -195,11 +200,11 @@ class Training:
             begins=partial(settings.faults.at, "step:compute"),
             examine=self._examine,
         )
-        timer = StepTimer(world.device) if settings.step_breakdown else None
+        timer = StepTimer(world.device) if settings.observe.step_breakdown else None
         watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
-        if settings.profiled:
+        if settings.observe.profiled:
             trace = self._run.profile(world.rank)
-            watched = traced(watched, trace, first=first.step, span=settings.profiled, device=world.device)
+            watched = traced(watched, trace, first=first.step, span=settings.observe.profiled, device=world.device)
         with closing(watched), timer.opened() if timer else nullcontext():
             return fit(
                 replica,
@@ -209,7 +214,7 @@ class Training:
                 intervals=settings.intervals,
                 callbacks=callbacks,
                 first=first,
-                stop_on_nonfinite=settings.stops_on_nonfinite,
+                stop_on_nonfinite=settings.numerics.nonfinite == "stop",
                 timer=timer,
             )
 
@@ -226,7 +231,7 @@ class Training:
             "skipped": position.skipped,
             "evaluated": position.evaluated,
             "metrics": dict(self._history.metrics),
-            "samples": position.step * self._settings.batch_size,
+            "samples": position.step * self._settings.training.batch_size,
         }
         self._tell(self._saver.save(replica.state(), step=position.step, facts=facts))
         if not position.evaluated:
@@ -243,9 +248,9 @@ class Training:
             "metrics_digest": metrics_digest(self._run.metrics),
             "metrics": dict(self._history.metrics),
             "steps": intervals.steps,
-            "samples": intervals.steps * self._settings.batch_size,
+            "samples": intervals.steps * self._settings.training.batch_size,
             "seconds": seconds,
-            "samples_per_second": steps * self._settings.batch_size / seconds,
+            "samples_per_second": steps * self._settings.training.batch_size / seconds,
             "first_step_at": self._history.first_step_at,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "exit_reason": "completed",

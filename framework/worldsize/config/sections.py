@@ -1,0 +1,146 @@
+"""The sections of a resolved configuration as typed values, each of which checks its own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from worldsize.checkpoints.format import HYPERPARAMETERS
+from worldsize.checkpoints.retention import Retention
+from worldsize.core import Listener
+from worldsize.errors import ConfigError, neighbours
+from worldsize.world.preemption import SIGNALS
+
+_MINIMA = {
+    "steps": 1,
+    "batch_size": 1,
+    "log_every": 1,
+    "evaluate_every": 0,
+    "evaluate_batch_size": 1,
+    "data_workers": 0,
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run is recorded, and what for."""
+
+    root: Path
+    group: str | None  # under which wandb shows the runs of one experiment or sweep
+    reproduces: Path | None  # manifest of the run that this one re-creates
+    strict: bool  # re-create it exactly or not at all
+    examine: Literal["tiers", "pairs"] | None  # measure the cluster's links instead of training
+
+    @staticmethod
+    def of(node: Mapping[str, Any]) -> RunConfig:
+        reproduces = node["reproduces"]
+        return RunConfig(
+            root=Path(node["root"]),
+            group=node["group"],
+            reproduces=None if reproduces is None else Path(reproduces),
+            strict=node["strict"],
+            examine=node["examine"],
+        )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long is trained, on which data and how often something is said about it."""
+
+    steps: int
+    batch_size: int  # samples a step over all logical ranks
+    lr: float
+    seed: int
+    log_every: int
+    evaluate_every: int
+    evaluate_batch_size: int
+    data_workers: int
+    length_balanced: bool
+
+    def __post_init__(self) -> None:
+        for key, least in _MINIMA.items():
+            if (value := vars(self)[key]) < least:
+                raise ConfigError(f"{key}={value} must be {least} or more.")
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> TrainingConfig:
+        return TrainingConfig(
+            steps=config["steps"],
+            batch_size=config["batch_size"],
+            lr=config["lr"],
+            seed=config["seed"],
+            log_every=config["log_every"],
+            evaluate_every=config["evaluate_every"],
+            evaluate_batch_size=config["evaluate_batch_size"],
+            data_workers=config["data_workers"],
+            length_balanced=config["length_balanced"],
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is saved, what is kept of it and what a resumed run takes from it."""
+
+    every: int  # steps between saves; 0: none in between
+    at_end: bool
+    keep: Retention
+    signals: Sequence[str]  # which ask for a save and an end
+    ignore: Sequence[str]  # parts of the state that are not loaded
+    ignore_until: int | None  # from checkpoints up to this step; None: from none
+    allow_older: bool  # an older checkpoint stands in for a damaged one
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ConfigError(f"checkpoint.every={self.every} must be 0 (none in between) or more.")
+        known = [number.name for number in SIGNALS]
+        for name in self.signals:
+            if name not in known:
+                raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
+
+    @staticmethod
+    def of(node: Mapping[str, Any], keep: Retention) -> CheckpointConfig:
+        return CheckpointConfig(
+            every=node["every"],
+            at_end=node["at_end"],
+            keep=keep,
+            signals=node["signals"],
+            ignore=node["ignore"],
+            ignore_until=node["ignore_until"],
+            allow_older=node["allow_older"],
+        )
+
+    def ignored(self, step: int) -> Sequence[str]:
+        """Name the parts of a checkpoint of this step that are not loaded; those of the run's later ones are."""
+        limit = self.ignore_until
+        return [part for part in self.ignore if part == HYPERPARAMETERS or limit is None or step <= limit]
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What is measured of a run, and who is told."""
+
+    step_breakdown: bool  # measure where the time of each step goes
+    profiled: tuple[int, int] | None  # first and last step that are traced
+    logger: Callable[..., Listener] | None
+
+    @staticmethod
+    def of(config: Mapping[str, Any], logger: Callable[..., Listener] | None) -> ObserveConfig:
+        steps = config["profile"]["steps"]
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ConfigError(f"profile.steps={steps} must be the first and the last step to trace, e.g. [10,12].")
+        profiled = cast("tuple[int, int]", tuple(steps)) if steps else None
+        return ObserveConfig(step_breakdown=config["observe"]["step_breakdown"], profiled=profiled, logger=logger)
+
+
+@dataclass(frozen=True)
+class AgentsConfig:
+    """How the agents of several hosts find each other, and what they do if the hosts differ."""
+
+    port: int | None  # of the first host; None: one that follows from the run's id
+    nodes_differ: Literal["refuse", "warn"]
+
+    @staticmethod
+    def of(cluster: Mapping[str, Any]) -> AgentsConfig:
+        return AgentsConfig(port=cluster["port"], nodes_differ=cluster["nodes_differ"])
