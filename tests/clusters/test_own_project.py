@@ -17,9 +17,10 @@ DOCUMENTATION = Path(__file__).parents[2] / "docs" / "plugins.md"
 DETERMINISTIC = ("recipe=mine", "reproducibility=deterministic", "steps=20")
 
 
-def files_of(page: str) -> dict[str, str]:
-    """Return the files that a reader of the page writes: each block of code that follows the name of its file."""
-    return dict(re.findall(r"`((?:plugins|tests)/[\w/.]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL))
+def files_of(page: str, plugin: str) -> dict[str, str]:
+    """Return what a reader writes for ``plugin``: each block of code that follows the name of such a file."""
+    written = dict(re.findall(r"`((?:plugins|tests)/[\w/.]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL))
+    return {name: text for name, text in written.items() if plugin in name}
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def project(tmp_path: Path, command: Any, environment_without_wandb: dict[str, s
     for kind in ("strategy", "recipe", "logger"):
         made("new", kind, f"one_{kind}", cwd=folder)
     made("new", "strategy", "rounded", cwd=folder)
-    written = files_of(DOCUMENTATION.read_text())
+    written = files_of(DOCUMENTATION.read_text(), "rounded")
     assert len(written) == 3
     for name, text in written.items():
         assert (folder / name).exists()  # made by `new`

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+from tests.clusters.test_own_project import DOCUMENTATION, files_of
+
 DIGITS = ("recipe=digits", "steps=10", "reproducibility=elastic", "cluster.threads=1")
 
 
@@ -29,10 +29,10 @@ def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(
 
 @pytest.fixture
 def documented(tmp_path: Path) -> Path:
-    """A project folder with the launcher and the YAML of docs/plugins.md, as its code blocks stand there."""
-    shown = re.findall(r"`(plugins/mine/[\w/.]+)`:\n\n```\w+\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    assert {Path(name).suffix for name, _ in shown} == {".py", ".yaml"}
-    for name, text in shown:
+    """Write the launcher of docs/plugins.md into a project folder; the path of its YAML."""
+    shown = files_of(DOCUMENTATION.read_text(), "plugins/mine/")
+    assert {Path(name).suffix for name in shown} == {".py", ".yaml"}
+    for name, text in shown.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path / "plugins" / "mine" / "conf" / "cluster" / "mine.yaml"
