@@ -63,11 +63,8 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
         return own
     config = view(run.path).manifest["config"]  # without secrets
     facts = {"run_id": run.id, "folder": run.path, "config": config, "manifest": run.manifest}
-    remote = (
-        [SubprocessListener(partial(settings.observe.logger, **facts, group=settings.run.group))]
-        if settings.observe.logger
-        else []
-    )
+    logger = settings.observe.logger
+    remote = [SubprocessListener(partial(logger, **facts, group=settings.run.group))] if logger else []
     return [*own, JsonLines(run.metrics), EventLog(run.events), *remote]
 
 
