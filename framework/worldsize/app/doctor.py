@@ -171,7 +171,7 @@ def _wait(launcher: BatchLauncher, job: str | None) -> None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:
-    """Of weights and two moments of each, as Adam keeps them."""
+    """Bytes of the weights and of two moments of each, as Adam keeps them."""
     import torch
 
     try:

@@ -122,7 +122,7 @@ def _shared_out(cfg: DictConfig) -> int:
 
 
 def _names(wanted: str | None) -> list[str]:
-    """Of the strategies to compare: those that are ``wanted``, or all."""
+    """Names of the strategies to compare: those that are ``wanted``, or all."""
     known = GlobalHydra.instance().config_loader().get_group_options("strategy")
     for name in (names := wanted.split(",") if wanted else known):
         if name not in known:
@@ -133,7 +133,7 @@ def _names(wanted: str | None) -> list[str]:
 def _forecasts(
     predictor: Predictor, shared: Sequence[str], names: Sequence[str]
 ) -> tuple[dict[str, Forecast], dict[str, str]]:
-    """By strategy: the forecast, or why there is none."""
+    """Map each strategy to its forecast, or to the reason why there is none."""
     found: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for name, settings in _strategies(refused, shared, names):
@@ -147,7 +147,7 @@ def _forecasts(
 
 
 def _note(text: str) -> None:
-    """In place of the last one, for who looks on. Without a thread, since processes are forked meanwhile."""
+    """Show the line in place of the last one. No thread does it, since processes are forked meanwhile."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -206,7 +206,7 @@ def _run(
 
 
 def _runs(original: RunDirectory) -> Path:
-    """Beside the original; for a manifest that lies elsewhere, below the working directory."""
+    """Put the new run beside the original, or below the working directory if the manifest lies elsewhere."""
     beside = original.path.parents[1]
     return beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"
 

@@ -36,7 +36,7 @@ def _looked_up(point: EntryPoint) -> Installed:
 
 
 def _folders(module: str) -> list[Path]:
-    """Of a package; to look for one inside another would import that, so only the outermost is looked for."""
+    """Look for the outermost package alone: to look for one inside another would import that."""
     outermost, *inner = module.split(".")
     try:
         spec = find_spec(outermost)

@@ -40,7 +40,7 @@ def foreign_roots() -> list[Path]:
 
 
 def folders_of(root: Path) -> list[Path]:
-    """Its ``recipes/*`` and ``plugins/*`` with something in them."""
+    """List the folders ``recipes/*`` and ``plugins/*`` of a root that have something in them."""
     found = [folder for kind in ("recipes", "plugins") for folder in sorted(root.glob(f"{kind}/*"))]
     return [folder for folder in found if (folder / "conf").is_dir() or any(folder.glob("*.py"))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,13 +14,13 @@ from worldsize.core.cluster import Cluster, Role
 OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
 
 
-def cluster_option(default: Any = MISSING) -> Any:
+def cluster_option(default: Any = ...) -> Any:
     """Declare a field of a launcher that describes its cluster: users set it as ``cluster.NAME``.
 
     Other fields of a launcher are set as ``launcher.NAME``. Without a default the option must be given.
     """
     metadata = {OF_CLUSTER: True}
-    if default is MISSING:
+    if default is ...:
         return field(kw_only=True, metadata=metadata)
     if isinstance(default, dict | list):
         return field(default_factory=lambda: copy(default), metadata=metadata)

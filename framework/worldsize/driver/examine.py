@@ -146,7 +146,7 @@ def _unseen(run: RunDirectory, facts: Message) -> str | None:
 def _come(
     run: RunDirectory, place: Node, facts: Mapping[str, Any], port: int, waits: Mapping[str, float]
 ) -> Line | None:
-    """To the first host, whose questions are answered; None: it is not reached."""
+    """Connect to the first host, whose questions are answered; None if it is not reached."""
     try:
         line = reach(place, port, read_key(run.path), facts=facts, **waits)
         with Pulse([line], waits["silence"]):

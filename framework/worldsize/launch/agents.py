@@ -33,7 +33,7 @@ class Lead(NodeLauncher, Launcher):
 
     @staticmethod
     def of(launcher: NodeLauncher, node: Node, others: Sequence[Other]) -> Lead:
-        """With the graces of ``launcher``."""
+        """Make it with the graces of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         return Lead(**own, node=node, others=others)
 

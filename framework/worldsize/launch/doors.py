@@ -56,7 +56,7 @@ def knock(address: str, port: int, node: int) -> str | None:
 
 
 def knock_all(doors: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
-    """By node: why its door is not reached from here, of those that are not. ``own``: this node."""
+    """Map each node whose port is not reached from here to the reason. ``own`` is this node."""
     others = [(str(door["address"]), int(door["port"]), int(door["node"])) for door in doors if door["node"] != own]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         refusals = pool.map(lambda door: knock(*door), others)

@@ -286,7 +286,7 @@ class Gang(Job):
         return Outcome("interrupted", 128 + (signum or signal.SIGTERM), **facts)
 
     def _failure(self, first: Member) -> Failure:
-        """Of a rank that waited in vain, the cause is the one that did not come."""
+        """Blame the peer that never arrived if a rank timed out waiting."""
         cause = _cause(first)
         if _is_timeout(cause) and self._silent:
             first = min(self._silent, key=lambda member: member.beat.step if member.beat else 0)

@@ -151,7 +151,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
 
 
 def _files(run: Path) -> dict[str, str]:
-    """By path, what a pod begins its run folder with.
+    """Collect the files that a pod begins its run folder with, by path.
 
     Raises:
         ConfigError: a plugin that is in the run folder, since the image lacks it, has a file that is no text.

@@ -123,7 +123,7 @@ class Other:
 
 
 def gather(node: Node, port: int, key: bytes, *, patience: float, silence: float) -> list[tuple[Other, Message]]:
-    """At the first host: the others, in their order, each with what it says of itself.
+    """Wait at the first host for the others; return them in their order, each with what it says of itself.
 
     ``patience``: seconds that they have to come; ``silence``: after which one is lost.
 
@@ -140,7 +140,7 @@ def gather(node: Node, port: int, key: bytes, *, patience: float, silence: float
 
 
 def arrivals(node: Node, port: int, key: bytes, *, patience: float, silence: float) -> list[tuple[Other, Message]]:
-    """As :func:`gather`, but whoever came in time. Raises WorldsizeError: the port is taken."""
+    """Do as :func:`gather`, but return whoever came in time. Raises WorldsizeError if the port is taken."""
     found: dict[int, tuple[Other, Message]] = {}
     lines: list[Line] = []
     deadline = time.monotonic() + patience
@@ -178,7 +178,7 @@ def _listening(node: Node, port: int) -> socket.socket:
 
 
 def reach(node: Node, port: int, key: bytes, *, patience: float, silence: float, facts: Message) -> Line:
-    """From another host: a line to the first. ``patience`` and ``silence`` as in :func:`gather`.
+    """Connect from another host to the first. ``patience`` and ``silence`` as in :func:`gather`.
 
     Raises:
         WorldsizeError: it does not answer, or has another key.

@@ -69,7 +69,7 @@ class Rendezvous:
 
     @staticmethod
     def alone(plan: Plan) -> Rendezvous:
-        """Of a run on one host: none of its ports needs to be seen from outside."""
+        """Make the rendezvous of a run on one host: none of its ports needs to be seen from outside."""
         folder, cluster = private_folder(), plan.cluster
         interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
         network = variables(cluster.backend, interface, cluster.hca)
@@ -111,7 +111,7 @@ def _without_signals() -> Iterator[None]:
 
 
 def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mapping[str, str], parent: int) -> None:
-    """In the forked process."""
+    """Run the worker in the forked process."""
     die_with_parent(parent)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -136,7 +136,7 @@ class SkyPilot(NodeLauncher, BatchLauncher):
         return {**{key: value for key, value in named.items() if value is not None}, **self.resources}
 
     def _recovery(self) -> dict[str, Any]:
-        """Its own words, and that a run which has saved in time is to be started again."""
+        """Describe the recovery in SkyPilot's words; a run that has saved in time is to be started again."""
         given = self.job_recovery if self.job_recovery is not None else self.spot_recovery
         own = {"strategy": given} if isinstance(given, str) else dict(given or {})
         codes = {"recover_on_exit_codes": [PREEMPTED], "max_restarts_on_errors": self.restarts_on_errors}

@@ -151,7 +151,7 @@ class _Agent:
             self.process.stdin.close()
 
     def show(self, leads: bool) -> None:
-        """Its output as it comes: of the first host as it is, of the others after their names."""
+        """Show the output as it comes: that of the first host as it is, that of the others after their names."""
         output: IO[str] | None = self.process.stdout
         assert output is not None
         for line in output:

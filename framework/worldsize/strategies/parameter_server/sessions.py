@@ -1,4 +1,4 @@
-"""Which pushes of each worker a server has taken, so that each is taken once, whatever connections break."""
+"""Record of the pushes taken from each worker, so that each is taken once, whatever connections break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which server owns what: parameters cut into pieces, pieces dealt to servers by bytes, and bucketed for the wire."""
+"""The assignment of parameters to servers: cut into pieces, dealt by bytes, and bucketed for the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slot of a server's memory each row of a table has."""
+"""Index of the slots that the rows of a table have in a server's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may begin what: the clocks of the workers, and the parts of each step that are dealt to them.
+"""Rules for which worker may begin what: the clocks of the workers, and the parts of each step that are dealt to them.
 
 The rule is Bösen's (Ho et al. 2013, NIPS, "stale synchronous parallel"): a worker that has finished c clocks may
 begin the next one iff every other one has finished at least c - s. s = 0 is bulk-synchronous, s = ∞ asynchronous.
