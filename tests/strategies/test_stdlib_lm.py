@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import cast
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.core import Strategy
+from worldsize.core import RunContext, Strategy, World
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
@@ -65,7 +65,10 @@ def test_the_loss_after_twenty_steps_is_that_of_one_process(name: str, size: int
         expected()
     finally:
         torch.set_num_threads(threads)
-    body = partial(train, STRATEGIES[name], steps=STEPS, recipe=RECIPE)
+
+    def body(world: World) -> Trained:
+        return train(STRATEGIES[name], RunContext(world), STEPS, recipe=RECIPE)
+
     result = run_in_worlds(body, size, local_size=2 if size % 2 == 0 else None)[0]
     assert_close("loss", result.losses[-1], expected().losses[-1], 1e-5)
     assert_close("bits per byte", result.error, expected().error, 1e-5)
