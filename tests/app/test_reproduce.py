@@ -158,19 +158,23 @@ def test_a_run_outside_of_any_repository_is_reproduced_with_its_own_recipe(proje
     assert done.returncode == 0, done.stderr
 
 
-def test_an_elastic_run_is_bitwise_at_another_world_size_and_keeps_its_claim(committed: Project) -> None:
+def test_an_elastic_run_is_bitwise_at_another_world_size_and_keeps_its_level(
+    committed: Project,
+) -> None:
     manifest = committed.train("recipe=mine", "reproducibility=elastic")
     done = committed.reproduce(manifest, "cluster.processes=4", "--json")
     assert done.returncode == 0, done.stderr
-    assert report(done)["claim"]["level"] == "bitwise"
+    assert report(done)["reproducibility"]["level"] == "bitwise"
 
 
-def test_other_runs_at_another_world_size_lower_the_claim_and_strict_refuses(committed: Project) -> None:
+def test_other_runs_at_another_world_size_downgrade_the_level_and_strict_refuses(
+    committed: Project,
+) -> None:
     manifest = committed.train("recipe=mine", "reproducibility=deterministic", "logical_ranks=4")
     done = committed.reproduce(manifest, "cluster.processes=4", "--json")
     comparison = report(done)
-    assert comparison["claim"]["level"] == "tolerance"
-    assert "processes: 2 then, 4 now" in comparison["claim"]["why"]
+    assert comparison["reproducibility"]["level"] == "tolerance"
+    assert "processes: 2 then, 4 now" in comparison["reproducibility"]["why"]
     assert done.returncode in (0, 3)
     refused = committed.reproduce(manifest, "cluster.processes=4", "--strict")
     assert refused.returncode == 2
@@ -178,14 +182,14 @@ def test_other_runs_at_another_world_size_lower_the_claim_and_strict_refuses(com
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has no vector instructions")
-def test_other_vector_instructions_lower_the_claim(committed: Project) -> None:
+def test_other_vector_instructions_downgrade_the_level(committed: Project) -> None:
     manifest = committed.train("recipe=mine", "reproducibility=elastic")
     then = json.loads(manifest.read_text())["environment"]["vector_instructions"]
     assert then == torch.backends.cpu.get_cpu_capability()
     done = committed.reproduce(manifest, "--json", python=sys.executable, ATEN_CPU_CAPABILITY="default")
     comparison = report(done)
-    assert comparison["claim"]["level"] == "tolerance"
-    assert f"vector instructions: {then} then, DEFAULT now" in comparison["claim"]["why"]
+    assert comparison["reproducibility"]["level"] == "tolerance"
+    assert f"vector instructions: {then} then, DEFAULT now" in comparison["reproducibility"]["why"]
 
 
 def test_another_configuration_is_another_experiment_and_compare_shows_where_they_part(committed: Project) -> None:
@@ -193,7 +197,7 @@ def test_another_configuration_is_another_experiment_and_compare_shows_where_the
     done = committed.reproduce(manifest, "+recipe.scale=2.0", "--json")
     assert done.returncode == 4
     comparison = report(done)
-    assert comparison["claim"]["level"] == "none"
+    assert comparison["reproducibility"]["level"] == "none"
     losses = next(row for row in comparison["metrics"] if row["name"] == "loss")
     assert losses["first_step"] == 1
     assert losses["ulp"] > 0

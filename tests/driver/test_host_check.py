@@ -27,9 +27,9 @@ def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_pa
 def test_a_host_without_the_data_is_named(train: Any) -> None:
     run = train("steps=1", "launch=write")
     settings = read_settings(RunDirectory(run.folder))
-    first = {"node": 0, "host": "a", "alike": {"data": "0123"}}
-    other = {"node": 1, "host": "b", "alike": {"data": "without train.txt"}}
+    first = {"node": 0, "host": "a", "must_match": {"data": "0123"}}
+    other = {"node": 1, "host": "b", "must_match": {"data": "without train.txt"}}
     with pytest.raises(WorldsizeError, match=r"b \(node 1\) has data without train\.txt, a has 0123"):
         check_hosts(settings, first, [other])
     check_hosts(settings, first, [{**first, "node": 1}])
-    check_hosts(replace(settings, agents=replace(settings.agents, nodes_differ="warn")), first, [other])
+    check_hosts(replace(settings, agents=replace(settings.agents, on_node_mismatch="warn")), first, [other])

@@ -335,8 +335,8 @@ def test_a_run_resumes_with_changes_accepted_by_name_and_a_finished_run_can_be_t
     assert (manifest["config"]["lr"], manifest["config"]["steps"], manifest["cluster"]["processes"]) == (0.001, 18, 1)
     assert [entry["attempt"] for entry in manifest["resumed"]] == [2, 3]
     assert ["lr", 0.005, 0.001] in manifest["resumed"][0]["changes"]
-    assert manifest["claim"]["level"] == "none"
-    assert "lr: 0.005 at first, 0.001 from attempt 2 on" in manifest["claim"]["why"]
+    assert manifest["reproducibility"]["level"] == "none"
+    assert "lr: 0.005 at first, 0.001 from attempt 2 on" in manifest["reproducibility"]["why"]
 
 
 @pytest.fixture

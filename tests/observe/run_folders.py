@@ -119,7 +119,7 @@ def _manifest(name: str, ranks: int, nodes: int, servers: int, attempts: list[di
         "command": ["/somewhere/train.py"],
         "config": {"steps": 200, "batch_size": 96, "precision": "fp32", "run": {"group": None}, "faults": []},
         "config_sha256": "ab" * 32,
-        "claim": {"level": "bitwise", "why": "on this CPU"},
+        "reproducibility": {"level": "bitwise", "why": "on this CPU"},
         "code": {"commit": "c0ffee" * 6, "dirty": False},
         "environment": {"python": "3.11.7", "platform": "Linux", "torch": {"version": "2.15.0"}, "packages": {}},
         "hardware": [{"host": "gpu-a", "cpu": "EPYC", "cores": 64, "memory": 2**38, "gpus": []}],

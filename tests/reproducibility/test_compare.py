@@ -13,8 +13,8 @@ from worldsize.checkpoints.save import Saver
 from worldsize.core import World
 from worldsize.records.goodput import goodput
 from worldsize.records.manifest import write_manifest
-from worldsize.reproducibility.claim import changes, changes_but
 from worldsize.reproducibility.compare import compare_runs, tensor_ulps, ulps
+from worldsize.reproducibility.level import changes, changes_but
 
 
 @pytest.mark.parametrize(

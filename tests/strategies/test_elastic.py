@@ -65,9 +65,9 @@ def test_plain_ddp_does_change_bits(train: Any) -> None:
     assert len(different) == 2
 
 
-def test_the_manifest_claims_bitwise_reproducibility(train: Any) -> None:
+def test_the_manifest_says_that_the_run_is_bitwise_reproducible(train: Any) -> None:
     run = train("reproducibility=elastic", "recipe=digits", "steps=1", "cluster.processes=1")
-    assert run.json("run_manifest.json")["claim"]["level"] == "bitwise"
+    assert run.json("run_manifest.json")["reproducibility"]["level"] == "bitwise"
 
 
 class Scaled(nn.Module):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from worldsize.records.run_record import view
 from worldsize.records.strict_json import strict
 from worldsize.reproducibility.checkout import checked_out, read_patch
 from worldsize.reproducibility.compare import compare_runs
+from worldsize.reproducibility.level import recorded_level
 from worldsize.reproducibility.plugins import check_kept
 from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt
 
@@ -52,10 +53,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize reproduce", description=__doc__)
     parser.add_argument("manifest", type=Path, help="run_manifest.json, or the run folder that holds it")
     parser.add_argument(
-        "overrides", nargs="*", help="changes, e.g. cluster.processes=4; they lower the claim if they must"
+        "overrides",
+        nargs="*",
+        help="changes, e.g. cluster.processes=4; some downgrade the reproducibility level",
     )
     parser.add_argument("--yes", action="store_true", help="run another user's manifest without asking")
-    parser.add_argument("--strict", action="store_true", help="refuse to run if anything lowers the claim")
+    parser.add_argument("--strict", action="store_true", help="refuse to run if anything downgrades the level")
     parser.add_argument("--approximate", action="store_true", help="go on without recorded changes that are lost")
     parser.add_argument(
         "--rebuild", action="store_true", help="build the environment anew even if this one is identical"
@@ -213,12 +216,13 @@ def _runs(original: RunDirectory) -> Path:
 
 def _report(options: Options, original: RunDirectory, new: RunDirectory) -> int:
     comparison = compare_runs(original.path, new.path, tolerance=options.tolerance)
-    claim = view(new.path).manifest["claim"]
-    report = strict({**comparison.describe(), "original": str(original.path), "run": str(new.path), "claim": claim})
+    level = recorded_level(view(new.path).manifest)
+    runs = {"original": str(original.path), "run": str(new.path), "reproducibility": asdict(level)}
+    report = strict({**comparison.describe(), **runs})
     (new.path / "reproduction.json").write_text(json.dumps(report, indent=2) + "\n")
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         show(comparison, as_json=False)
-        Console().print(f"claim: {claim['level']}: {claim['why']}", markup=False, highlight=False)
+        Console().print(f"reproducibility level: {level.level}: {level.why}", markup=False, highlight=False)
     return EXIT_CODES[comparison.verdict]

@@ -89,8 +89,8 @@ def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
 
 def _is_named(module: str, text: str) -> bool:
     package, _, name = module.rpartition(".")
-    parted = rf"|from {re.escape(package)} import .*\b{re.escape(name)}\b" if package else ""
-    return re.search(rf"\b{re.escape(module)}\b{parted}", text) is not None
+    imported_from = rf"|from {re.escape(package)} import .*\b{re.escape(name)}\b" if package else ""
+    return re.search(rf"\b{re.escape(module)}\b{imported_from}", text) is not None
 
 
 def _sources(plugin: Plugin) -> list[str]:

@@ -28,9 +28,9 @@ class ClusterSchema:
     ``environment``: whose variables place a worker that is started by hand (torchrun, openmpi, slurm, alone; auto).
     ``interface``: network interface of the collectives (default: the one that leads to the first node). ``hca``:
     InfiniBand adapters that NCCL may use (NCCL_IB_HCA). ``port``: at which the hosts find the first (default: one that
-    follows from the run's id). ``nodes_differ``: what is done when hosts have other code or packages than the first:
-    refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine has),
-    ``price_per_hour`` of a node.
+    follows from the run's id). ``on_node_mismatch``: what is done when hosts have other code or packages than the
+    first: refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine
+    has), ``price_per_hour`` of a node.
     """
 
     name: str = MISSING
@@ -45,7 +45,7 @@ class ClusterSchema:
     interface: str | None = None
     hca: str | None = None
     port: int | None = None
-    nodes_differ: str = "refuse"
+    on_node_mismatch: str = "refuse"
     device_memory: float | None = None
     price_per_hour: float | None = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class ClusterSchema:
 class RunSchema:
     """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
 
-    ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing lowers its claim.
+    ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing downgrades its level.
     ``examine``: the cluster is examined instead: its links by tier ("tiers") or between all nodes ("pairs").
     """
 

@@ -139,8 +139,8 @@ class AgentsConfig:
     """How the agents of several hosts find each other, and what they do if the hosts differ."""
 
     port: int | None  # of the first host; None: one that follows from the run's id
-    nodes_differ: Literal["refuse", "warn"]
+    on_node_mismatch: Literal["refuse", "warn"]
 
     @staticmethod
     def of(cluster: Mapping[str, Any]) -> AgentsConfig:
-        return AgentsConfig(port=cluster["port"], nodes_differ=cluster["nodes_differ"])
+        return AgentsConfig(port=cluster["port"], on_node_mismatch=cluster["on_node_mismatch"])

@@ -19,7 +19,7 @@ from worldsize.driver.host_check import check_hosts, facts_of
 from worldsize.driver.restarts import run_attempts
 from worldsize.errors import ConfigError
 from worldsize.launch.agents import Follower, Lead
-from worldsize.launch.meeting import Other, gather, reach, read_key
+from worldsize.launch.meeting import RemoteAgent, gather, reach, read_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
@@ -53,12 +53,12 @@ def agent(run: RunDirectory) -> int:
     if place.rank == 0:
         return _lead(settings, launcher, plan, run, place)
     waits = _waits(settings, launcher)
-    line = reach(place, _port(settings, run), read_key(run.path), facts=facts_of(settings.recipe, place), **waits)
-    return Follower(launcher, plan, place, line).follow()
+    connection = reach(place, _port(settings, run), read_key(run.path), facts=facts_of(settings.recipe, place), **waits)
+    return Follower(launcher, plan, place, connection).follow()
 
 
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
-    others: list[Other] = []
+    others: list[RemoteAgent] = []
     with opened(run) as record:
         if place.count > 1:
             waits = _waits(settings, launcher)
@@ -70,7 +70,7 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
             code = run_attempts(settings, Lead.of(launcher, place, others), plan, record)
         finally:
             for other in others:
-                other.say_over(code)
+                other.announce_end(code)
         return code
 
 

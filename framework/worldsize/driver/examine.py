@@ -22,9 +22,9 @@ from worldsize.core import Cluster, Plan, Recipe
 from worldsize.driver.host_check import facts_of
 from worldsize.errors import WorldsizeError
 from worldsize.launch.agents import Follower, Lead
-from worldsize.launch.doors import Door, knock_all
-from worldsize.launch.meeting import Line, Message, Other, Pulse, arrivals, reach, read_key
+from worldsize.launch.meeting import AgentConnection, HeartbeatSender, Message, RemoteAgent, arrivals, reach, read_key
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.port_probe import PortProbe, probe_all
 from worldsize.planning.doctor.findings import read_facts, write_facts
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import Node
@@ -43,16 +43,16 @@ def examine(
     """Take part until the first host has found out all; the exit code."""
     waits = {"patience": plan.cluster.timeout, "silence": launcher.node_timeout}
     facts = _facts(settings, run, place, port)
-    line, others, meeting = None, list[Other](), dict[str, Any]()
-    with _door(facts):  # closed before processes are forked: it has a thread
+    connection, others, meeting = None, list[RemoteAgent](), dict[str, Any]()
+    with _port_probe(facts):  # closed before processes are forked: it has a thread
         facts["folder"]["error"] = _write_facts(run, facts)
         if place.rank:
-            line = _come(run, place, facts, port, waits)
+            connection = _come(run, place, facts, port, waits)
         else:
             others, meeting = _meet(run, place, facts, port, waits)
     if place.rank == 0:
         return _measure(Lead.of(launcher, place, others), plan, run, meeting)
-    return Follower(launcher, plan, place, line).follow() if line else 1
+    return Follower(launcher, plan, place, connection).follow() if connection else 1
 
 
 # ---------------------------------------------------------------- one host by itself
@@ -107,14 +107,14 @@ def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _door(facts: Mapping[str, Any]) -> Iterator[None]:
-    """A port at which the others knock, if this host has the address."""
+def _port_probe(facts: Mapping[str, Any]) -> Iterator[None]:
+    """Open a port that the other hosts probe, if this host has the address."""
     interface = facts["interface"]
     if not interface or interface["error"]:
         yield
         return
-    with Door(interface["address"], facts["node"]) as door:
-        interface["door"] = door.port
+    with PortProbe(interface["address"], facts["node"]) as probe:
+        interface["probe"] = probe.port
         yield
 
 
@@ -145,16 +145,16 @@ def _unseen(run: RunDirectory, facts: Message) -> str | None:
 
 def _come(
     run: RunDirectory, place: Node, facts: Mapping[str, Any], port: int, waits: Mapping[str, float]
-) -> Line | None:
+) -> AgentConnection | None:
     """Connect to the first host, whose questions are answered; None if it is not reached."""
     try:
-        line = reach(place, port, read_key(run.path), facts=facts, **waits)
-        with Pulse([line], waits["silence"]):
-            while "doors" not in (question := line.receive()):
-                line.send(clock=time.time())
-            line.send(unreached=knock_all(question["doors"], place.rank), unseen=_unseen(run, question["first"]))
-            line.receive()  # all have knocked
-        return line
+        connection = reach(place, port, read_key(run.path), facts=facts, **waits)
+        with HeartbeatSender([connection], waits["silence"]):
+            while "probes" not in (question := connection.receive()):
+                connection.send(clock=time.time())
+            connection.send(unreached=probe_all(question["probes"], place.rank), unseen=_unseen(run, question["first"]))
+            connection.receive()  # all have probed
+        return connection
     except (WorldsizeError, OSError, EOFError) as error:
         _logger.error("%s", error)
         _write_facts(run, {**facts, "unreached": str(error.__cause__ or error)})
@@ -163,7 +163,7 @@ def _come(
 
 def _meet(
     run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
-) -> tuple[list[Other], dict[str, Any]]:
+) -> tuple[list[RemoteAgent], dict[str, Any]]:
     """The hosts that have come to this first one, and what they say."""
     if place.count == 1:
         return [], {"hosts": [facts]}
@@ -174,7 +174,7 @@ def _meet(
         return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
     others, everyone = [other for other, _ in found], [facts, *(said for _, said in found)]
     met: dict[str, Any] = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
-    with Pulse([other.line for other in others], waits["silence"]):
+    with HeartbeatSender([other.connection for other in others], waits["silence"]):
         try:
             _ask(run, others, everyone, met)
         except (OSError, EOFError) as error:
@@ -182,33 +182,33 @@ def _meet(
     return others, {"skipped": _obstacle(place, met), **met}
 
 
-def _ask(run: RunDirectory, others: Sequence[Other], everyone: Sequence[Message], met: dict[str, Any]) -> None:
-    """What the clocks say, whose doors are not reached by whom, and who does not see the others' files."""
-    doors = [
-        {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["door"]}
+def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: dict[str, Any]) -> None:
+    """Ask the hosts for their clocks, which ports they cannot reach, and whose files they do not see."""
+    probes = [
+        {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["probe"]}
         for facts in everyone
         if not facts["interface"]["error"]
     ]
     for other in others:
-        met["clocks"][other.rank] = _ahead(other.line)
-        other.line.send(doors=doors, first=dict(everyone[0]))
-    met["unreached"][0] = knock_all(doors, 0)
+        met["clocks"][other.rank] = _ahead(other.connection)
+        other.connection.send(probes=probes, first=dict(everyone[0]))
+    met["unreached"][0] = probe_all(probes, 0)
     for other, facts in zip(others, everyone[1:], strict=True):
-        answer = other.line.receive()
+        answer = other.connection.receive()
         met["unreached"][other.rank] = answer["unreached"]
         if why := answer["unseen"] or _unseen(run, facts):
             met["unseen"][other.rank] = why
     for other in others:
-        other.line.send(knocked=True)
+        other.connection.send(probed=True)
 
 
-def _ahead(line: Line) -> float:
+def _ahead(connection: AgentConnection) -> float:
     """Seconds by which another host's clock is ahead, up to half the time that the answer took (Cristian 1989)."""
     answers = []
     for _ in range(_ASKED):
         asked = time.time()
-        line.send(clock=None)
-        said, now = float(line.receive()["clock"]), time.time()
+        connection.send(clock=None)
+        said, now = float(connection.receive()["clock"]), time.time()
         answers.append((now - asked, said - (asked + now) / 2))
     return min(answers)[1]
 
@@ -237,5 +237,5 @@ def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: dict[str, Any])
         return 1
     finally:
         for other in lead.others:
-            other.say_over(0)
+            other.announce_end(0)
     return 0

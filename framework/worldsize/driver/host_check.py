@@ -22,12 +22,12 @@ _logger = logging.getLogger(__name__)
 
 
 def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
-    """Describe this host: ``alike`` must be equal on all hosts, ``also`` had better be."""
+    """Describe this host: ``must_match`` is equal on all hosts of a run, ``should_match`` had better be."""
     environment = capture_environment()
     return {
         "node": place.rank,
         "host": socket.gethostname(),
-        "alike": {
+        "must_match": {
             "Python": platform.python_version(),
             "torch": environment["torch"]["version"],
             "NCCL": environment["torch"]["nccl"],
@@ -35,7 +35,7 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
             "code": code_digest([root for root in roots() if root not in foreign_roots()]),
             "data": data_digest(recipe.files()),
         },
-        "also": {
+        "should_match": {
             "driver": environment["driver"],
             "lock": lock_digest(),
             "vector instructions": environment["vector_instructions"],
@@ -70,18 +70,18 @@ def data_digest(files: Mapping[str, Path]) -> str:
 
 
 def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Raise WorldsizeError (or warn, by ``cluster.nodes_differ``) where a host differs from the first."""
+    """Raise WorldsizeError (or warn, by ``cluster.on_node_mismatch``) where a host differs from the first."""
     differences = [
         f"{other['host']} (node {other['node']}) has {name} {other['alike'].get(name)}, {first['host']} has {value}"
         for other in others
-        for name, value in first["alike"].items()
-        if other["alike"].get(name) != value
+        for name, value in first["must_match"].items()
+        if other["must_match"].get(name) != value
     ]
     if not differences:
         return
-    if settings.agents.nodes_differ == "warn":
+    if settings.agents.on_node_mismatch == "warn":
         _logger.warning("%s", "; ".join(differences))
         return
     raise WorldsizeError(
-        f"the hosts differ: {'; '.join(differences)}. Make them alike, or accept it with cluster.nodes_differ=warn."
+        f"the hosts differ: {'; '.join(differences)}. Make them alike, or accept it with cluster.on_node_mismatch=warn."
     )

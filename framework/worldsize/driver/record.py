@@ -1,4 +1,4 @@
-"""What a run folder says before the first step: configuration, code, environment, data, shape, claim."""
+"""What a run folder says before the first step: configuration, code, environment, data, shape, level."""
 
 from __future__ import annotations
 
@@ -23,15 +23,6 @@ from worldsize.records.redaction import Scrubber, withheld
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, create_record, view
 from worldsize.reproducibility import seeds
-from worldsize.reproducibility.claim import (
-    NOT_TRAINED,
-    changes,
-    changes_but,
-    claim_of,
-    lowered,
-    lowerings,
-    mixtures,
-)
 from worldsize.reproducibility.code import Code, capture_code
 from worldsize.reproducibility.data import check_data, fingerprint
 from worldsize.reproducibility.environment import (
@@ -39,6 +30,15 @@ from worldsize.reproducibility.environment import (
     hardware,
     relevant_variables,
     write_environment,
+)
+from worldsize.reproducibility.level import (
+    NOT_TRAINED,
+    changes,
+    changes_but,
+    downgraded_level,
+    downgrades,
+    promised_level,
+    resume_downgrades,
 )
 from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
 from worldsize.world.roles import role_of
@@ -74,7 +74,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
         "data": fingerprint(settings.recipe.files()),
-        "claim": asdict(claim_of(settings.determinism)),
+        "reproducibility": asdict(promised_level(settings.determinism)),
     }
     written = clean.tree({**manifest, **_parentage(settings, manifest)})
     # keyed by names of files and packages, such as secrets.py and google-auth
@@ -93,7 +93,7 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
     if changed := changes(manifest["config"], config, but=NOT_TRAINED):
         resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
         amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
-        amended["claim"] = asdict(lowered(amended, amended, mixtures(amended)))
+        amended["reproducibility"] = asdict(downgraded_level(amended, amended, resume_downgrades(amended)))
     record.amend(amended, config=config_text(config), overrides=overrides_text(words, clean))
 
 
@@ -166,17 +166,17 @@ def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
 
 
 def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Determine what a run that re-creates another one may claim."""
+    """Determine the reproducibility level of a run that re-creates another one."""
     if settings.run.reproduces is None:
         return {}
     original = view(settings.run.reproduces).manifest
     check_data(original["data"], manifest["data"])
-    reasons = lowerings(original, manifest)
+    reasons = downgrades(original, manifest)
     for each in reasons:
-        _logger.info("lowers the claim to %s: %s", each.level, each.reason)
+        _logger.info("downgrades the reproducibility level to %s: %s", each.level, each.reason)
     if reasons and settings.run.strict:
         raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
-    return {"parent_run": original["run_id"], "claim": asdict(lowered(original, manifest, reasons))}
+    return {"parent_run": original["run_id"], "reproducibility": asdict(downgraded_level(original, manifest, reasons))}
 
 
 def _digest(config: Any) -> str:

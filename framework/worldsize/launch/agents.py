@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from worldsize.core import Failure, Job, Launcher, Outcome, Plan
 from worldsize.errors import WorldsizeError
 from worldsize.launch.gang import Gang
-from worldsize.launch.meeting import Line, Message, Other, Pulse
+from worldsize.launch.meeting import AgentConnection, HeartbeatSender, Message, RemoteAgent
 from worldsize.launch.node import NodeLauncher, Rendezvous, private_folder
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of
@@ -29,10 +29,10 @@ class Lead(NodeLauncher, Launcher):
     """The agent of the first host: a launcher for whoever runs the attempts, which all hosts take part in."""
 
     node: Node = field(default_factory=Node)
-    others: Sequence[Other] = ()
+    others: Sequence[RemoteAgent] = ()
 
     @staticmethod
-    def of(launcher: NodeLauncher, node: Node, others: Sequence[Other]) -> Lead:
+    def of(launcher: NodeLauncher, node: Node, others: Sequence[RemoteAgent]) -> Lead:
         """Make it with the graces of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         return Lead(**own, node=node, others=others)
@@ -50,7 +50,7 @@ class Lead(NodeLauncher, Launcher):
         for other in self.others:
             other.outcome = None
             with suppress(OSError):  # noticed when it is listened to
-                other.line.send(attempt=plan.attempt, port=port)
+                other.connection.send(attempt=plan.attempt, port=port)
         gang = self.start_node(plan, self.node, _rendezvous(plan, address, port, address))
         # after the fork: it has a thread
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -67,13 +67,13 @@ class _Joint(Job):
 
     attempt: int
     gang: Gang
-    others: Sequence[Other]
+    others: Sequence[RemoteAgent]
     patience: float
     store: TCPStore  # where the ranks meet, for as long as they live
 
     def wait(self) -> Outcome:
         threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in self.others]
-        with Pulse([other.line for other in self.others], self.patience):
+        with HeartbeatSender([other.connection for other in self.others], self.patience):
             for thread in threads:
                 thread.start()
             own = self.gang.wait()
@@ -86,9 +86,9 @@ class _Joint(Job):
     def cancel(self) -> None:
         self.gang.cancel()
 
-    def _listen(self, other: Other) -> None:
+    def _listen(self, other: RemoteAgent) -> None:
         try:
-            message = other.line.receive()
+            message = other.connection.receive()
             other.outcome = _outcome(message["ended"])
         except (OSError, EOFError):
             cause = f"the host {other.host} (node {other.rank}) has not answered for {self.patience:g} s, or is gone"
@@ -100,7 +100,7 @@ class _Joint(Job):
     def _abort(self) -> None:
         for other in self.others:
             with suppress(OSError):
-                other.line.send(abort=self.attempt)
+                other.connection.send(abort=self.attempt)
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
@@ -141,8 +141,8 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
 class Follower:
     """The agent of another host than the first."""
 
-    def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, line: Line) -> None:
-        self._launcher, self._plan, self._node, self._line = launcher, plan, node, line
+    def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, connection: AgentConnection) -> None:
+        self._launcher, self._plan, self._node, self._connection = launcher, plan, node, connection
         self._messages: Queue[Message | None] = Queue()
         self._gang: Gang | None = None
         self._attempt = 0
@@ -155,7 +155,7 @@ class Follower:
             WorldsizeError: the first host is gone.
         """
         threading.Thread(target=self._listen, daemon=True, name="listen").start()
-        with Pulse([self._line], self._launcher.node_timeout):
+        with HeartbeatSender([self._connection], self._launcher.node_timeout):
             while (message := self._messages.get()) is not None:
                 if "over" in message:
                     return int(message["over"])
@@ -167,7 +167,7 @@ class Follower:
     def _listen(self) -> None:
         with suppress(OSError, EOFError):
             while True:
-                message = self._line.receive()
+                message = self._connection.receive()
                 if "abort" not in message:
                     self._messages.put(message)
                 else:
@@ -190,4 +190,4 @@ class Follower:
         outcome = self._gang.wait()
         self._gang = None
         with suppress(OSError):  # the listening thread notices, too
-            self._line.send(ended=asdict(outcome))
+            self._connection.send(ended=asdict(outcome))

@@ -1,8 +1,8 @@
 """How the agents of a run's hosts find each other, and what they speak.
 
 JSON over one TCP connection each with the agent of the first host, authenticated both ways by a key that the run's
-members have (HMAC challenge of multiprocessing.connection; nothing is unpickled). Both sides send signs of life; who
-has not been heard of for some time is lost.
+members have (HMAC challenge of multiprocessing.connection; nothing is unpickled). Both sides send heartbeats; an agent
+that has not been heard of for some time is lost.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_key(run_dir: Path) -> bytes:
 
 
 @final
-class Line:
+class AgentConnection:
     """A connection between two agents. Each send and receive fails after ``patience`` seconds of silence."""
 
     def __init__(self, connection: socket.socket, patience: float) -> None:
@@ -75,7 +75,7 @@ class Line:
             self._connection.send_bytes(json.dumps(message).encode())
 
     def receive(self) -> Message:
-        """The next message that is no sign of life. Raises OSError or EOFError."""
+        """Return the next message that is no heartbeat. Raises OSError or EOFError."""
         while True:
             message: Message = json.loads(self._connection.recv_bytes(_LONGEST))
             if message:
@@ -86,43 +86,43 @@ class Line:
 
 
 @final
-class Pulse:
-    """A context: sends signs of life over ``lines`` from a thread of its own."""
+class HeartbeatSender:
+    """Sends heartbeats over ``connections`` from a thread of its own, while its context is open."""
 
-    def __init__(self, lines: Sequence[Line], patience: float) -> None:
-        self._lines, self._interval = lines, patience / 4
+    def __init__(self, connections: Sequence[AgentConnection], patience: float) -> None:
+        self._connections, self._interval = connections, patience / 4
         self._ended = threading.Event()
 
     def __enter__(self) -> None:
-        threading.Thread(target=self._beat, daemon=True, name="pulse").start()
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     def _beat(self) -> None:
         while not self._ended.wait(self._interval):
-            for line in self._lines:
-                with suppress(OSError):  # whoever listens on that line notices
-                    line.send()
+            for connection in self._connections:
+                with suppress(OSError):  # whoever listens on that connection notices
+                    connection.send()
 
 
 @final
 @dataclass
-class Other:
-    """Another host, as the first one sees it."""
+class RemoteAgent:
+    """The agent of another host, as the first one sees it."""
 
     rank: int
     host: str
-    line: Line
+    connection: AgentConnection
     outcome: Outcome | None = None
 
-    def say_over(self, code: int) -> None:
-        """The run has ended with this exit code."""
+    def announce_end(self, code: int) -> None:
+        """Tell it that the run has ended with the exit code ``code``."""
         with suppress(OSError):
-            self.line.send(over=code)
+            self.connection.send(over=code)
 
 
-def gather(node: Node, port: int, key: bytes, *, patience: float, silence: float) -> list[tuple[Other, Message]]:
+def gather(node: Node, port: int, key: bytes, *, patience: float, silence: float) -> list[tuple[RemoteAgent, Message]]:
     """Wait at the first host for the others; return them in their order, each with what it says of itself.
 
     ``patience``: seconds that they have to come; ``silence``: after which one is lost.
@@ -139,32 +139,35 @@ def gather(node: Node, port: int, key: bytes, *, patience: float, silence: float
     return found
 
 
-def arrivals(node: Node, port: int, key: bytes, *, patience: float, silence: float) -> list[tuple[Other, Message]]:
+def arrivals(
+    node: Node, port: int, key: bytes, *, patience: float, silence: float
+) -> list[tuple[RemoteAgent, Message]]:
     """Do as :func:`gather`, but return whoever came in time. Raises WorldsizeError if the port is taken."""
-    found: dict[int, tuple[Other, Message]] = {}
-    lines: list[Line] = []
+    found: dict[int, tuple[RemoteAgent, Message]] = {}
+    connections: list[AgentConnection] = []
     deadline = time.monotonic() + patience
-    with _listening(node, port) as listener, Pulse(lines, silence):  # who comes early hears that this host lives
+    beats = HeartbeatSender(connections, silence)  # an agent that comes early hears that this host lives
+    with _listening(node, port) as listener, beats:
         while len(found) < node.count - 1 and time.monotonic() < deadline:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             with suppress(OSError, EOFError, ValueError, KeyError):
-                connection, address = listener.accept()
-                line = _authenticated(connection, key, address[0], silence)
-                facts = line.receive()
-                found[facts["node"]] = Other(facts["node"], facts["host"], line), facts
-                lines.append(line)
+                accepted, address = listener.accept()
+                connection = _authenticated(accepted, key, address[0], silence)
+                facts = connection.receive()
+                found[facts["node"]] = RemoteAgent(facts["node"], facts["host"], connection), facts
+                connections.append(connection)
     return [found[rank] for rank in sorted(found)]
 
 
-def _authenticated(connection: socket.socket, key: bytes, address: str, silence: float) -> Line:
-    connection.settimeout(None)
-    line = Line(connection, silence)
+def _authenticated(accepted: socket.socket, key: bytes, address: str, silence: float) -> AgentConnection:
+    accepted.settimeout(None)
+    connection = AgentConnection(accepted, silence)
     try:
-        line.challenge(key)
+        connection.challenge(key)
     except AuthenticationError as error:
         print(f"refused {address}: {error}", flush=True)
         raise OSError("no member of this run") from error
-    return line
+    return connection
 
 
 def _listening(node: Node, port: int) -> socket.socket:
@@ -177,7 +180,7 @@ def _listening(node: Node, port: int) -> socket.socket:
         ) from error
 
 
-def reach(node: Node, port: int, key: bytes, *, patience: float, silence: float, facts: Message) -> Line:
+def reach(node: Node, port: int, key: bytes, *, patience: float, silence: float, facts: Message) -> AgentConnection:
     """Connect from another host to the first. ``patience`` and ``silence`` as in :func:`gather`.
 
     Raises:
@@ -186,12 +189,12 @@ def reach(node: Node, port: int, key: bytes, *, patience: float, silence: float,
     deadline = time.monotonic() + patience
     while True:
         try:
-            connection = socket.create_connection((node.first, port), timeout=5.0)
-            connection.settimeout(None)
-            line = Line(connection, silence)
-            line.answer(key)
-            line.send(**facts)
-            return line
+            connected = socket.create_connection((node.first, port), timeout=5.0)
+            connected.settimeout(None)
+            connection = AgentConnection(connected, silence)
+            connection.answer(key)
+            connection.send(**facts)
+            return connection
         except AuthenticationError as error:
             raise WorldsizeError(f"{node.first}:{port} is not of this run: {error}.") from error
         except (OSError, EOFError) as error:

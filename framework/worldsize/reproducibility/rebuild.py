@@ -68,7 +68,7 @@ def _from_pins(python: str, pins: Path, venv: Path) -> Path:
 
 
 def _uv(python: str | None, *arguments: str) -> None:
-    """Run uv with the exact Python of the record, else with its minor version, which lowers the claim."""
+    """Run uv with the exact Python of the record, else with its minor version, which downgrades the level."""
     wanted = [[]] if python is None else [["--python", python], ["--python", python.rpartition(".")[0]]]
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")

@@ -19,14 +19,14 @@ def host(node: int, **changes: Any) -> dict[str, Any]:
     facts = {
         "node": node,
         "host": f"h{node + 1}",
-        "alike": {"Python": "3.11.7", "torch": "2.13.0", "code": "c0de", "data": "da7a"},
-        "also": {"driver": "580.1", "lock": "10cc"},
+        "must_match": {"Python": "3.11.7", "torch": "2.13.0", "code": "c0de", "data": "da7a"},
+        "should_match": {"driver": "580.1", "lock": "10cc"},
         "versions": {"torch": "2.13.0", "numpy": "2.2"},
         "data": [],
         "folder": {"path": "/shared/run", "error": None, "free": 10e9},
         "devices": 2,
         "first": {"name": "h1", "port": 23456, "address": f"10.0.0.{node + 1}", "error": None},
-        "interface": {"name": "eth0", "address": f"10.0.0.{node + 1}", "leads": "eth0", "error": None, "door": 40000},
+        "interface": {"name": "eth0", "address": f"10.0.0.{node + 1}", "leads": "eth0", "error": None, "probe": 40000},
         "interfaces": {"lo": {"address": "127.0.0.1"}, "eth0": {"address": f"10.0.0.{node + 1}"}},
         "ahead": 0.0,
     }

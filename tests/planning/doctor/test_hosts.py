@@ -25,21 +25,26 @@ def test_equal_hosts_pass_every_check_whatever_the_device() -> None:
 
 @pytest.mark.parametrize(
     ("group", "name", "value"),
-    [("alike", "torch", "2.12.0"), ("alike", "code", "0dd"), ("alike", "Python", "3.12.1"), ("also", "driver", "570")],
+    [
+        ("must_match", "torch", "2.12.0"),
+        ("must_match", "code", "0dd"),
+        ("must_match", "Python", "3.12.1"),
+        ("should_match", "driver", "570"),
+    ],
 )
 def test_a_host_with_another_version_is_named_with_both(group: str, name: str, value: str) -> None:
     first = host(0)[group]
-    (check,) = bad(hosts.alike(findings(host(2, **{group: {**first, name: value}}))))
+    (check,) = bad(hosts.matches(findings(host(2, **{group: {**first, name: value}}))))
     assert (check.check, check.host) == (name, "h3")
     assert check.detail == f"{value}, where h1 has {first[name]}"
     assert check.remedy
 
 
 def test_packages_that_differ_are_named() -> None:
-    alike = {**host(0)["alike"], "packages": "aaa"}
-    others = [host(node, alike=alike) for node in (0, 2, 3)]
-    other = host(1, alike={**alike, "packages": "bbb"}, versions={"torch": "2.12.0", "scipy": "1.0"})
-    (check,) = bad(hosts.alike(findings(*others, other)))
+    facts = {**host(0)["must_match"], "packages": "aaa"}
+    others = [host(node, must_match=facts) for node in (0, 2, 3)]
+    other = host(1, must_match={**facts, "packages": "bbb"}, versions={"torch": "2.12.0", "scipy": "1.0"})
+    (check,) = bad(hosts.matches(findings(*others, other)))
     assert check.detail == "bbb, where h1 has aaa: numpy missing (2.2), scipy 1.0 (missing), torch 2.12.0 (2.13.0)"
 
 

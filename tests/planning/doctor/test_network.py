@@ -64,7 +64,7 @@ def test_an_interface_that_nobody_has_tried_is_not_reported_as_reached() -> None
 
 
 def test_an_interface_that_the_others_do_not_reach_is_named() -> None:
-    interface = {"name": "ib0", "address": "10.9.0.3", "leads": "eth0", "error": None, "door": 4000}
+    interface = {"name": "ib0", "address": "10.9.0.3", "leads": "eth0", "error": None, "probe": 4000}
     unreached = {"0": {"2": "timed out"}, "1": {"2": "timed out"}, "2": {}, "3": {"2": "timed out"}}
     (check,) = bad(network.interfaces(findings(host(2, interface=interface), meeting={"unreached": unreached})))
     assert check.host == "h3"

@@ -19,6 +19,7 @@ from worldsize.observe.report.scaling import read_study, study_charts
 from worldsize.observe.report.servers import hot_rows, server_charts, servers
 from worldsize.observe.report.sweep import read_sweep, typed
 from worldsize.observe.report.timeline import timeline
+from worldsize.reproducibility.level import recorded_level
 
 
 def page(folders: Sequence[Path]) -> str:
@@ -112,8 +113,8 @@ def facts(record: Record) -> list[tuple[str, str]]:
     manifest = record.manifest
     config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
     determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]
-    digest = record.results.get("state_digest")
-    found = {
+    digest, level = record.results.get("state_digest"), recorded_level(manifest)
+    shown = {
         "run": manifest["run_id"],
         "re-creates": manifest["parent_run"],
         "recipe": _target(config, "recipe"),
@@ -122,7 +123,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
         "logical ranks": determinism.get("logical_ranks"),
         "precision": config.get("precision"),
         "seed": determinism.get("seed"),
-        "claim": f"{manifest['claim']['level']}: {manifest['claim']['why']}",
+        "reproducibility": f"{level.level}: {level.why}",
         "commit": _commit(code),
         "Python": f"{environment.get('python')}, {environment.get('platform')}",
         "torch": ", ".join(f"{name} {value}" for name, value in torch.items() if value and name != "git"),
@@ -131,7 +132,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
         "state": digest and digest[:16],
         "checkpoints": ", ".join(record.results.get("checkpoints", ())),
     }
-    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+    return [(name, str(value)) for name, value in shown.items() if value not in (None, "")]
 
 
 def _target(config: Mapping[str, Any], group: str) -> str:

@@ -14,7 +14,7 @@ def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Re
     checks: list[Check] = [
         *network.answers(findings),
         *network.meeting(findings),
-        *hosts.alike(findings),
+        *hosts.matches(findings),
         *hosts.data(findings),
         *hosts.folder(findings),
         *hosts.disk(findings, needed_bytes=needed_bytes),

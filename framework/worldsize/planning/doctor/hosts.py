@@ -24,13 +24,13 @@ _REMEDIES = {
 }
 
 
-def alike(findings: Findings) -> Iterator[Check]:
+def matches(findings: Findings) -> Iterator[Check]:
     """Compare each host's facts with the first's."""
     if (first := findings.first) is None:
         return
-    for name, value in {**first["alike"], **first["also"]}.items():
+    for name, value in {**first["must_match"], **first["should_match"]}.items():
         for facts in findings.hosts.values():
-            own = {**facts["alike"], **facts["also"]}.get(name)
+            own = {**facts["must_match"], **facts["should_match"]}.get(name)
             if own == value:
                 yield Check(name, facts["host"], True, str(value or "none"))
             else:

@@ -1,4 +1,4 @@
-"""Whether the hosts of a run reach each other where their ranks will meet: each opens a port, all others knock."""
+"""Tests whether hosts reach each other where their ranks will meet: each opens a port, to which all others connect."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _AT_ONCE = 32
 
 
 @final
-class Door:
-    """A context: a port at ``address`` that tells every caller which node it belongs to.
+class PortProbe:
+    """An open port at ``address`` that tells every caller which node it belongs to.
 
     Raises:
         OSError: this host has no such address.
@@ -27,7 +27,7 @@ class Door:
         self.port: int = self._listener.getsockname()[1]
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="door")
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="probe")
         self._thread.start()
         return self
 
@@ -45,8 +45,8 @@ class Door:
                     connection.sendall(f"{self._node}\n".encode())
 
 
-def knock(address: str, port: int, node: int) -> str | None:
-    """Why the door of ``node`` is not reached; None: it is."""
+def probe(address: str, port: int, node: int) -> str | None:
+    """Return why the port of ``node`` is not reached, or None if it is."""
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
             said = connection.makefile().readline().strip()
@@ -55,9 +55,9 @@ def knock(address: str, port: int, node: int) -> str | None:
     return None if said == str(node) else f"another process answers there ({said or 'nothing'})"
 
 
-def knock_all(doors: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
+def probe_all(probes: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
     """Map each node whose port is not reached from here to the reason. ``own`` is this node."""
-    others = [(str(door["address"]), int(door["port"]), int(door["node"])) for door in doors if door["node"] != own]
+    others = [(str(each["address"]), int(each["port"]), int(each["node"])) for each in probes if each["node"] != own]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        refusals = pool.map(lambda door: knock(*door), others)
+        refusals = pool.map(lambda other: probe(*other), others)
         return {node: why for (_, _, node), why in zip(others, refusals, strict=True) if why}

@@ -1,4 +1,4 @@
-"""How exactly a run can be re-created, and what lowers it: from bitwise to a tolerance, with the reasons."""
+"""The reproducibility level of a run, from bitwise to none, and the differences that downgrade it."""
 
 from __future__ import annotations
 
@@ -14,58 +14,71 @@ _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 
 @dataclass(frozen=True)
-class Claim:
+class ReproducibilityLevel:
     """How exactly a run can be re-created: ``level`` is one of LEVELS; ``why`` says what it rests on."""
 
     level: str
     why: str
 
 
-class Lowering(NamedTuple):
+class Downgrade(NamedTuple):
     """A difference between a record and the machine at hand, and the highest level that it leaves possible."""
 
     level: str
     reason: str
 
 
-def claim_of(determinism: Determinism) -> Claim:
-    """What a run claims by its reproducibility mode alone."""
+def promised_level(determinism: Determinism) -> ReproducibilityLevel:
+    """Return the level that a run has by its reproducibility mode alone."""
     if determinism.reduce == "ordered":
         why = "a function of configuration and seed at any number of processes that divides the logical ranks"
-        return Claim("bitwise", f"{why}; on this CPU or GPU model and this torch build")
+        return ReproducibilityLevel("bitwise", f"{why}; on this CPU or GPU model and this torch build")
     if determinism.deterministic:
         why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"
-        return Claim("same-topology bitwise", why)
-    return Claim("tolerance", f"reproducibility={determinism.mode} does not pin kernels and threads")
+        return ReproducibilityLevel("same-topology bitwise", why)
+    return ReproducibilityLevel("tolerance", f"reproducibility={determinism.mode} does not pin kernels and threads")
 
 
-def lowerings(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[Lowering]:
-    """Every difference between two manifests that lowers the claim of the first one for the second."""
-    return [*mixtures(original), *_config(original, present), *_machine(original, present), *_code(original, present)]
+def downgrades(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[Downgrade]:
+    """List the differences between two manifests that downgrade the first one's level for the second."""
+    differences = (*_config(original, present), *_machine(original, present), *_code(original, present))
+    return [*resume_downgrades(original), *differences]
 
 
-def mixtures(manifest: Mapping[str, Any]) -> list[Lowering]:
-    """What a run that went on with another configuration has of both: no run from the start re-creates that exactly."""
+def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
+    """List the downgrades of a run that was resumed with another configuration: no run from the start repeats it."""
     is_ordered = manifest["determinism"]["reduce"] == "ordered"
-    found = []
+    reasons: list[Downgrade] = []
     for resumed in manifest.get("resumed", ()):
         for key, then, now in resumed["changes"]:
             reason = f"{key}: {then} at first, {now} from attempt {resumed['attempt']} on"
             if key.split(".")[0] not in _NOT_COMPUTED:
-                found.append(Lowering("none", reason))
+                reasons.append(Downgrade("none", reason))
             elif key.startswith(_DECIDE_BITS):
-                found.append(Lowering("tolerance", reason))
+                reasons.append(Downgrade("tolerance", reason))
             elif key.startswith(_DECIDE_SUMS) and not is_ordered:
-                found.append(Lowering("tolerance", f"{reason}, and sums depend on it"))
-    return found
+                reasons.append(Downgrade("tolerance", f"{reason}, and sums depend on it"))
+    return reasons
 
 
-def lowered(original: Mapping[str, Any], present: Mapping[str, Any], found: Sequence[Lowering]) -> Claim:
-    """The lowest of both runs' claims and of what ``found`` leaves possible."""
-    claims = [Lowering(run["claim"]["level"], run["claim"]["why"]) for run in (original, present)]
-    lowest = min([*claims, *found], key=lambda each: LEVELS.index(each.level))
-    reasons = [each.reason for each in found] or [lowest.reason]
-    return Claim(lowest.level, "; ".join(reasons))
+def downgraded_level(
+    original: Mapping[str, Any], present: Mapping[str, Any], reasons: Sequence[Downgrade]
+) -> ReproducibilityLevel:
+    """Return the lowest of both runs' levels and of those that ``reasons`` leave possible."""
+    recorded = [recorded_level(run) for run in (original, present)]
+    lowest = min([*(Downgrade(each.level, each.why) for each in recorded), *reasons], key=_height)
+    why = [each.reason for each in reasons] or [lowest.reason]
+    return ReproducibilityLevel(lowest.level, "; ".join(why))
+
+
+def recorded_level(manifest: Mapping[str, Any]) -> ReproducibilityLevel:
+    """Return the level that the manifest names, or "none" if it is too old to name one."""
+    level = manifest.get("reproducibility")
+    return ReproducibilityLevel(**level) if level else ReproducibilityLevel("none", "the record names no level")
+
+
+def _height(downgrade: Downgrade) -> int:
+    return LEVELS.index(downgrade.level)
 
 
 def changes(
@@ -89,9 +102,9 @@ def _is_below(key: str, parents: Sequence[str]) -> bool:
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
-def _config(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Lowering]:
+def _config(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
     for key, then, now in changes(original["config"], present["config"]):
-        yield Lowering("none", f"{key}: {then} then, {now} now: another experiment")
+        yield Downgrade("none", f"{key}: {then} then, {now} now: another experiment")
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
@@ -104,17 +117,17 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Lowering]:
+def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
     for what, path in _DECIDES_BITS.items():
         then, now = _at(original, path), _at(present, path)
         if then != now:
-            yield Lowering("tolerance", f"{what}: {then} then, {now} now")
+            yield Downgrade("tolerance", f"{what}: {then} then, {now} now")
     if original["determinism"]["reduce"] == "ordered":
         return
     for what, path in _DECIDES_SUMS.items():
         then, now = _at(original, path), _at(present, path)
         if then != now:
-            yield Lowering("tolerance", f"{what}: {then} then, {now} now, and sums depend on it")
+            yield Downgrade("tolerance", f"{what}: {then} then, {now} now, and sums depend on it")
 
 
 _DECIDES_BITS = {
@@ -143,16 +156,16 @@ def _at(manifest: Any, path: Sequence[str | int]) -> Any:
     return manifest
 
 
-def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Lowering]:
+def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
     then, now = original["code"], present["code"]
     if then["left_out"]:
-        yield Lowering("tolerance", f"files that the record lacks: {', '.join(then['left_out'])}")
+        yield Downgrade("tolerance", f"files that the record lacks: {', '.join(then['left_out'])}")
     if then["scrubbed"]:
-        yield Lowering("tolerance", "a secret was taken out of the recorded changes")
+        yield Downgrade("tolerance", "a secret was taken out of the recorded changes")
     digests = {plugin["name"]: plugin["sha256"] for plugin in present.get("plugins", ())}
     for plugin in original.get("plugins", ()):
         is_in_code = plugin["source"] in ("worldsize", "project")  # which the commit and its patch tell more exactly
         if not is_in_code and (found := digests.get(plugin["name"])) != plugin["sha256"]:
-            yield Lowering("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {found} now")
+            yield Downgrade("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {found} now")
     if then["framework"] != now["framework"]:
-        yield Lowering("tolerance", f"worldsize itself: {then['framework']} then, {now['framework']} now")
+        yield Downgrade("tolerance", f"worldsize itself: {then['framework']} then, {now['framework']} now")
