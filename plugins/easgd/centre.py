@@ -20,7 +20,7 @@ from worldsize.transport.frames import CommonOperation, Header, RefusedError, te
 
 
 class Operation(IntEnum):
-    """What a worker and the centre say to each other, beside the operations that every protocol has."""
+    """Operations between a worker and the centre, beside those that every protocol has."""
 
     PUT = 32  # a row, where the centre is from now on; answered by DONE
     MEET = 33  # a row that the centre is pulled towards; answered by CENTRE
@@ -34,7 +34,7 @@ def _send(channel: Channel, operation: Operation, row_n: Tensor) -> None:
 
 @final
 class Link:
-    """What a worker asks of the centre. A row is all trained parameters, one after the other, float32 on the CPU."""
+    """A worker's connection to the centre. A row is all trained parameters, one after the other, float32 on the CPU."""
 
     def __init__(self, channel: Channel, numel: int) -> None:
         self._channel, self._numel = channel, numel

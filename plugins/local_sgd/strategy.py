@@ -53,7 +53,7 @@ class Averaging(OuterOptimizer):
             self._average([*trained_parameters(model), *averaged_buffers(model), *self._of_optimizer()])
 
     def _of_optimizer(self) -> list[Tensor]:
-        """What is averaged of the optimizer's state."""
+        """Return what is averaged of the optimizer's state."""
         values = [value for kept in self._train_state.optimizer.state.values() for value in kept.values()]
         tensors = [value for value in values if isinstance(value, Tensor)]
         if self._optimizer_state == "zero":

@@ -43,7 +43,7 @@ def encode(rows_rn: Tensor) -> Tensor:
 
 
 def decode(payload_rp: Tensor, numel: int) -> Tensor:
-    """What :func:`encode` made of rows of ``numel`` numbers: float32 [r, numel]."""
+    """Decode what :func:`encode` made of rows of ``numel`` numbers: float32 [r, numel]."""
     pair_rh, scale_rk = payload_rp[:, : numel // 2], payload_rp[:, numel // 2 :]
     code_rn = torch.stack([pair_rh & 15, pair_rh >> 4], dim=2).flatten(1)
     known = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=payload_rp.device)

@@ -26,7 +26,7 @@ ENDED = RunEnded(1, "completed")
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """What a program shows of what is logged, also by the processes that it forks."""
+    """Return what a program shows of what is logged, also by the processes that it forks."""
     logger = logging.getLogger("worldsize")
     for name in ("handlers", "level", "propagate"):
         monkeypatch.setattr(logger, name, getattr(logger, name))

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _tether() -> None:
-    """Whoever started this process is gone when its standard input ends: so that nothing is left on this host."""
+    """End this process, and so its workers, when standard input ends: whoever started it is gone."""
     lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin: a forked child waits for the lock of its reader
     os.environ.update(json.loads(lines.readline() or b"{}"))
 

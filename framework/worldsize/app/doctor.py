@@ -76,7 +76,7 @@ def _examine(cfg: DictConfig, wanted: Wanted) -> int:
 
 
 def _alter(cfg: DictConfig, wanted: Wanted) -> None:
-    """What a run would do, but for training."""
+    """Change the configuration so that a run examines its cluster instead of training."""
     cfg.run.examine = "pairs" if wanted.pairs else "tiers"
     cfg.cluster.timeout = wanted.patience
     cfg.logger, cfg.faults = None, []
@@ -87,7 +87,7 @@ def _alter(cfg: DictConfig, wanted: Wanted) -> None:
 
 
 def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
-    """What was found, and the folder that is left if not all is well."""
+    """Examine the cluster; return the report, and the run folder if not all is well."""
     from worldsize.core import AgentLauncher, BatchLauncher, Plan
     from worldsize.launch.node import NodeLauncher
     from worldsize.planning.doctor.evaluate import evaluate

@@ -48,7 +48,7 @@ def init(folder: Path) -> list[Path]:
 
 
 def source() -> str | None:
-    """Where uv finds this worldsize if that is no package index (PEP 610), as an inline table of TOML."""
+    """Return where uv finds this worldsize, as an inline table of TOML (PEP 610); None: in a package index."""
     try:
         origin = distribution("worldsize").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -56,7 +56,7 @@ def _broken() -> list[Installed]:
 
 
 def _about(plugin: Plugin) -> str:
-    """What it offers, and what the option of its own name does, or else the first."""
+    """Name the plugin's options, and describe the one of its own name, or else the first."""
     offers = sorted(plugin.options, key=lambda option: not plugin.name.endswith(f".{option.name}"))
     names = ", ".join(f"{option.group}={option.name}" for option in offers)
     return f"{names}: {offers[0].about}" if offers else "offers no option"

@@ -204,7 +204,7 @@ def _links_text(cluster: Cluster, file: Path | None) -> str:
 
 
 def _retuning_text(settings: Settings) -> str | None:
-    """If the newest run of this recipe had another global batch."""
+    """Return what to retune if the newest run of this recipe had another global batch; else None."""
     root = settings.run.root / choices()["recipe"]
     for run in reversed(runs_below(root)):  # by date and time
         try:

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def write(folders: list[Path], output: Path | None) -> Path:
-    """Where the page of ``folders`` was written.
+    """Write the page of ``folders`` and return its path.
 
     Raises:
         WorldsizeError: there is nothing to report, or it cannot be written.

@@ -167,7 +167,7 @@ _CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.
 
 
 def _plugins(manifest: Mapping[str, Any], original: RunDirectory) -> dict[str, str]:
-    """Where the run finds plugins beside its code and its packages: in the record's copies, and nowhere else."""
+    """Return variables by which the run finds plugins in the record's copies, and nowhere else."""
     if "plugins" not in manifest:  # of a worldsize that did not record them
         return {}
     return {"WORLDSIZE_PLUGINS": str(original.plugins.resolve()) if original.plugins.is_dir() else ""}

@@ -40,8 +40,9 @@ def main() -> None:
 
 
 def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """What was typed for the run, without what is replaced; with another strategy goes what was said of the old one,
-    and with another cluster what was said of its launcher.
+    """Return the recorded overrides that ``overrides`` do not replace.
+
+    Another strategy drops those of the old one, and another cluster those of its launcher.
     """
     replaced = [_key(word) for word in overrides]
     groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())

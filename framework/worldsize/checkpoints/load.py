@@ -50,7 +50,7 @@ def _damage(path: Path, world: World) -> str | None:
 
 
 def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
-    """What ``task`` gave on each rank, by rank."""
+    """Run ``task`` on each rank, and return what it gave, by rank."""
     if world.group is None:
         return [task()]
     answers = [None] * world.size

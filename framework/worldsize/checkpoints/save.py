@@ -190,7 +190,7 @@ def _reasons(error: BaseException) -> str:
 def _shares(
     tensors: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]], world: World
 ) -> Iterator[tuple[str, Tensor]]:
-    """What this rank writes: its shards of sharded tensors, and its part, by bytes, of those that several hold."""
+    """Return what this rank writes: its shards of sharded tensors, and its share, by bytes, of replicated ones."""
     loads = [0] * world.size
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
@@ -208,7 +208,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What must be equal for one tensor's bytes to go into the other; ``copy_`` would broadcast and convert."""
+    """Return what must be equal to copy bytes between two tensors; ``copy_`` would broadcast and convert."""
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     return tensor.dtype, tensor.shape, placements, _local(tensor).shape
 

@@ -36,7 +36,7 @@ Point = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk's bytes are, and facts of the whole file, which are known when it is closed."""
+    """The place of a chunk's bytes, and facts of the whole file, which are known when it is closed."""
 
     file: str
     offset: int

@@ -71,8 +71,9 @@ def _in_folder(root: Path, folder: Path) -> Plugin:
 
 
 def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
-    """What a run needs, by name: plugins that offer a chosen option, whose modules the configuration names, and whose
-    modules those name in turn.
+    """Return the plugins that a run needs, by name.
+
+    They offer a chosen option, or the configuration or another such plugin names their modules.
     """
     known = plugins()
     chosen = {(group.partition("@")[0], option) for group, option in choices.items()}

@@ -97,7 +97,7 @@ def choices() -> dict[str, str]:
 
 
 def task_overrides() -> list[str]:
-    """What was typed for this run; of a sweep, the values of this one point."""
+    """Return the overrides that were typed for this run; of a sweep, the values of this one point."""
     return list(HydraConfig.get().overrides.task)
 
 

@@ -53,7 +53,7 @@ class ClusterSchema:
 
 @dataclass
 class RunSchema:
-    """Where the run's folder goes; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
+    """A run's folder and purpose; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
 
     ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing downgrades its level.
     ``examine``: the cluster is examined instead: its links by tier ("tiers") or between all nodes ("pairs").

@@ -1,4 +1,4 @@
-"""Where configuration groups, plugins and recipes are found: bundle, working directory, extra folders, packages."""
+"""Finds configuration groups, plugins and recipes: in the bundle, working directory, extra folders and packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def roots() -> list[Path]:
 
 
 def foreign_roots() -> list[Path]:
-    """Those of :func:`roots` that ``WORLDSIZE_PLUGINS`` alone names, which other hosts may not have."""
+    """Return those of :func:`roots` that ``WORLDSIZE_PLUGINS`` alone names, which other hosts may not have."""
     return [root for root in roots() if root not in (Path.cwd().resolve(), bundle().resolve())]
 
 

@@ -25,7 +25,7 @@ _MINIMA = {
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is recorded, and what for."""
+    """The folder of a run, and what the run is for."""
 
     root: Path
     group: str | None  # under which wandb shows the runs of one experiment or sweep
@@ -47,7 +47,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long is trained, on which data and how often something is said about it."""
+    """Length of training, its batches, and how often it logs and evaluates."""
 
     steps: int
     batch_size: int  # samples a step over all logical ranks
@@ -81,7 +81,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved, what is kept of it and what a resumed run takes from it."""
+    """Policy for checkpoints: when to save, what to keep, and what a resumed run loads."""
 
     every: int  # steps between saves; 0: none in between
     at_end: bool
@@ -119,7 +119,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What is measured of a run, and who is told."""
+    """Measurements of a run, and the logger that is told."""
 
     step_breakdown: bool  # measure where the time of each step goes
     profiled: tuple[int, int] | None  # first and last step that are traced
@@ -136,7 +136,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class AgentsConfig:
-    """How the agents of several hosts find each other, and what they do if the hosts differ."""
+    """Meeting of the agents of several hosts, and what they do if the hosts differ."""
 
     port: int | None  # of the first host; None: one that follows from the run's id
     on_node_mismatch: Literal["refuse", "warn"]

@@ -31,7 +31,7 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def _accelerators(text: str | None) -> int:
-    """How many there are in SkyPilot's "A100:4"."""
+    """Return the count in SkyPilot's "A100:4"."""
     name, _, count = (text or "").partition(":")
     if count and not count.isdigit():
         raise ConfigError(f"cluster.accelerators={text} is not of the form NAME:COUNT, e.g. A100:4.")

@@ -13,12 +13,14 @@ if TYPE_CHECKING:  # torch takes seconds, and commands that compute nothing name
 
 @dataclass(frozen=True)
 class Link:
-    """One tier of the interconnect: bandwidth in bytes a second per direction, latency in seconds. ``gap``: seconds of
-    a round in which every rank sends to one and hears from one, at the least, however few the bytes (g of LogP, Culler
-    et al. 1993, doi:10.1145/155332.155333): more than the latency where processors are what bounds it. ``incast``:
-    share of the bandwidth that is left where all ranks send to all at once (Phanishayee et al., FAST 2008).
+    """One tier of the interconnect. Links of the tiers "device" and "node" are a rank's, of "network" a node's.
 
-    Of tiers "device" and "node" a rank's, of "network" a node's: its ranks share it.
+    Attributes:
+        bandwidth: Bytes a second in each direction; the ranks of a node share that of its network.
+        latency: Seconds.
+        gap: Least seconds of a round in which every rank sends to one and hears from one, however few the bytes (g of
+            LogP, Culler et al. 1993, doi:10.1145/155332.155333): more than the latency where processors bound it.
+        incast: Share of the bandwidth that is left where all ranks send to all at once (Phanishayee et al., FAST 2008).
     """
 
     bandwidth: float
@@ -29,9 +31,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a launcher offers: shape, device and links by tier ("device", "node", "network").
+    """The machines that a launcher offers.
 
-    For planning: ``device_memory`` in bytes that one process may fill, ``price_per_hour`` of a node.
+    Attributes:
+        name: Name of the configuration, such as "ssh".
+        nodes: Number of hosts.
+        processes: Processes of all nodes, which have equally many.
+        device: Device on which processes train.
+        backend: Backend of torch.distributed, such as "gloo" or "nccl".
+        threads: Threads of each process; None: its share of the node's cores.
+        timeout: Seconds that a process waits for its peers.
+        interface: Network interface of the collectives; None: the one that leads to the first node.
+        hca: InfiniBand adapters that NCCL may use (NCCL_IB_HCA).
+        links: Links by tier: "device", "node", "network".
+        device_memory: Bytes that one process may fill, for planning; None: what this machine has.
+        price_per_hour: Price of a node, for planning.
     """
 
     name: str
@@ -49,29 +63,38 @@ class Cluster:
 
     @property
     def processes_per_node(self) -> int:
-        """Processes on each node; nodes are alike."""
+        """Number of processes on each node."""
         return self.processes // self.nodes
 
 
 @dataclass(frozen=True)
 class Role:
-    """How many processes play a role, and what happens when one of them dies."""
+    """A group of processes with one task, and what happens when one of them dies."""
 
     processes: int
+    """Number of processes, over all nodes."""
     restart: Literal["gang", "individual"] = "gang"
     """Whether a process that died starts again with its gang or by itself."""
     serves: bool = False
     """Its processes run :meth:`Strategy.serve` and have no process group; the others train a replica."""
     min_processes: int | None = None
-    """How many must live for the run to go on without those that died; None: all."""
+    """Number that must live for the run to go on without those that died; None: all."""
 
 
 @dataclass(frozen=True)
 class World:
     """The place of this process among the others of its run.
 
-    ``rank`` and ``size`` count within the role, and are all that a recipe may look at;
-    ``global_rank`` and ``world_size`` count every process of the run.
+    Attributes:
+        role: Name of its role, such as "worker".
+        rank: Rank within the role. A recipe may look at ``rank`` and ``size`` alone.
+        size: Processes of the role.
+        global_rank: Rank among all processes of the run.
+        world_size: Processes of the run, of all roles.
+        local_rank: Rank on its node.
+        node_rank: Rank of its node.
+        device: Device on which it trains.
+        groups: Process groups by name: of all that train ("all"), of each role, of this node.
     """
 
     role: str
@@ -86,7 +109,7 @@ class World:
 
     @staticmethod
     def alone(device: torch.device) -> World:
-        """One worker on ``device``, with no process group."""
+        """Return the world of one worker on ``device``, with no process group."""
         return World("worker", 0, 1, 0, 1, 0, 0, device)
 
     @property

@@ -18,10 +18,10 @@ class DataSource(Protocol):
     """Data of any part of the run, for processes to which the training loop hands none."""
 
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
-        """Draw the data of one logical rank in ``step``, after the faults that are planned for that step."""
+        """Draw the data of one logical rank (from 0) in ``step`` (from 1), after the faults planned for that step."""
 
     def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
-        """Iterate over one of ``parts`` equal shares of the evaluation set."""
+        """Iterate over share ``part``, from 0, of ``parts`` equal shares of the evaluation set."""
 
 
 class CheckpointSource(Protocol):
@@ -39,7 +39,7 @@ class FaultPoints(Protocol):
     """Points at which a configuration may have planned a fault, see :mod:`worldsize.engine.faults`."""
 
     def enter(self, step: int) -> None:
-        """Say that this process begins ``step``, or goes on with it."""
+        """Say that this process begins ``step`` (from 1), or goes on with it."""
 
     def at(self, point: str) -> None:
         """Say that this process passes ``point``."""
@@ -53,7 +53,7 @@ class StopFlag(Protocol):
 
 
 class StepTiming(Protocol):
-    """Where the time of steps goes in a process that the training loop does not time."""
+    """Records where the time of steps goes in a process that the training loop does not time."""
 
     def measured(self, step: int) -> AbstractContextManager[None]:
         """Time what is computed of ``step`` within the block; its data have been drawn before."""
@@ -96,7 +96,7 @@ class _Untimed(StepTiming):
 @final
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where processes that serve and processes that train find each other in one attempt of a run."""
+    """The meeting place of processes that serve and processes that train, in one attempt of a run."""
 
     folder: Path
     """Every process of this attempt sees it; only they and their user may read it."""
@@ -109,7 +109,7 @@ class Rendezvous:
 @final
 @dataclass(frozen=True)
 class RunContext:
-    """What a process knows of its run and may ask of it.
+    """The run as one process sees it: its world, numerics, data, checkpoints and peers.
 
     ``RunContext(world)`` alone is the context of a process outside a run: float32, no faults, no checkpoint, nobody
     that asks it to stop, nothing timed, and no data but what the training loop hands to a replica.
@@ -118,11 +118,13 @@ class RunContext:
     world: World
     numerics: Numerics = field(default_factory=Numerics)
     seed: int = 0
+    """Seed of the run, from which all random numbers follow."""
     steps: int = 0
     """Steps of the whole run."""
     workers: int = 1
     """Processes that train, when the attempt begins."""
     logical_ranks: int = 1
+    """Parts of a step's data, each with random numbers of its own; equal for any number of processes."""
     rendezvous: Rendezvous | None = None
     """None where no role of the run serves."""
     data: DataSource = field(default_factory=_NoData)

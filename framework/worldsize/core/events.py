@@ -10,8 +10,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The first step is about to run; ``first`` steps were done by earlier attempts, and, if ``evaluated``, the
-    evaluation after the last of them.
+    """The first step is about to run.
+
+    Attributes:
+        run_id: Name of the run folder.
+        steps: Steps of the whole run.
+        first: Steps that earlier attempts have done.
+        evaluated: Whether the evaluation after the last of these has been done, too.
     """
 
     run_id: str
@@ -22,14 +27,27 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """A logged step: global mean loss, and where the time since the last logged step went.
+    """A logged step.
 
-    ``skipped`` counts the updates left out since the run began.
+    Times are means over the steps since the last logged one, in seconds a step; None: not measured.
 
-    ``step_seconds`` has one entry a rank: the mean time of a step there, its wait for data excluded. What of it this
-    rank computed, waited for others and updated stands beside it; None: not measured. ``exposed_seconds``: the time
-    of a step for which every rank waits for communication, that of the one that waits least. ``splits``, on rank 0
-    alone: for each rank and each step that was measured, seconds of data, compute, communication and update.
+    Attributes:
+        step: Number of the step, from 1.
+        samples: Samples trained since the run began.
+        loss: Mean loss over all logical ranks.
+        lr: Learning rate of the update.
+        grad_norm: Norm of the whole gradient before clipping; None: not computed.
+        skipped: Updates left out since the run began.
+        data_seconds: Wait for data on this rank.
+        step_seconds: Time of a step on each rank, without its wait for data.
+        samples_per_second: Samples of all ranks.
+        facts: What else the strategy tells.
+        compute_seconds: Forward and backward on this rank.
+        communication_seconds: Communication that nothing hides, on this rank.
+        update_seconds: Update on this rank.
+        exposed_seconds: Time for which every rank waits for communication: that of the rank that waits least.
+        splits: For each rank and each step that was measured, the seconds of data, compute, communication and update;
+            on rank 0 alone.
     """
 
     step: int
@@ -41,9 +59,9 @@ class StepDone:
     data_seconds: float
     step_seconds: tuple[float, ...]
     samples_per_second: float
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what else the strategy tells
-    compute_seconds: float | None = None  # forward and backward
-    communication_seconds: float | None = None  # what nothing hides
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    compute_seconds: float | None = None
+    communication_seconds: float | None = None
     update_seconds: float | None = None
     exposed_seconds: float | None = None
     splits: Sequence[Sequence[Sequence[float]]] = ()
@@ -67,8 +85,16 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Straggling:
-    """A rank is busy ``slower`` times as long as the median of its peers, or the link of its host (cause "network")
-    carries so many times less than most; since step ``since``, found at ``step``.
+    """A rank is slower than its peers, or the link of its host is.
+
+    Attributes:
+        step: Step at which this was noticed.
+        rank: The slow rank, or one of the slow host.
+        host: Its host.
+        device: Its device.
+        cause: What it is slow at; "network": the link of its host.
+        slower: Times that it is busy as long as the median of its peers, or that its link carries less than most.
+        since: First step of which this holds.
     """
 
     step: int
@@ -82,11 +108,15 @@ class Straggling:
 
 @dataclass(frozen=True)
 class RunFailed:
+    """The run fails on this rank, for ``cause``."""
+
     cause: str
 
 
 @dataclass(frozen=True)
 class RunEnded:
+    """The run has ended after ``step``; ``summary`` has its results as plain values."""
+
     step: int
     exit_reason: str
     summary: Mapping[str, Any] = field(default_factory=dict)

@@ -31,7 +31,13 @@ def cluster_option(default: Any = ...) -> Any:
 class Plan:
     """A validated run: everything that a launcher needs to start it.
 
-    ``secrets`` are variables of every process too, but must not be written, shown or put on a command line.
+    Attributes:
+        run_dir: The run folder.
+        cluster: The machines to start it on.
+        roles: Processes by role; global ranks count through them in this order.
+        environment: Variables of every process.
+        attempt: Number of this start of the run, from 1.
+        secrets: Variables of every process too, which must not be written, shown or put on a command line.
     """
 
     run_dir: Path
@@ -43,7 +49,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Processes of all roles together."""
+        """Number of processes of all roles."""
         return sum(role.processes for role in self.roles.values())
 
 
@@ -61,11 +67,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: ``exit_reason`` is "completed", "failed", "interrupted", or "preempted": saved, start it again;
-    of agents "ended", since they record how.
+    """The end of a job.
 
-    ``steps``: the step after which it began, and the last one it completed, where they are known.
-    ``first_step_at``: Unix time at which it completed its first step.
+    Attributes:
+        exit_reason: "completed", "failed", "interrupted" or "preempted" (it has saved and can be started again); of
+            agents "ended", since they record how.
+        exit_code: Exit code for the command that waited.
+        failure: The first process that failed.
+        steps: The step after which it began, and the last one that it completed, where they are known.
+        first_step_at: Unix time in seconds at which it completed its first step.
     """
 
     exit_reason: str
@@ -88,7 +98,7 @@ class Job(ABC):
 
 
 class LaunchMethod(ABC):
-    """What every way to start a run has in common. Derive from one of the three below."""
+    """The base of every way to start a run. Derive from one of the three below."""
 
     max_restarts: int = 0  # times that a gang that failed is started again from its last checkpoint
 

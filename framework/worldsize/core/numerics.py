@@ -16,10 +16,13 @@ Nonfinite = Literal["stop", "skip", "ignore"]
 
 @dataclass(frozen=True)
 class Numerics:
-    """How an update is computed: precision of forward and backward, clipping, and what NaN does.
+    """Numerics of an update: precision of forward and backward, clipping, and what NaN does.
 
-    ``nonfinite``: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the
-    parameters alone in a step whose gradient norm is not finite; "ignore" does neither.
+    Attributes:
+        precision: Precision of forward and backward; parameters are float32.
+        clip_norm: Largest L2 norm of the whole gradient; None: no clipping.
+        nonfinite: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the parameters alone in a
+            step whose gradient norm is not finite; "ignore" does neither.
     """
 
     precision: Precision = "fp32"

@@ -19,7 +19,7 @@ TensorStyle = Literal["column", "row"]
 
 
 class Recipe(ABC):
-    """What is learned. Knows nothing of processes, devices or how replicas agree."""
+    """The task to learn. It knows nothing of processes, devices or how replicas agree."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -30,12 +30,12 @@ class Recipe(ABC):
         """Make the optimizer of ``model``, whose parameters a strategy may have moved or divided by then."""
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Learning-rate schedule, advanced once an optimizer step; ``None`` keeps the rate constant."""
+        """Make the learning-rate schedule, advanced once an optimizer step; ``None`` keeps the rate constant."""
         return None
 
     @abstractmethod
     def data(self, split: str) -> Any:
-        """Dataset of ``split`` ("train" or "test"): map-style or iterable.
+        """Return the dataset of ``split`` ("train" or "test"): map-style or iterable.
 
         A map-style dataset with a method ``batch(indices: Tensor)`` is asked for a whole batch at
         once; one with ``__getitems__`` for a list of samples; any other sample by sample. Its attribute ``lengths``,
@@ -44,15 +44,19 @@ class Recipe(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Scalar loss: the mean over the micro-batch."""
+        """Return the loss, a scalar: the mean over the micro-batch."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Each metric as (sum, count) over the batch, so that any grouping of batches adds up exactly."""
+        """Return each metric as (sum, count) over the batch, two scalars.
+
+        Any grouping of batches then adds up exactly.
+        """
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated parts of ``model`` in order of use, such as transformer layers: units of sharding and of
-        activation checkpointing.
+        """Return the repeated parts of ``model`` in order of use, such as transformer layers.
+
+        They are units of sharding and of activation checkpointing.
         """
         return ()
 
@@ -72,8 +76,9 @@ class Recipe(ABC):
         raise NotImplementedError
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        """How tensor parallelism divides modules, by name: a linear layer by its output ("column") or input features
-        ("row", after "column").
+        """Say how tensor parallelism divides modules, by name.
+
+        A linear layer is divided by its output ("column") or its input features ("row", after "column").
         """
         return {}
 
@@ -85,17 +90,17 @@ class Recipe(ABC):
         return {}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """Lines to show at the end of a run, from the trained model's state."""
+        """Return lines to show at the end of a run, from the trained model's state."""
         return []
 
     def files(self) -> Mapping[str, Path]:
-        """Data files that decide the result, by a name that does not depend on the machine."""
+        """Return the data files that decide the result, by names that do not depend on the machine."""
         return {}
 
 
 @dataclass(frozen=True)
 class RowValues:
-    """What the rows of an embedding are before their first update.
+    """The distribution of an embedding's rows before their first update.
 
     Args:
         kind: "normal" with deviation ``scale``, or "uniform" in [-scale, scale).

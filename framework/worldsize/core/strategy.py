@@ -24,11 +24,18 @@ Reduction = Literal["flat", "ordered", "hierarchical"]  # torch's own sums, the 
 class Workload:
     """A step of training, before it is known how it will be divided. Bytes are of the whole model.
 
-    ``unit_bytes``: of the largest part that a sharded model gathers at once; ``activation_bytes``: of a micro-batch;
-    ``boundary_bytes``: of what one block hands to the next, for a micro-batch; ``compute_seconds``: forward, backward
-    and update of what one rank does in a step, by itself; ``update_seconds``: of these the update; ``overlap``: share
-    of them behind which communication hides; ``sum_seconds``: to add up as many numbers as there are parameters;
-    ``micro_batches``: of each data-parallel part in a step (0: as many as the strategy takes by default).
+    Attributes:
+        parameter_bytes: All parameters.
+        optimizer_bytes: State of the optimizer.
+        unit_bytes: The largest part that a sharded model gathers at once.
+        activation_bytes: Activations of one micro-batch.
+        boundary_bytes: What one block hands to the next, for one micro-batch.
+        blocks: Number of repeated parts of the model.
+        compute_seconds: Forward, backward and update of what one rank does in a step, by itself.
+        update_seconds: The update, a part of ``compute_seconds``.
+        overlap: Share of ``compute_seconds`` behind which communication hides, 0 to 1.
+        sum_seconds: Time to add up as many numbers as there are parameters.
+        micro_batches: Micro-batches of each data-parallel part in a step; 0: as many as the strategy takes by default.
     """
 
     parameter_bytes: float
@@ -46,11 +53,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a strategy makes of a :class:`Workload`, for each rank: memory, bytes sent and seconds of communication a
-    step; ``across_bytes`` are what a node sends to others. ``exposed_seconds``: of that communication, what cannot
-    hide behind compute (None: what is longer than the share of it that can be hidden behind). ``added_seconds``: what
-    a rank computes beside the workload, or less if negative (an update that others share). ``idle``: share
-    of a step in which a rank waits its turn. ``same``: a step's result is that of one process, up to rounding.
+    """The cost of a step under a strategy, for each rank.
+
+    Attributes:
+        memory_bytes: Largest memory of a rank.
+        sent_bytes: Bytes that a rank sends in a step.
+        across_bytes: Bytes that a node sends to other nodes in a step.
+        communication_seconds: Communication of a step, hidden or not.
+        idle: Share of a step in which a rank waits its turn, 0 to 1.
+        exposed_seconds: Communication that cannot hide behind compute; None: all but the share that overlaps.
+        added_seconds: Compute of a rank beside the workload; negative where others share an update.
+        same: Whether a step's result is that of one process, up to rounding.
     """
 
     memory_bytes: float
@@ -65,7 +78,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did here: the loss of each local micro-batch (scalars, detached) and the rate used."""
+    """The result of one step in this process.
+
+    Attributes:
+        losses: Loss of each local micro-batch: scalars, detached.
+        lr: Learning rate of the update.
+        grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
+        skipped: Whether the update was left out, since the gradient was not finite.
+    """
 
     losses: Sequence[Tensor]
     lr: float
@@ -78,19 +98,23 @@ class Replica(ABC):
 
     @abstractmethod
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Forward, backward, agree with the other replicas, update."""
+        """Compute forward and backward, agree with the other replicas, and update.
+
+        Args:
+            micro_batches: Data of this process in the step, one for each of its logical ranks, in their order.
+        """
 
     @abstractmethod
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        """Metrics over all ranks' batches: sums and counts reduced in batch order, then divided."""
+        """Return the metrics over all ranks' batches: sums and counts reduced in batch order, then divided."""
 
     @abstractmethod
     def state(self) -> StateDict:
-        """``model``, ``optimizer`` ...; the model's keys are those of ``recipe.model()``, whatever wraps it.
+        """Return ``model``, ``optimizer`` ...; the model's keys are those of ``recipe.model()``, whatever wraps it.
 
         The same names, shapes and plain values on every rank. A tensor may be a DTensor; one on the meta device is
         held by other ranks. Part ``strategy``, if there is one, is what only this strategy at this world size can
-        use: it is loaded where it fits, and left as it was built elsewhere.
+        use: a replica that it does not fit keeps its own.
         """
 
     @abstractmethod
@@ -98,7 +122,7 @@ class Replica(ABC):
         """Take what :meth:`state` gave, under this strategy or another; every rank must call it."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What else there is to log of the steps since the last call; plain values."""
+        """Return what else there is to log of the steps since the last call; plain values."""
         return {}
 
     step_reached: int | None = None  # where it stands by itself; None: at 0, or where the loaded checkpoint stood
@@ -109,23 +133,23 @@ class Replica(ABC):
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """How replicas agree. An immutable description: touches no device and no process group.
+    """Describes how replicas agree. It is immutable and touches no device and no process group.
 
     A subclass is a frozen dataclass too; its fields are the keys below ``strategy`` in its YAML. What belongs to the
     run, such as its numerics, is handed to the replica with the context instead.
     """
 
     reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")
-    """What ``reduce`` may be."""
+    """Values that ``reduce`` may have."""
     reduce: Reduction = "flat"
-    """How gradients are summed over logical ranks."""
+    """Way in which gradients are summed over logical ranks."""
 
     def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies carry all of them
         """Raise ConfigError for numerics that this strategy cannot carry, before a process starts."""
 
     @abstractmethod
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        """Processes by role.
+        """Return the processes of each role, by its name; those that train have the role "worker".
 
         Raises:
             ConfigError: the cluster's size cannot carry this strategy.
@@ -147,8 +171,9 @@ class Strategy(ABC):
         """Raise ConfigError if ``recipe`` does not define what this strategy asks of it."""
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
-        """Axes along which processes that train work together: for each, disjoint groups of global ranks. A rank's
-        coordinate on an axis is its place in its group.
+        """Return the axes along which processes that train work together: for each, disjoint groups of global ranks.
+
+        A rank's coordinate on an axis is its place in its group.
         """
         start = 0
         for name, role in self.roles(cluster).items():
@@ -158,7 +183,7 @@ class Strategy(ABC):
         return {"data": [list(range(start, start + self.roles(cluster)["worker"].processes))]}
 
     def data_parallel(self, cluster: Cluster) -> int:
-        """Parts that the data of a step are divided into: one a worker, unless several share a model."""
+        """Number of parts that the data of a step are divided into: one a worker, unless several share a model."""
         return self.roles(cluster)["worker"].processes
 
     def data_rank(self, world: World) -> int:
@@ -166,12 +191,12 @@ class Strategy(ABC):
         return world.rank
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
-        """What a step of ``work`` costs on ``cluster``, for planning; None: it is not known."""
+        """Predict what a step of ``work`` costs on ``cluster``; None: it is not known."""
         return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
         """Put what only members may have into ``Rendezvous.folder``, in the launching process, before each start."""
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        """Body of a process whose role serves; a replica if from now on it is this process that leads the run."""
+        """Serve in a process whose role serves; return a replica if from now on this process leads the run."""
         raise ConfigError(f"{type(self).__name__} has no role {context.world.role!r} that serves.")

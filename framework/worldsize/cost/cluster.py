@@ -62,9 +62,10 @@ def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
 
 
 def served_bytes(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
-    """What crosses the busiest link, one way, when each client sends every shard's owner its part of ``payload_bytes``
-    (Jiang et al., OSDI 2020, section 3). Both are given by global rank; a node's ranks share its link, and what stays
-    inside does not cross it.
+    """Bytes that cross the busiest link, one way, when each client sends every shard's owner its part of the payload.
+
+    (Jiang et al., OSDI 2020, section 3.) ``clients`` and ``shards`` are global ranks; a node's ranks share its link,
+    and what stays inside does not cross it.
     """
     part = payload_bytes / len(shards)
     if cluster.nodes == 1:

@@ -19,7 +19,7 @@ def message_seconds(payload_bytes: float, link: Link) -> float:
 
 
 def divided(link: Link, count: int) -> Link:
-    """What each of so many has of ``link`` that use it at once."""
+    """Bandwidth that each of ``count`` concurrent users of ``link`` gets, as a link; latency stays."""
     return replace(link, bandwidth=link.bandwidth / max(1, count))
 
 
@@ -92,16 +92,18 @@ def bubble_share(stages: int, micro_batches: int, stages_per_rank: int = 1) -> f
 
 
 def exposed_seconds(communication_seconds: float, hidden_behind_seconds: float) -> float:
-    """What of communication is waited for, if it runs beside so much compute."""
+    """Seconds of communication that a step waits for, if the rest hides behind so much compute."""
     return max(0.0, communication_seconds - hidden_behind_seconds)
 
 
 def bucketed_exposed_seconds(
     payload_bytes: float, bucket_bytes: float, backward_seconds: float, seconds: Callable[[float], float]
 ) -> float:
-    """What is waited for after a backward pass whose gradients come evenly, if each bucket's collective, of so many
-    ``seconds`` for its bytes, begins once the bucket is full and the one before is through (Li et al. 2020, arXiv
-    2006.15704, section 3.2). The last bucket is full when the pass ends: it is never hidden.
+    """Seconds of communication that a step waits for after a backward pass whose gradients are reduced in buckets.
+
+    Gradients come evenly. Each bucket's collective, of so many ``seconds`` for its bytes, begins once the bucket is
+    full and the one before is through (Li et al. 2020, arXiv 2006.15704, section 3.2). The last bucket is full when
+    the pass ends: it is never hidden.
     """
     done = filled = 0.0
     while filled < payload_bytes:

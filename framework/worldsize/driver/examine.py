@@ -129,7 +129,7 @@ def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
 
 
 def _unseen(run: RunDirectory, facts: Message) -> str | None:
-    """Why what another host has written is not seen here; None: it is, or it could not write."""
+    """Return why what another host has written is not seen here; None: it is, or it could not write."""
     deadline = time.monotonic() + _VISIBLE
     while facts["folder"]["error"] is None:
         if read_facts(run.findings, f"node_{facts['node']:05d}").get("nonce") == facts["nonce"]:
@@ -214,7 +214,7 @@ def _ahead(connection: AgentConnection) -> float:
 
 
 def _obstacle(place: Node, met: Mapping[str, Any]) -> str | None:
-    """Why no processes can be started."""
+    """Return why no processes can be started, or None."""
     hosts = met["hosts"]
     if len(hosts) < place.count:
         return f"only {len(hosts)} of {place.count} hosts have met"

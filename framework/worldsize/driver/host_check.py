@@ -72,10 +72,10 @@ def data_digest(files: Mapping[str, Path]) -> str:
 def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
     """Raise WorldsizeError (or warn, by ``cluster.on_node_mismatch``) where a host differs from the first."""
     differences = [
-        f"{other['host']} (node {other['node']}) has {name} {other['must_match'].get(name)}, {first['host']} has {value}"
+        f"{other['host']} (node {other['node']}) has {name} {its_value}, {first['host']} has {value}"
         for other in others
         for name, value in first["must_match"].items()
-        if other["must_match"].get(name) != value
+        if (its_value := other["must_match"].get(name)) != value
     ]
     if not differences:
         return

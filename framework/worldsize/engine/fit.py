@@ -33,7 +33,7 @@ _MEASURED = 50  # steps that are measured between two logged ones, at most
 
 @dataclass(frozen=True)
 class Intervals:
-    """When a run stops, and after how many steps it logs, evaluates and saves."""
+    """The steps of a run, and how often it logs, evaluates and saves."""
 
     steps: int  # of the whole run
     log_every: int = 10
@@ -71,7 +71,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far training has come."""
+    """The steps that training has behind it."""
 
     step: int = 0  # steps taken
     skipped: int = 0  # of these, steps whose update was left out (nonfinite=skip)
@@ -80,7 +80,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class LoopCallbacks:
-    """What the loop calls, in the same order on all ranks."""
+    """Functions that the loop calls, in the same order on all ranks."""
 
     evaluate: Callable[[], Mapping[str, float]]  # returns the metrics
     emit: Emit  # takes each event

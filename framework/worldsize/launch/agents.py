@@ -104,7 +104,7 @@ class _Joint(Job):
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """What a run is whose hosts ended like this; of several failures the first in time is the cause."""
+    """Combine the outcomes of a run's hosts; of several failures the first in time is the cause."""
     failed = [outcome for outcome in outcomes if outcome.failure]
     if failed:
         return min(failed, key=lambda outcome: outcome.failure.time_ns if outcome.failure else 0)

@@ -109,7 +109,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
         return "jobsets" in self._ask("api-resources", "--api-group=jobset.x-k8s.io", "--output=name")
 
     def _ask(self, *words: str, text: str | None = None) -> str:
-        """What kubectl says. Raises ConfigError with its own words."""
+        """Return what kubectl prints. Raises ConfigError with its own words."""
         command = [*self.kubectl, f"--namespace={self.namespace}", *words]
         try:
             done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)

@@ -59,7 +59,7 @@ class NodeLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the processes of a node meet the others. ``folder`` is private, and has the heartbeats of this node's."""
+    """The meeting place of processes. ``folder`` is private, and has the heartbeats of this node's."""
 
     folder: Path
     local_size: int

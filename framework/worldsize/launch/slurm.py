@@ -140,7 +140,7 @@ class Slurm(NodeLauncher, BatchLauncher):
 
 
 def _told(command: Sequence[str], script: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """What one of Slurm's commands says.
+    """Return what one of Slurm's commands prints.
 
     Raises:
         ConfigError: it refuses; with its own words.

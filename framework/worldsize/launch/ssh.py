@@ -167,7 +167,7 @@ class _Agents(Job):
     _seen: list[int] = field(default_factory=list)
 
     def wait(self) -> Outcome:
-        """Until all have ended. A first signal asks them to save and to end, a second ends them; so does a failure."""
+        """Wait for all to end. A first signal asks them to save and to end, a second ends them; so does a failure."""
         before = {number: signal.signal(number, lambda number, _: self._seen.append(number)) for number in SIGNALS}
         try:
             self._join()

@@ -71,7 +71,7 @@ def _place(run: wandb.Run) -> str:
 
 
 def _facts(manifest: Path) -> dict[str, Any]:
-    """What the manifest says beyond the configuration."""
+    """Return what the manifest says beyond the configuration."""
     facts: dict[str, Any] = json.loads(manifest.read_text())
     return {key: value for key, value in facts.items() if key not in ("config", "attempts", "results")}
 

@@ -23,7 +23,7 @@ from worldsize.world.world import threads_per_process
 
 @dataclass(frozen=True)
 class Given:
-    """What the user knows: bytes of the parameters, seconds that a rank computes in a step; ``overlap``: share of
+    """Facts that the user gives: bytes of the parameters, seconds that a rank computes in a step; ``overlap``: share of
     them behind which communication hides; ``links`` that were measured. ``one_machine``: all nodes are this machine.
     """
 
@@ -109,7 +109,7 @@ class Predictor:
         return self._measured[key]
 
     def _device(self, cluster: Cluster) -> str:
-        """Where the recipe takes its steps; where their time is given, any device shows what they need."""
+        """Return the device on which the recipe takes its steps; where their time is given, any device will do."""
         if cluster.device != "cuda" or torch.cuda.device_count():  # which leaves this process able to fork
             return cluster.device
         if self._given.compute_seconds is None:

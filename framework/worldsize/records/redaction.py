@@ -129,7 +129,7 @@ def restore(config: Any, secrets: Iterable[tuple[Sequence[str | int], Any]]) -> 
 
 
 def missing(config: Any, path: Keys = ()) -> list[Keys]:
-    """Where ``config`` still has a placeholder for a secret."""
+    """List the keys at which ``config`` still has a placeholder for a secret."""
     if isinstance(config, Mapping):
         return [found for key, child in config.items() for found in missing(child, (*path, key))]
     if isinstance(config, list):

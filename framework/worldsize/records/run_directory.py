@@ -15,7 +15,7 @@ from worldsize.errors import ConfigError
 
 @final
 class RunDirectory:
-    """Where everything of one run lies; computes paths, and touches no file."""
+    """Paths of everything that belongs to one run. It touches no file."""
 
     MANIFEST: ClassVar[str] = "run_manifest.json"
 
@@ -38,7 +38,7 @@ class RunDirectory:
         self.control = path / "control"  # names the socket at which the launching process takes requests
 
     def servers(self, attempt: int) -> Path:
-        """Where servers and their clients find each other; for the eyes of the run's user alone."""
+        """The folder in which servers and their clients find each other; for the eyes of the run's user alone."""
         return self.path / "servers" / f"attempt_{attempt}"
 
     def log(self, role: str, rank: int) -> Path:
@@ -54,7 +54,7 @@ class RunDirectory:
         return self.path / "profile" / f"worker_{rank:05d}.json"
 
     def timing(self, rank: int) -> Path:
-        """Where the time of one worker's steps went, a JSON line for each measured step."""
+        """The file with the step breakdown of one worker, a JSON line for each measured step."""
         return self.path / "timing" / f"worker_{rank:05d}.jsonl"
 
 

@@ -33,24 +33,24 @@ Manifest = Mapping[str, Any]
 @final
 @dataclass(frozen=True)
 class RunView:
-    """What the record of a run says, for those who only look."""
+    """The record of a run, for those who only look."""
 
     directory: RunDirectory
     manifest: Manifest
 
     @property
     def attempts(self) -> Sequence[Mapping[str, Any]]:
-        """What the manifest has of each attempt, the oldest first."""
+        """Facts of each attempt, the oldest first."""
         return list(self.manifest["attempts"])
 
     @property
     def exit_reason(self) -> str | None:
-        """How the last attempt ended, or "running"; None before the first."""
+        """Exit reason of the last attempt, or "running"; None before the first."""
         return str(self.attempts[-1]["exit_reason"]) if self.attempts else None
 
     @property
     def results(self) -> Mapping[str, Any]:
-        """What came of the last attempt; empty until one has ended."""
+        """Results of the last attempt; empty until one has ended."""
         return self.manifest["results"] or {}
 
     @property
@@ -140,7 +140,7 @@ class RunRecord:
 
     @property
     def attempts(self) -> Sequence[Mapping[str, Any]]:
-        """What the manifest has of each attempt, the oldest first."""
+        """Facts of each attempt, the oldest first."""
         return list(self.manifest["attempts"])
 
     @property
@@ -248,7 +248,7 @@ def _rewind_metrics(directory: RunDirectory) -> None:
 
 
 def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """What rank 0 wrote, or only the exit reason if the run did not get so far; and the checkpoints' digests."""
+    """Return what rank 0 wrote, or only the exit reason if the run did not get so far; and the checkpoints' digests."""
     digests = {path.name: (path / COMPLETE).read_text().strip() for path in complete(directory.checkpoints)}
     if outcome.exit_code != 0 or not directory.result.exists():
         return {"exit_reason": outcome.exit_reason, "checkpoints": digests}

@@ -24,7 +24,7 @@ _FIGURES = ("loss", "lr", "grad_norm")
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far one metric or tensor of run B is from that of run A; zeros and no step where they are equal.
+    """The distance of one metric or tensor of run B from that of run A; zeros and no step where they are equal.
 
     A tensor is compared in every checkpoint that both runs have; its figures are those of the last of these.
     ``ulp``: the largest distance in units in the last place, of float64 for metrics, of its own dtype for a tensor.

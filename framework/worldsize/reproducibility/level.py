@@ -15,7 +15,7 @@ _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 @dataclass(frozen=True)
 class ReproducibilityLevel:
-    """How exactly a run can be re-created: ``level`` is one of LEVELS; ``why`` says what it rests on."""
+    """Says how exactly a run can be re-created: ``level`` is one of LEVELS; ``why`` says what it rests on."""
 
     level: str
     why: str

@@ -14,7 +14,7 @@ from worldsize.reproducibility.code import LARGEST
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """What is recorded of a plugin, sorted: no caches, nothing hidden, nothing above 1 MiB."""
+    """List the files that are recorded of a plugin, sorted: no caches, nothing hidden, nothing above 1 MiB."""
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
         if not hidden and file.is_file() and os.access(file, os.R_OK) and file.stat().st_size <= LARGEST:
@@ -49,7 +49,7 @@ def keep(folder: Path, target: Path, clean: Callable[[str], str]) -> None:
 
 
 def kept_folder(root: Path, name: str) -> Path:
-    """Where the plugin ``name``, such as "plugins.diloco", lies below ``root``."""
+    """Return the folder of the plugin ``name``, such as "plugins.diloco", below ``root``."""
     return root.joinpath(*name.split("."))
 
 

@@ -89,13 +89,13 @@ def _moved(clones: Sequence[Path], code: Path) -> Iterator[Path]:
 
 
 def _framework() -> tuple[Path, ...]:
-    """Where this worldsize is imported from, if that is a clone: no lock can install it."""
+    """Return the folder that this worldsize is imported from, if that is a clone: no lock can install it."""
     source = Path(__file__).resolve().parents[2]
     return (source,) if source.name == "framework" else ()
 
 
 def different_packages(environment: Mapping[str, Any]) -> list[str]:
-    """What this Python has otherwise than the record, as ``name then -> now``."""
+    """List the packages that differ from the record's, as ``name then -> now``."""
     then = {**environment["packages"], "python": environment["python"]}
     now = {**packages(), "python": platform.python_version()}
     return [

@@ -71,7 +71,7 @@ class BufferMean:
 
 
 def _change(now: Tensor, first: Tensor) -> Tensor:
-    """What is to be added; to an infinity nothing can be, so that there it is what has come instead."""
+    """Return what is to be added; nothing can be added to an infinity, so there it is the new value itself."""
     return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
 
 

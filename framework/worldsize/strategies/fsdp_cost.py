@@ -13,7 +13,7 @@ from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seco
 @final
 @dataclass(frozen=True)
 class FSDPSharding:
-    """How a model is sharded, as far as the cost depends on it."""
+    """The sharding of a model, as far as the cost depends on it."""
 
     ranks: int
     """That hold one copy of the model."""

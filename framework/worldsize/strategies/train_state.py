@@ -32,7 +32,7 @@ class OptimizerState(ABC):
 @final
 @dataclass(frozen=True)
 class TrainState:
-    """What a recipe trains, on one device."""
+    """The model, optimizer and schedule that a recipe trains, on one device."""
 
     model: nn.Module
     optimizer: Optimizer

@@ -33,7 +33,7 @@ Host h*
 
 
 def missing() -> str | None:
-    """Why there can be no such hosts here."""
+    """Return why there can be no such hosts here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _found(name) is None]

@@ -40,7 +40,7 @@ class RefusedError(WorldsizeError):
 
 
 class CommonOperation(IntEnum):
-    """What a frame means in every protocol."""
+    """Operations that every protocol has."""
 
     JOIN = 1  # a message, the first of a connection: who connects ("name"), and what for ("kind")
     WELCOME = 2  # a message that answers JOIN
@@ -52,7 +52,7 @@ class CommonOperation(IntEnum):
 
 
 class Header(NamedTuple):  # which is made three times as fast as a frozen dataclass
-    """What a frame is, before its payload.
+    """The header of a frame, which comes before its payload.
 
     Attributes:
         operation: What the frame asks for or answers.

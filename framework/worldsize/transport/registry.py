@@ -1,4 +1,4 @@
-"""Where the serving processes of a run are: a folder that all processes share, and an epoch for each change of hands.
+"""Registry of a run's serving processes: a folder that all processes share, and an epoch for each change of hands.
 
 A service is what others connect to, such as "shard 0" or "centre". The process that serves it in epoch n is whoever
 created ``epoch_n.json``. Creation is exclusive, so that there are never two. Whoever can write the folder can serve:

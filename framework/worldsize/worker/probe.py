@@ -29,7 +29,7 @@ _REPEATS, _MESSAGES = 3, 50
 
 @dataclass(frozen=True)
 class Effort:
-    """What is spent on an edge: bytes of a message at most, and how many of them."""
+    """The effort spent on an edge: bytes of a message at most, and how many of them."""
 
     largest: int
     repeats: int
@@ -43,7 +43,7 @@ Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): in each phas
 
 @dataclass(frozen=True)
 class Edge:
-    """What was measured from rank to rank: the best time of ``size`` bytes, and the median time of a message of eight.
+    """Measurement from rank to rank: the best time of ``size`` bytes, and the median time of a message of eight.
 
     Of tier "device" it is a copy of ``size`` / 2 bytes: they are read and written.
     """
@@ -78,8 +78,9 @@ def probe(world: World, placement: Placement, transport: Mapping[str, Any], find
 
 
 def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, Any]]:
-    """What nodes carry now to those that come so many places after them, the same on all ranks. It takes all of them
-    a second or two, and longer where a link carries less than 20 Mbit/s.
+    """Measure what each node carries to the one ``distance`` places after it; return the same on all ranks.
+
+    It takes a second or two, and longer where a link carries less than 20 Mbit/s.
     """
     return _of_all(world, _measure(world, [("network", across(world.size // per_node, per_node, [distance]))], _SHORT))
 

@@ -139,7 +139,7 @@ def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
 def _replica(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, preemption: Preemption
 ) -> Replica | None:
-    """What this process trains; None: it has served until the end."""
+    """Return what this process trains, or None if it has served until the end."""
     context = context_of(settings, run, world, placement, preemption)
     serves = settings.roles[world.role].serves
     return (settings.strategy.serve if serves else settings.strategy.replica)(settings.recipe, context)

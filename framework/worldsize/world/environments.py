@@ -141,7 +141,7 @@ def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:
 
 
 def _store(environ: Environ, job: str) -> str:
-    """Where the ranks meet if no launcher says so: on the first host, at a port that follows from the job."""
+    """Return where the ranks meet if no launcher says so: on the first host, at a port that follows from the job."""
     if "WORLDSIZE_STORE" in environ:
         return environ["WORLDSIZE_STORE"]
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
@@ -216,7 +216,7 @@ _JOB = {
 
 
 def job_of(environ: Environ) -> dict[str, Any] | None:
-    """What the manifest says of the scheduler's job that this process belongs to."""
+    """Describe the scheduler's job that this process belongs to, for the manifest."""
     if "SKYPILOT_TASK_ID" in environ:  # the same after a recovery
         return {"scheduler": "skypilot", "id": environ["SKYPILOT_TASK_ID"]}
     if "SLURM_JOB_ID" not in environ:

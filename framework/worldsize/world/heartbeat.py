@@ -1,4 +1,4 @@
-"""Where each rank is: a few numbers in memory that the launching process can read after the rank's death."""
+"""Heartbeats of ranks: a few numbers in memory that the launching process can read after the rank's death."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Heartbeat:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """What a process last told; None if it did not get so far."""
+    """Return what a process last told; None if it did not get so far."""
     try:
         beat = Beat(*_FORMAT.unpack(path.read_bytes()))
     except (OSError, struct.error):

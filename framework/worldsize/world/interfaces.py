@@ -51,7 +51,7 @@ def _speed(interface: str) -> float | None:
 
 
 def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:
-    """What makes the collectives of ``backend`` use ``interface``, and NCCL these InfiniBand adapters."""
+    """Variables that make the collectives of ``backend`` use ``interface``, and NCCL these InfiniBand adapters."""
     names = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
     found = {names[backend]: interface} if interface and backend in names else {}
     return {**found, **({"NCCL_IB_HCA": hca} if hca and backend == "nccl" else {})}

@@ -88,7 +88,7 @@ def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]
 
 
 def run_curves(record: Record) -> list[Chart]:
-    """What a run logged about learning and speed."""
+    """Draw what a run logged about learning and speed."""
     return [
         *common_curves({"last": record}),
         *lines("Learning rate", [curve("last", record.steps, "lr")]),

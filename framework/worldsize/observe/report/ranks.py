@@ -1,4 +1,4 @@
-"""Where the time of a step goes: by rank, and by phase."""
+"""Charts of where the time of a step goes: by rank, and by phase."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Record:
 
     @property
     def state(self) -> str:
-        """Why the last attempt ended, as the manifest names it, or "not started"."""
+        """Exit reason of the last attempt, as the manifest names it, or "not started"."""
         return str(self.attempts[-1]["exit_reason"]) if self.attempts else "not started"
 
     @property

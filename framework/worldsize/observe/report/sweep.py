@@ -51,7 +51,7 @@ def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
-    """What differs; the run's folder too where that is not enough."""
+    """Name what differs, and the run's folder too where that is not enough."""
     mine = typed(record)
     words = " ".join(f"{key}={mine[key]}" for key in keys if key in mine)
     twins = [other for other in others if all(typed(other).get(key) == mine.get(key) for key in keys)]

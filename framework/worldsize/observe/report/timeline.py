@@ -28,7 +28,7 @@ class Bar:
 @final
 @dataclass(frozen=True)
 class Mark:
-    """What happened ``seconds`` after the start, which is at ``at`` percent of the run."""
+    """An event ``seconds`` after the start, which is at ``at`` percent of the run."""
 
     at: float
     seconds: float

@@ -1,4 +1,4 @@
-"""Where each rank stands in a mesh: arithmetic alone."""
+"""Coordinates of each rank in a mesh, by arithmetic alone."""
 
 from __future__ import annotations
 

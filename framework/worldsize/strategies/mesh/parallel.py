@@ -23,7 +23,7 @@ from worldsize.strategies.wrapping import Wrap, units
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the data axis shards a model: see the options of :class:`~worldsize.strategies.fsdp.FSDP`."""
+    """Sharding of a model along the data axis: see the options of :class:`~worldsize.strategies.fsdp.FSDP`."""
 
     wrap: Wrap = "auto"
     wrap_parameters: int = 1_000_000

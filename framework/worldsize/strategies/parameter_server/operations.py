@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Operation(IntEnum):
-    """What a frame asks for, or answers. Messages are JSON; each request gets one answer unless it says otherwise."""
+    """Requests and answers. Messages are JSON; each request gets one answer unless it says otherwise."""
 
     PUSH = 32  # a gradient of one bucket; answered by DONE, all pushes of a step in their order
     PULL = 33  # answered by WEIGHTS, once for each bucket
@@ -26,7 +26,7 @@ class Operation(IntEnum):
 
 
 class Fields(NamedTuple):
-    """What the seven numbers in a frame's header mean here.
+    """Meanings of the seven numbers in a frame's header.
 
     Attributes:
         table: The bucket or the table that the payload belongs to.

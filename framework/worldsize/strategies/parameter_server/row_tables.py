@@ -85,7 +85,7 @@ def _uniform(counter: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class RowRule:
-    """How rows are dealt to servers, and which are kept.
+    """Rule by which rows are dealt to servers, and kept there.
 
     Attributes:
         seed: From which initial values follow.

@@ -23,7 +23,7 @@ _COUNTERS = ("step", "updates", "last_factor", "_applied", "_count", "_first", "
 @final
 @dataclass(frozen=True)
 class Rule:
-    """When gradients become an update.
+    """Rule by which gradients become an update.
 
     ``synchronous``: the mean over all ``logical_ranks`` of a step is one update; otherwise each logical rank's gradient
     is one, with its share of the learning rate (or 1 / staleness of it, ``by_staleness``, arXiv 1511.05950).

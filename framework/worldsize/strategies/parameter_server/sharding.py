@@ -67,7 +67,7 @@ ShardLayout = tuple[Bucket, ...]
 @final
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What servers and workers must agree on.
+    """The plan on which servers and workers agree.
 
     Attributes:
         shards: The buckets of each shard.

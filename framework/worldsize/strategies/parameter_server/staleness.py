@@ -17,7 +17,7 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Unit:
-    """What one worker computes in one clock: these logical ranks of one step. If it dies, another gets them."""
+    """A worker's part of one clock: these logical ranks of one step. If it dies, another gets them."""
 
     step: int
     logical_ranks: tuple[int, ...]

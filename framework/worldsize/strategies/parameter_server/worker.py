@@ -34,7 +34,7 @@ _OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent before a thread has 
 @final
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a worker computes gradients and reads weights.
+    """Options of a worker: how it computes gradients and reads weights.
 
     Attributes:
         synchronous: A step's gradients are summed before they are an update.
