@@ -55,7 +55,13 @@ def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
-    """Return the metrics from the (sum, count) pairs of each evaluation batch, by its number; NaN if nothing counts."""
+    """Return the metrics over all ranks' batches, equal on every rank; NaN if nothing counts.
+
+    Args:
+        sums: By the number of each batch that this rank evaluated: each metric as (sum, count), two scalars.
+        names: Names of the metrics, the same on every rank.
+        world: The ranks that take part.
+    """
     batches = _agreed_maximum(max(sums, default=-1) + 1, world)
     table_bmp = torch.zeros(batches, len(names), 2, dtype=torch.float64)
     for index, batch in sums.items():

@@ -26,7 +26,7 @@ def holders(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]
 
 
 def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """All of ``tensors`` in full on rank 0; nothing on the others, which must call it too."""
+    """Return all of ``tensors`` in full on rank 0, and nothing on the others, which must call it too."""
     full = {}
     for name, ranks in holders(tensors, world).items():
         tensor = _full(tensors[name].detach(), ranks[0], world)

@@ -20,7 +20,16 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
-        """Return the losses in the order of ``batches``; ``backward(batch, scale)`` adds a scaled gradient."""
+        """Compute the step's gradient.
+
+        Args:
+            batches: Micro-batches of this process.
+            backward: Called with a micro-batch and a factor; adds the gradient times the factor to ``.grad``, and
+                returns the loss, a scalar.
+
+        Returns:
+            The losses in the order of ``batches``.
+        """
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Scale the gradients so that their norm is at most ``limit``; return the norm before, over all parameters."""

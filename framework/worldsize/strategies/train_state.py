@@ -47,7 +47,10 @@ class TrainState:
         return TrainState(model, optimizer, recipe.schedule(optimizer))
 
     def state(self) -> StateDict:
-        """Optimizer state by the names of the model's parameters, so that any world size and strategy can load it."""
+        """Return the state of all three, which any world size and strategy can load.
+
+        The optimizer's is by the names of the model's parameters.
+        """
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer_state(),

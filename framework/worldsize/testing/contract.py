@@ -43,12 +43,19 @@ ALONE = World.alone(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Trained:
-    """``losses`` of each step, the mean over all ranks; ``model`` in full, on rank 0; ``error`` on the test data."""
+    """The outcome of :func:`train` or :func:`reference`.
+
+    Attributes:
+        losses: Loss of each step, the mean over all ranks.
+        error: Error on the test data.
+        model: The model's full state by name, on rank 0; empty on the others.
+        moved: Whether training changed parameters that this rank holds.
+    """
 
     losses: Sequence[float]
     error: float
     model: Mapping[str, Tensor]
-    moved: bool  # whether this rank's step changed parameters that it holds
+    moved: bool
 
 
 def train(
@@ -61,8 +68,16 @@ def train(
     perturbed: bool = False,
     recipe: Recipe = CHAIN,
 ) -> Trained:
-    """Go on to ``steps`` from the newest checkpoint in ``folder``, if there is one; ``save``: leave one at the end;
-    ``perturbed``: on a heap in disorder.
+    """Train ``strategy`` in this process up to step ``steps``.
+
+    Args:
+        strategy: Strategy to train under.
+        context: Context of this process.
+        steps: Number of the last step.
+        folder: Folder of checkpoints; training goes on from the newest one in it.
+        save: Whether to save a checkpoint there after the last step.
+        perturbed: Whether to train on a heap in disorder, which must not change a bit.
+        recipe: Recipe to train.
     """
     heap, world = Heap(), context.world
     disturb = heap.perturb if perturbed else _nothing
@@ -132,7 +147,7 @@ def _beside(strategy: Strategy, workers: int) -> Cluster:
 
 
 def reference(recipe: Recipe = CHAIN) -> Trained:
-    """Plain PyTorch on whole batches, in the documented order of samples."""
+    """Train ``recipe`` by plain PyTorch on whole batches, in the documented order of samples."""
     model, data = recipe.model(), recipe.data("train")
     optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
     losses = []
@@ -156,9 +171,13 @@ _ended: dict[tuple[type, int], list[_Ended]] = {}
 class StrategyContract:
     """Tests of one strategy: derive from this class, and set ``strategy``.
 
-    ``sizes``: world sizes to train on, of one node, or with ``local_size`` ranks a node; ``impossible``: one that it
-    must refuse; ``tolerance``: relative, of the loss after 20 steps and of the test error, against one process;
-    ``partners``: strategies whose checkpoints it exchanges, at the first of ``sizes``.
+    Attributes:
+        strategy: The strategy under test.
+        sizes: World sizes to train on.
+        local_size: Ranks of a node; None: all are on one node.
+        impossible: World size that the strategy must refuse; None: there is none.
+        tolerance: Relative tolerance of the loss after 20 steps and of the test error, against one process.
+        partners: Strategies that must load its checkpoints and it theirs, at the first of ``sizes``.
     """
 
     strategy: ClassVar[Strategy]

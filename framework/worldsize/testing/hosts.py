@@ -50,7 +50,13 @@ def _do(*words: str) -> None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts h1, h2, ... at 10.77.0.1, 10.77.0.2, ... ``folder`` holds their keys and ``ssh_config``."""
+    """Hosts h1, h2, ... at 10.77.0.1, 10.77.0.2, ... Methods take a host's number, from 1.
+
+    Attributes:
+        folder: Folder with their keys and ``ssh_config``.
+        name: Text that begins the names of their namespaces.
+        count: Number of hosts.
+    """
 
     folder: Path
     name: str
@@ -62,7 +68,7 @@ class Hosts:
         return ["ssh", "-F", str(self.folder / "ssh_config")]
 
     def on(self, host: int, words: Sequence[str]) -> list[str]:
-        """The command that runs ``words`` on a host."""
+        """Return the command that runs ``words`` on a host."""
         named = ("unshare", "--uts", "sh", "-c", f'hostname h{host}; exec "$@"', "sh")
         return ["ip", "netns", "exec", f"{self.name}h{host}", *named, *words]
 
@@ -71,23 +77,23 @@ class Hosts:
         _do("ip", "-n", f"{self.name}sw", "link", "set", f"p{host}", state)
 
     def shape(self, rate: str, host: int | None = None) -> None:
-        """Bound a host's link, or every one, both ways, e.g. to "200mbit"."""
+        """Bound a host's link, or every one, in both directions; ``rate`` as for tc, e.g. "200mbit"."""
         limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
         for each in [host] if host else range(1, self.count + 1):
             _do("tc", "-n", f"{self.name}h{each}", "qdisc", "replace", "dev", "eth0", *limit)
             _do("tc", "-n", f"{self.name}sw", "qdisc", "replace", "dev", f"p{each}", *limit)
 
     def ip(self, host: int, *words: str) -> None:
-        """``ip`` on a host, e.g. a rule that drops what comes to a port."""
+        """Run ``ip`` on a host, e.g. to set up a rule that drops what comes to a port."""
         _do("ip", "-n", f"{self.name}h{host}", *words)
 
     def sent(self, host: int) -> int:
-        """Bytes that have left a host so far, headers included, by its interface's own counter."""
+        """Return the bytes that have left a host so far, headers included, by its interface's own counter."""
         counter = self.on(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
         return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
 
     def processes(self, text: str) -> list[int]:
-        """Processes on any host whose command line has ``text``."""
+        """Return the ids of processes on any host whose command line has ``text``."""
         found = []
         for host in range(1, self.count + 1):
             listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)

@@ -24,10 +24,18 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that the kernel hands out by
 
 @dataclass(frozen=True)
 class Placement:
-    """One process among all of a run, as its launcher tells it; ``store`` is where the ranks meet.
+    """The place of one process among all of a run, as its launcher tells it.
 
-    ``attempt`` counts the starts of the run, ``starts`` those of this process alone before. ``heartbeat`` is a file
-    in which to say how far this process is. ``address``: of this host, as the others reach it.
+    Attributes:
+        rank: Rank among all processes of the run.
+        world_size: Processes of the run.
+        local_rank: Rank on its host.
+        local_world_size: Processes on its host.
+        store: Where the ranks meet, an ``init_method`` of torch.distributed.
+        attempt: Number of this start of the run, from 1.
+        heartbeat: File in which to say how far this process is.
+        starts: Times that this process alone was started before.
+        address: Address of this host, as the others reach it.
     """
 
     rank: int
@@ -46,7 +54,7 @@ class Placement:
         return self.rank // self.local_world_size
 
     def variables(self) -> dict[str, str]:
-        """The environment that :func:`placement` reads back; torchrun's names, so that user code finds them."""
+        """Return the variables that :func:`placement` reads back, by torchrun's names, so that user code finds them."""
         numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         names = dict(zip(_TORCHRUN, map(str, numbers), strict=True))
         beat = {"WORLDSIZE_HEARTBEAT": str(self.heartbeat)} if self.heartbeat else {}

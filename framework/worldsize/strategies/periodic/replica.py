@@ -22,14 +22,14 @@ class OuterOptimizer(ABC):
     """Brings workers that train apart together: it is told of every step, and decides when they exchange what."""
 
     sent_bytes: int = 0
-    """Bytes that each worker has sent for that since the run began."""
+    """Bytes that each worker has sent for exchanges since the run began."""
 
     @abstractmethod
     def after(self, step: int) -> None:
         """Act on it that this worker has taken its step number ``step``, from 1."""
 
     def restart(self) -> None:  # noqa: B027 - some keep nothing
-        """The model has been loaded, the same on every worker: training begins from there."""
+        """Begin from the model as it is now: it has been loaded, the same on every worker."""
 
     def state(self) -> StateDict:
         """Return what is remembered between exchanges, the same on every worker."""
