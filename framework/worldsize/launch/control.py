@@ -1,4 +1,4 @@
-"""Requests to a launching process: add, remove and list processes of a running job, over a private Unix socket."""
+"""Add, remove and list processes of a running job, by requests to its launching process over a private Unix socket."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from worldsize.errors import ConfigError, WorldsizeError
 _PATIENCE = 5.0  # seconds for one request
 
 
-class Growing(Protocol):
-    """A job that can change while it runs."""
+class Resizable(Protocol):
+    """What answers the requests: changes a job while it runs."""
 
     def grow(self, count: int) -> list[str]: ...
     def shrink(self, count: int) -> list[str]: ...
@@ -23,12 +23,12 @@ class Growing(Protocol):
 
 @final
 class Control:
-    """Answers one request at a time.
+    """A context: a socket in the launching process that answers one request at a time.
 
-    ``path``: the socket, in a private folder; ``sign``: a file that names it, if others are to find it.
+    ``path``: of the socket, in a private folder; ``sign``: a file that names it, if others are to find it.
     """
 
-    def __init__(self, path: Path, sign: Path | None, job: Growing) -> None:
+    def __init__(self, path: Path, sign: Path | None, job: Resizable) -> None:
         self._path, self._sign, self._job = path, sign, job
         self.listener = socket.socket(socket.AF_UNIX)
 
@@ -45,6 +45,7 @@ class Control:
         self.listener.close()
 
     def answer(self) -> None:
+        """Accept one connection, do what it asks for, and answer it."""
         with suppress(OSError, ValueError), self.listener.accept()[0] as connection:
             connection.settimeout(_PATIENCE)
             request = json.loads(connection.makefile().readline())
@@ -69,7 +70,7 @@ def _tried(action: Any) -> dict[str, Any]:
 
 
 def request(sign: Path, **facts: Any) -> Any:
-    """The answer of the launching process that ``sign`` names.
+    """Send a request to the launching process that ``sign`` names; return its answer.
 
     Raises:
         ConfigError: it is not there, or refuses.

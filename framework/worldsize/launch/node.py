@@ -1,4 +1,4 @@
-"""The processes of one host, forked from its launching process, which has imported torch already."""
+"""Start the processes of one host by forking them from its launching process, which has imported torch already."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from worldsize.core import LaunchMethod, Plan
-from worldsize.launch.gang import Gang, Member
+from worldsize.launch.gang import Gang, Graces
+from worldsize.launch.members import Member, Members
+from worldsize.launch.terminal import Terminal
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import Node, Placement
 from worldsize.world.fork import ready_to_fork
@@ -39,29 +41,22 @@ class NodeLauncher(LaunchMethod):
     def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous) -> Gang:
         """Start the processes of ``node``."""
         run = RunDirectory(plan.run_dir)
-        gang = Gang(
-            run,
-            plan.roles,
-            partial(_start, plan, run, rendezvous),
-            rendezvous.folder,
-            grace=self.grace,
-            interrupt_grace=self.interrupt_grace,
-            save_grace=self.save_grace,
-            terminal_logs=self.terminal_logs,
-            max_restarts=self.max_restarts,
-            leads=node.rank == 0,
-        )
+        terminal = Terminal() if self.terminal_logs else None
+        start = partial(_start, plan, run, rendezvous)
+        members = Members(plan.roles, start, max_restarts=self.max_restarts, terminal=terminal)
+        graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
+        gang = Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0)
         first = node.rank * rendezvous.local_size
         for rank in range(first, first + rendezvous.local_size):
-            gang.add(*role_of(rank, plan.roles))
+            members.add(*role_of(rank, plan.roles))
         return gang
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The meeting place of processes. ``folder`` is private, and has the heartbeats of this node's."""
+    """Says how the processes of a node meet the others."""
 
-    folder: Path
+    folder: Path  # private, with the heartbeats of this node's processes
     local_size: int
     store: str  # a torch.distributed init method
     variables: Mapping[str, str]
@@ -104,7 +99,7 @@ def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, ran
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """A child unblocks them by itself."""
+    """Block the signals that ask for an end while a child is forked, which unblocks them by itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

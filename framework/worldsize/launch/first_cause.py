@@ -1,0 +1,81 @@
+"""Find which process failed first, and why: pure functions of what the processes of a gang left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import Failure, Outcome
+from worldsize.world.heartbeat import Beat
+from worldsize.world.preemption import PREEMPTED
+
+
+@final
+@dataclass(frozen=True)
+class Ending:
+    """How one process ended, and what it left behind."""
+
+    role: str
+    rank: int
+    exit_code: int  # negative: the signal that ended it
+    error: Mapping[str, Any] | None  # its traceback, and the time at which it failed
+    beat: Beat | None  # where it was last
+    log: Path
+
+    @property
+    def time_ns(self) -> int:
+        """Nanoseconds; a process that a signal ended is the cause of its peers' errors, so it comes before them."""
+        return int(self.error["time_ns"]) if self.error else 0
+
+    @property
+    def cause(self) -> str:
+        """Why it failed, in its own words if it left any."""
+        if self.error:
+            return str(self.error["traceback"])
+        if self.exit_code < 0:
+            return f"killed by {signal.Signals(-self.exit_code).name}"
+        return f"exited with code {self.exit_code} and left no error; its output is in {self.log}"
+
+
+def outcome_of(
+    deciding: Sequence[Ending], failed: Sequence[Ending], silent: Sequence[Ending], *, signum: int
+) -> Outcome:
+    """Say how a gang ended.
+
+    ``deciding``: the processes whose end is the run's end; ``failed``: those that failed by themselves; ``silent``:
+    those that still lived when the others had ended; ``signum``: the last signal that asked for an end, 0 if none did.
+    """
+    beats = [ending.beat for ending in deciding if ending.beat]
+    facts: dict[str, Any] = {
+        "steps": (beats[0].first, min(beat.done for beat in beats)) if beats else None,
+        "first_step_at": max((beat.at for beat in beats), default=0.0) or None,
+    }
+    codes = {ending.exit_code for ending in deciding}
+    if codes == {0}:
+        return Outcome("completed", 0, **facts)
+    if PREEMPTED in codes and codes <= {0, PREEMPTED}:
+        return Outcome("preempted", PREEMPTED, **facts)
+    # who was asked to end and left no error has ended because of that
+    if to_blame := [ending for ending in failed if ending.error is not None or not signum]:
+        return Outcome("failed", 1, first_failure(to_blame, silent), **facts)
+    return Outcome("interrupted", 128 + (signum or signal.SIGTERM), **facts)
+
+
+def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure:
+    """Return the first failure in time; if that rank timed out waiting, blame the peer that never arrived."""
+    first = min(failed, key=lambda ending: ending.time_ns)
+    cause = first.cause
+    if _is_timeout(cause) and silent:
+        first = min(silent, key=lambda ending: ending.beat.step if ending.beat else 0)
+        at = f" at step {first.beat.step}" if first.beat else " before its first step"
+        cause = f"did not answer{at} while the others waited for it, until cluster.timeout ended that.\n{cause}"
+    step = first.beat.step if first.beat else None
+    return Failure(first.role, first.rank, cause, first.exit_code or 1, step, first.time_ns)
+
+
+def _is_timeout(cause: str) -> bool:
+    return re.search(r"[Tt]imed out|[Tt]imeout", cause) is not None

@@ -1,0 +1,159 @@
+"""The processes of a gang: who lives, who has ended, and who is started again or gone on without."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.core import Role
+from worldsize.launch.first_cause import Ending
+from worldsize.launch.terminal import Terminal
+from worldsize.world.heartbeat import Beat, read_beat
+from worldsize.world.preemption import PREEMPTED
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True)
+class Member:
+    """One process, where its output goes, where it would leave its error, and where it says how far it is."""
+
+    role: str
+    rank: int  # in its role
+    process: BaseProcess
+    log: Path
+    error: Path
+    heartbeat: Path
+
+    @property
+    def failed(self) -> bool:
+        return self.process.exitcode not in (0, PREEMPTED, None)
+
+    @property
+    def beat(self) -> Beat | None:
+        return read_beat(self.heartbeat)
+
+    def ending(self) -> Ending:
+        """Collect what the process, which has ended, left behind."""
+        code = self.process.exitcode
+        assert code is not None
+        return Ending(self.role, self.rank, code, self._error(), self.beat, self.log)
+
+    def copy_error_to_log(self) -> None:
+        """Append the traceback to the log, once the first cause has been shown.
+
+        The process does not write it there by itself: the terminal shows the logs, and the first cause comes first.
+        """
+        if error := self._error():
+            with suppress(OSError), self.log.open("a") as log:
+                log.write(error["traceback"])
+
+    def _error(self) -> dict[str, Any] | None:
+        try:
+            error: dict[str, Any] = json.loads(self.error.read_text())
+            return error
+        except (OSError, ValueError):
+            return None
+
+
+@final
+class Members:
+    """The processes of a gang.
+
+    ``start(role, rank, starts)`` starts a process, which was started so often before. One that dies alone, by its
+    role, is started again ``max_restarts`` times; then the run goes on without it as long as ``min_processes`` of
+    its role live.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        start: Callable[[str, int, int], Member],
+        *,
+        max_restarts: int,
+        terminal: Terminal | None,
+    ) -> None:
+        self.roles = roles
+        self.current: list[Member] = []  # the lost ones are not among them
+        self.ended: list[Member] = []  # of the current ones
+        self.lost: list[Member] = []  # they have failed, and the run has gone on
+        self._start, self._max_restarts, self._terminal = start, max_restarts, terminal
+
+    def add(self, role: str, rank: int) -> None:
+        """Start a process, and show its output."""
+        member = self._start(role, rank, self._starts(role, rank))
+        self.current.append(member)
+        if self._terminal:
+            self._terminal.show(f"{role} {rank}", member.log)
+
+    def alive(self) -> list[Member]:
+        return [member for member in self.current if member.process.is_alive()]
+
+    def awaited(self) -> dict[int, Member]:
+        """Map what becomes readable when a process ends to the process, for all whose end has not been noted."""
+        return {member.process.sentinel: member for member in self.current if member not in self.ended}
+
+    def note_end(self, member: Member) -> None:
+        """Take note that the process has ended; start it again if it may die alone, and the run is not about to end."""
+        member.process.join()
+        self.ended.append(member)
+        is_ending = any(self._is_deciding(each) and not each.failed for each in self.ended)
+        if member.failed and self.roles[member.role].restart == "individual" and not is_ending:
+            self._replace(member)
+
+    @property
+    def deciding(self) -> Sequence[Member]:
+        """Those whose end is the run's end."""
+        return [member for member in self.current if self._is_deciding(member)]
+
+    @property
+    def must_end(self) -> bool:
+        """Whether a process has failed for good, or only those are left that come and go."""
+        deciding = self.deciding
+        is_over = bool(deciding) and all(member in self.ended for member in deciding)
+        return is_over or any(member.failed for member in self.ended)
+
+    def terminate(self) -> None:
+        """Ask all to save and to end."""
+        for member in self.alive():
+            member.process.terminate()
+
+    def kill(self) -> list[Member]:
+        """End all that still live; return them."""
+        alive = self.alive()
+        for member in alive:
+            member.process.kill()
+            member.process.join()
+        return alive
+
+    def _is_deciding(self, member: Member) -> bool:
+        """Only processes of the last role may come and go."""
+        return member.role != list(self.roles)[-1] or self.roles[member.role].restart == "gang"
+
+    def _starts(self, role: str, rank: int) -> int:
+        return sum((lost.role, lost.rank) == (role, rank) for lost in self.lost)
+
+    def _replace(self, member: Member) -> None:
+        """Start a process again that died alone, or go on without it; if neither may be, its failure is the gang's."""
+        role, starts = self.roles[member.role], self._starts(member.role, member.rank)
+        others = sum(each.role == member.role and each.process.is_alive() for each in self.current)
+        if starts < self._max_restarts:
+            what = f"starting it again ({starts + 1} of {self._max_restarts})"
+        elif others >= (role.processes if role.min_processes is None else role.min_processes):
+            what = "going on without it"
+        else:
+            return
+        cause = member.ending().cause.rstrip().splitlines()[-1]
+        _logger.error("%s %d failed: %s; %s", member.role, member.rank, cause, what)
+        self.ended.remove(member)
+        self.current.remove(member)
+        self.lost.append(member)
+        if starts < self._max_restarts:
+            self.add(member.role, member.rank)

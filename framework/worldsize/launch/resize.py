@@ -1,0 +1,53 @@
+"""Add and remove processes of a running gang, where its strategy lets them come and go."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from worldsize.core import ConfigError
+from worldsize.launch.members import Members
+
+
+@final
+class Resize:
+    """Changes the number of processes of the last role, if that may change; what ``worldsize workers`` asks for."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def grow(self, count: int) -> list[str]:
+        """Start ``count`` more processes; return their names."""
+        role, members = self._role(), self._members
+        taken = [member.rank for member in (*members.current, *members.lost) if member.role == role]
+        first = max(max(taken) + 1, members.roles[role].processes)
+        for rank in range(first, first + count):
+            members.add(role, rank)
+        return [f"{role} {rank}" for rank in range(first, first + count)]
+
+    def shrink(self, count: int) -> list[str]:
+        """Ask the ``count`` youngest processes to leave; return their names."""
+        role = self._role()
+        alive = [member for member in self._members.alive() if member.role == role]
+        must_stay = self._members.roles[role].min_processes or 0
+        if len(alive) - count < must_stay:
+            raise ConfigError(f"of {len(alive)} {role}s at least {must_stay} must stay. Remove fewer.")
+        leaving = alive[len(alive) - count :]
+        for member in leaving:
+            member.process.terminate()
+        return [f"{member.role} {member.rank}" for member in leaving]
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Describe each process that lives: role, rank, process id and step."""
+        return [
+            {"role": m.role, "rank": m.rank, "pid": m.process.pid, "step": m.beat.step if m.beat else None}
+            for m in self._members.alive()
+        ]
+
+    def _role(self) -> str:
+        name, role = list(self._members.roles.items())[-1]
+        if role.restart != "individual":
+            raise ConfigError(
+                f"the {name}s of this run are a gang, whose size is fixed. Start it again with another "
+                "cluster.processes, or use strategy=parameter_server."
+            )
+        return name
