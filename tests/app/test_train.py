@@ -168,6 +168,7 @@ REFUSALS = {
         "the local launcher starts processes on one node",
     ),
     "a node without GPUs": (["cluster=node"], "this machine has no GPU"),
+    "no hosts": (["cluster=ssh"], "cluster.hosts is missing, and has no default. Set cluster.hosts=[a,b]."),
     "target that does not exist": (["strategy._target_=worldsize.strategies.ddp.DPD"], "did you mean 'DDP'?"),
     "target outside": (["strategy._target_=os.system"], "'os.system' is outside the allow-list."),
     "not an override": (["steps"], "steps"),

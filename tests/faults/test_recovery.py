@@ -286,6 +286,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
         (("lr=0.5",), "lr: 0.005 then, 0.5 now"),
         (("batch_size=48",), "batch_size: 96 then, 48 now"),
         (("recipe.width=8", "--ignore", "recipe"), "holds another model or optimizer"),
+        (("strategy=mesh", "strategy.pipeline=2"), "Digits is not divided into layers."),
         (("+recipe.path=other",), "no key 'recipe.path'"),
         (("checkpoint.signals=[SIGTREM]",), "no signal 'SIGTREM'; did you mean 'SIGTERM'?"),
     ],

@@ -11,8 +11,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+from worldsize.app import exit_process, refuse
 from worldsize.driver.agent import agent
-from worldsize.driver.command import exit_process, refuse
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 

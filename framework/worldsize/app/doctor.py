@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.console import Console
 
-from worldsize.driver.command import call_composed, exit_process
+from worldsize.app import call_composed, exit_process
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:

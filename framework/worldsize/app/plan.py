@@ -19,10 +19,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from worldsize.app import CONFIG_ERROR, call_composed, exit_process
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.cost.collectives import compute_seconds_for
-from worldsize.driver.command import CONFIG_ERROR, call_composed, exit_process
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.planning.advice import (
     WANTED,

@@ -18,11 +18,11 @@ from typing import Any
 
 from rich.console import Console
 
+from worldsize.app import exit_process, refuse
 from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.installed import installed
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
 from worldsize.config.search_path import bundle
-from worldsize.driver.command import exit_process, refuse
 from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory

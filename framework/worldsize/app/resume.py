@@ -9,9 +9,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from worldsize.app import call_composed, exit_process, refuse
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.compose import GROUPS
-from worldsize.driver.command import call_composed, exit_process, refuse
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, opened

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize.driver.command import call_composed, exit_process, refuse
+from worldsize.app import call_composed, exit_process, refuse
 from worldsize.errors import WorldsizeError
 from worldsize.messages import show_messages
 

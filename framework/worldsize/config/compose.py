@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config import schema
@@ -67,7 +67,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Plain containers, every interpolation resolved.
 
     Raises:
-        ConfigError: a value is missing, or an interpolation leads nowhere.
+        ConfigError: a key does not exist, a value is missing, or an interpolation leads nowhere.
     """
     _check_keys(cfg, "")
     try:
@@ -79,14 +79,18 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _check_keys(node: DictConfig, path: str) -> None:
-    """Refuse what ``+key=value`` added where the schema has no such key."""
+    """Refuse what ``+key=value`` added where the schema has no such key, and a key that needs a value and has none."""
     kind = OmegaConf.get_type(node)
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else set(map(str, node))
     for key in map(str, node):
         if key not in known:
             raise ConfigError(f"no key '{path}{key}'{neighbours(key, known)}")
-        if OmegaConf.is_dict(child := node._get_node(key)):
-            _check_keys(cast("DictConfig", child), f"{path}{key}.")
+        child = cast("Node", node._get_node(key))
+        if child._is_missing():
+            example = "[a,b]" if OmegaConf.is_list(child) else "VALUE"
+            raise ConfigError(f"{path}{key} is missing, and has no default. Set {path}{key}={example}.")
+        if isinstance(child, DictConfig):
+            _check_keys(child, f"{path}{key}.")
 
 
 def choices() -> dict[str, str]:

@@ -151,7 +151,7 @@ class BatchLauncher(LaunchMethod):
 
     @abstractmethod
     def submit(self, plan: Plan) -> str | None:
-        """Hand over one run; the job's id, or None if a person is to start it.
+        """Hand over one run; return the job's id, or None if a person is to start it, who is shown :meth:`describe`.
 
         Raises:
             ConfigError: the scheduler refuses the job.

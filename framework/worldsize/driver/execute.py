@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +20,7 @@ from worldsize.config.installed import installed
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
 from worldsize.config.shape import with_processes
-from worldsize.core import AgentLauncher, BatchLauncher, Plan
+from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
 from worldsize.data.loader import is_iterable, steps_of
 from worldsize.driver.record import amend_record, check_same, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
@@ -51,9 +52,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     Raises:
         ConfigError: before any process has started and with no run folder left.
     """
-    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
-    settings = settings_of(cfg)
-    settings.strategy.check_recipe(settings.recipe)
+    settings = _checked(cfg)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = _plan(settings, run)
     if cfg.launch == "show":
@@ -70,14 +69,30 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     if isinstance(settings.launcher, BatchLauncher) and is_sweep():
         sweep.append(Launch(settings, plan, run))
         return 0
+    return _start(settings, plan, run, opened(run))
+
+
+def _checked(cfg: DictConfig) -> Settings:
+    """Build the settings of a run that this process is to start."""
+    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    settings = settings_of(cfg)
+    settings.strategy.check_recipe(settings.recipe)
+    return settings
+
+
+def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> int:
+    """Hand the plan to the launcher; return the exit code.
+
+    ``record`` is opened if this process starts the attempts. Jobs and agents record theirs, under a lock of their own.
+    """
     match settings.launcher:
         case BatchLauncher() as launcher:
             return _submit(launcher, [plan], [run])
         case AgentLauncher() as launcher:
             return launcher.launch_agents(plan).wait().exit_code
         case launcher:
-            with opened(run) as record:
-                return run_attempts(settings, launcher, plan, record)
+            with record as held:
+                return run_attempts(settings, launcher, plan, held)
 
 
 def _show(settings: Settings, plan: Plan) -> int:
@@ -98,8 +113,10 @@ def submit_sweep(sweep: Sequence[Launch]) -> int:
 
 def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDirectory]) -> int:
     jobs = launcher.submit_all(plans)
-    for job, run in zip(jobs, runs, strict=True):
-        if job is not None:
+    for job, plan, run in zip(jobs, plans, runs, strict=True):
+        if job is None:
+            print(launcher.describe(plan))
+        else:
             note_job(run, job)
             print(f"job {job} submitted: {run.path}", flush=True)
     if not launcher.wait:
@@ -123,11 +140,10 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
     """Run an existing run again, from its newest checkpoint, as ``words`` say; return the exit code.
 
     Raises:
-        WorldsizeError: its configuration or its data are others than then, in what ``ignore`` does not name; or it
-            has more steps behind it already than it shall have.
+        WorldsizeError: its configuration cannot run; it or the data are others than then, in what ``ignore`` does not
+            name; or the run has more steps behind it already than it shall have.
     """
-    torch.set_num_threads(1)
-    settings, run = settings_of(cfg), record.directory
+    settings, run = _checked(cfg), record.directory
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
@@ -141,15 +157,9 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
         )
     _check_steps(settings, run)
     amend_record(settings, plan, record, clean, words)
-    match launcher:
-        case BatchLauncher():
-            record.close()  # the job takes the lock
-            return _submit(launcher, [plan], [run])
-        case AgentLauncher():
-            record.close()  # the agent of the first host takes the lock
-            return launcher.launch_agents(plan).wait().exit_code
-        case _:
-            return run_attempts(settings, launcher, plan, record)
+    if not isinstance(launcher, Launcher):
+        record.close()  # the job, or the agent of the first host, takes the lock
+    return _start(settings, plan, run, nullcontext(record))
 
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:
@@ -170,9 +180,8 @@ def settings_of(cfg: DictConfig) -> Settings:
     settings = load_settings(config)
     if cfg.epochs is None:
         return settings
-    cfg.steps = _steps(
-        settings, epochs=float(cfg.epochs)
-    )  # schedules interpolate steps, so the whole is resolved again
+    cfg.steps = _steps(settings, epochs=float(cfg.epochs))
+    # resolved again, since schedules interpolate the number of steps
     return load_settings(_completed(resolved(cfg)))
 
 

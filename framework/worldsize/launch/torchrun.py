@@ -15,7 +15,7 @@ from worldsize.world.environments import port_of
 @final
 @dataclass(frozen=True)
 class Torchrun(BatchLauncher):
-    """Prints the command for each node: torchrun, or an agent where roles differ."""
+    """Names the command for each node: torchrun, or an agent where roles differ."""
 
     gpus_per_node: int | None = cluster_option(None)  # a process for each, unless their number is given
     first: str = cluster_option("FIRST_HOST")  # address of the first node
@@ -30,9 +30,8 @@ class Torchrun(BatchLauncher):
         write_key(plan.run_dir)
 
     def submit(self, plan: Plan) -> None:
-        """Print the commands, for a person to start them."""
+        """Leave it to a person to start the commands, which are shown."""
         self.write(plan)
-        print(self.describe(plan))
 
     def state(self, job: str) -> str | None:
         return None
@@ -46,7 +45,7 @@ class Torchrun(BatchLauncher):
         return "\n".join(f"# on node {node}\n{command}" for node, command in enumerate(commands))
 
     def _command(self, plan: Plan, node: int) -> list[str]:
-        """torchrun; or, since that starts all processes alike, an agent where the strategy has servers."""
+        """Return the command of a node: torchrun, or an agent if there are servers, which torchrun cannot start."""
         if any(role.serves for role in plan.roles.values()):
             place = [
                 f"WORLDSIZE_NODES={plan.cluster.nodes}",
