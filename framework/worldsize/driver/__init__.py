@@ -1,1 +1,1 @@
-"""What the launching process does: record a run, start and watch its processes, restart them."""
+"""The launching process: it records a run, starts and watches its processes, and restarts them."""

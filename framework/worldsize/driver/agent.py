@@ -62,9 +62,9 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
     with opened(run) as record:
         if place.count > 1:
             waits = _waits(settings, launcher)
-            found = gather(place, _port(settings, run), read_key(run.path), **waits)
-            others = [other for other, _ in found]
-            check_hosts(settings, facts_of(settings.recipe, place), [facts for _, facts in found])
+            agents = gather(place, _port(settings, run), read_key(run.path), **waits)
+            others = [other for other, _ in agents]
+            check_hosts(settings, facts_of(settings.recipe, place), [facts for _, facts in agents])
         code = 1
         try:
             code = run_attempts(settings, Lead.of(launcher, place, others), plan, record)

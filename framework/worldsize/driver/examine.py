@@ -1,6 +1,6 @@
 """One host's part of an examination of the cluster: facts of its own, the meeting of all hosts, a gang that measures.
 
-Every host leaves what it finds in the run's folder, and tells it to the first, so that neither a blocked port nor a
+Every host writes its facts to the run's folder and sends them to the first host, so that neither a blocked port nor a
 folder that cannot be written hides the rest.
 """
 
@@ -32,7 +32,7 @@ from worldsize.world.interfaces import address_towards, interface_of, interfaces
 
 _logger = logging.getLogger(__name__)
 
-_ASKED = 5  # times that a host is asked what its clock says
+_ASKED = 5  # times that a host is asked for the time
 _VISIBLE = 3.0  # seconds after which a file that one host has written must be seen by another
 _POLL = 0.05
 
@@ -40,14 +40,14 @@ _POLL = 0.05
 def examine(
     settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node, *, port: int = 0
 ) -> int:
-    """Take part until the first host has found out all; the exit code."""
+    """Take part until the first host has collected everything; return the exit code."""
     waits = {"patience": plan.cluster.timeout, "silence": launcher.node_timeout}
     facts = _facts(settings, run, place, port)
     connection, others, meeting = None, list[RemoteAgent](), dict[str, Any]()
     with _port_probe(facts):  # closed before processes are forked: it has a thread
         facts["folder"]["error"] = _write_facts(run, facts)
         if place.rank:
-            connection = _come(run, place, facts, port, waits)
+            connection = _join(run, place, facts, port, waits)
         else:
             others, meeting = _meet(run, place, facts, port, waits)
     if place.rank == 0:
@@ -72,18 +72,18 @@ def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dic
 
 
 def _unreadable(recipe: Recipe) -> list[str]:
-    """Data files that cannot be read, each with the cause."""
-    found = []
+    """List the data files that cannot be read, each with the cause."""
+    unreadable = []
     for name, path in recipe.files().items():
         try:
             path.open("rb").close()
         except OSError as error:
-            found.append(f"{name}: {error.strerror} ({path})")
-    return found
+            unreadable.append(f"{name}: {error.strerror} ({path})")
+    return unreadable
 
 
 def _first(place: Node, port: int) -> dict[str, Any] | None:
-    """Whether the first host's name leads anywhere; None: there is no other."""
+    """Resolve the name of the first host; None if there is no other host."""
     if place.count == 1:
         return None
     try:
@@ -93,7 +93,7 @@ def _first(place: Node, port: int) -> dict[str, Any] | None:
 
 
 def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
-    """The interface of the collectives, and the one that ``leads`` to the first host; None: there is no other."""
+    """Describe the interface of the collectives, and the one that ``leads`` to the first host; None on one host."""
     if place.count == 1:
         return None
     try:
@@ -119,7 +119,7 @@ def _port_probe(facts: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
-    """Write down what this host has found; why it cannot."""
+    """Write the facts of this host to the run's folder; return why that failed, None if it did not."""
     try:
         write_facts(run.findings, f"node_{facts['node']:05d}", {**facts, "written": time.time()})
     except OSError as error:
@@ -129,7 +129,7 @@ def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
 
 
 def _unseen(run: RunDirectory, facts: Message) -> str | None:
-    """Return why what another host has written is not seen here; None: it is, or it could not write."""
+    """Wait for what another host has written; return why it is not seen here, None if it is or could not be written."""
     deadline = time.monotonic() + _VISIBLE
     while facts["folder"]["error"] is None:
         if read_facts(run.findings, f"node_{facts['node']:05d}").get("nonce") == facts["nonce"]:
@@ -143,10 +143,10 @@ def _unseen(run: RunDirectory, facts: Message) -> str | None:
 # ---------------------------------------------------------------- all hosts
 
 
-def _come(
+def _join(
     run: RunDirectory, place: Node, facts: Mapping[str, Any], port: int, waits: Mapping[str, float]
 ) -> AgentConnection | None:
-    """Connect to the first host, whose questions are answered; None if it is not reached."""
+    """Connect to the first host and answer its questions; None if it is not reached."""
     try:
         connection = reach(place, port, read_key(run.path), facts=facts, **waits)
         with HeartbeatSender([connection], waits["silence"]):
@@ -164,15 +164,15 @@ def _come(
 def _meet(
     run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
 ) -> tuple[list[RemoteAgent], dict[str, Any]]:
-    """The hosts that have come to this first one, and what they say."""
+    """Wait for the other hosts at this first one; return who came, and what came out of the meeting."""
     if place.count == 1:
         return [], {"hosts": [facts]}
     try:
-        found = arrivals(place, port, read_key(run.path), **waits)
+        agents = arrivals(place, port, read_key(run.path), **waits)
     except (WorldsizeError, OSError) as error:
         _write_facts(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
         return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
-    others, everyone = [other for other, _ in found], [facts, *(said for _, said in found)]
+    others, everyone = [other for other, _ in agents], [facts, *(theirs for _, theirs in agents)]
     met: dict[str, Any] = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
     with HeartbeatSender([other.connection for other in others], waits["silence"]):
         try:
@@ -203,7 +203,7 @@ def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Me
 
 
 def _ahead(connection: AgentConnection) -> float:
-    """Seconds by which another host's clock is ahead, up to half the time that the answer took (Cristian 1989)."""
+    """Measure how far another host's clock is ahead, in seconds, up to half the answer's time (Cristian 1989)."""
     answers = []
     for _ in range(_ASKED):
         asked = time.time()

@@ -1,4 +1,4 @@
-"""What a run folder says before the first step: configuration, code, environment, data, shape, level."""
+"""Collect what a run folder records before the first step: configuration, code, environment, data, shape, level."""
 
 from __future__ import annotations
 

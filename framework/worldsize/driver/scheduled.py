@@ -1,4 +1,4 @@
-"""The state of a run that perhaps waits for a scheduler, as its record and the scheduler have it."""
+"""Determine the state of a run that may wait for a scheduler, from its record and from what the scheduler says."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Scheduler:
 
     @property
     def launcher(self) -> BatchLauncher | None:
-        """The launcher that submitted the run's jobs; None: the run has gone on without a scheduler since.
+        """Return the launcher that submitted the run's jobs; None if the run has gone on without a scheduler since.
 
         Raises:
             WorldsizeError: the run's own settings cannot be read.

@@ -1,4 +1,4 @@
-"""One agent a host: the agent of the first leads the run, the others do as it says."""
+"""One agent a host: that of the first host leads the run, the others follow it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lead(NodeLauncher, Launcher):
 
     @staticmethod
     def of(launcher: NodeLauncher, node: Node, others: Sequence[RemoteAgent]) -> Lead:
-        """Make it with the graces of ``launcher``."""
+        """Make the launcher of the first host, with the graces of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         return Lead(**own, node=node, others=others)
 
@@ -49,7 +49,7 @@ class Lead(NodeLauncher, Launcher):
         port: int = listener.getsockname()[1]
         for other in self.others:
             other.outcome = None
-            with suppress(OSError):  # noticed when it is listened to
+            with suppress(OSError):  # noticed when its messages are received
                 other.connection.send(attempt=plan.attempt, port=port)
         gang = self.start_node(plan, self.node, _rendezvous(plan, address, port, address))
         # after the fork: it has a thread
@@ -66,7 +66,7 @@ class _Joint(Job):
     """The processes of all hosts."""
 
     attempt: int
-    gang: Gang
+    gang: Gang  # of this host
     others: Sequence[RemoteAgent]
     patience: float
     store: TCPStore  # where the ranks meet, for as long as they live
@@ -126,7 +126,7 @@ def _network(plan: Plan, address: str) -> dict[str, str]:
 
 
 def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
-    """The ranks of all hosts meet in a store that the first host's agent serves, in torch's own words."""
+    """Let the ranks of all hosts meet in a store that the first host's agent serves, in torch's own variables."""
     store = {
         "MASTER_ADDR": first,
         "MASTER_PORT": str(port),
@@ -139,7 +139,7 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
 
 @final
 class Follower:
-    """The agent of another host than the first."""
+    """The agent of any host but the first."""
 
     def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, connection: AgentConnection) -> None:
         self._launcher, self._plan, self._node, self._connection = launcher, plan, node, connection
@@ -149,7 +149,7 @@ class Follower:
         self._aborted = -1  # the last attempt that was called off, perhaps before it had begun here
 
     def follow(self) -> int:
-        """Take part in every attempt until the first host says how the run ended; the exit code.
+        """Take part in every attempt until the first host says how the run ended; return the exit code.
 
         Raises:
             WorldsizeError: the first host is gone.

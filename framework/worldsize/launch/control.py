@@ -14,7 +14,7 @@ _PATIENCE = 5.0  # seconds for one request
 
 
 class Resizable(Protocol):
-    """What answers the requests: changes a job while it runs."""
+    """Changes the processes of a job while it runs, as requests ask for."""
 
     def grow(self, count: int) -> list[str]: ...
     def shrink(self, count: int) -> list[str]: ...

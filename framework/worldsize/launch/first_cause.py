@@ -17,7 +17,7 @@ from worldsize.world.preemption import PREEMPTED
 @final
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended, and what it left behind."""
+    """The end of one process, and what it left behind."""
 
     role: str
     rank: int
@@ -33,7 +33,7 @@ class Ending:
 
     @property
     def cause(self) -> str:
-        """Why it failed, in its own words if it left any."""
+        """The reason of its failure, in its own words if it left any."""
         if self.error:
             return str(self.error["traceback"])
         if self.exit_code < 0:

@@ -1,4 +1,4 @@
-"""What wakes a launching process that waits for its gang: signals, and calls of another thread."""
+"""Signals and calls of another thread, which wake a launching process that waits for its gang."""
 
 from __future__ import annotations
 

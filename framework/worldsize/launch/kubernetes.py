@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from worldsize.launch.meeting import read_key, write_key
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
+
+_logger = logging.getLogger(__name__)
 
 _RUN_FILES = "/etc/worldsize/run"
 _FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")
@@ -49,10 +51,10 @@ class Kubernetes(NodeLauncher, BatchLauncher):
         if not self.image:
             raise ConfigError("cluster.image is missing: the pods take code and environment from it.")
         if "@sha256:" not in self.image:
-            print(
-                f"warning: the image {self.image} is named by a tag, which may be another one tomorrow. "
+            _logger.warning(
+                "the image %s is named by a tag, which may be another one tomorrow. "
                 "Name it by its digest (IMAGE@sha256:...) for a run that can be re-created.",
-                file=sys.stderr,
+                self.image,
             )
         if self.kind not in ("auto", "jobset", "job"):
             raise ConfigError(f"cluster.kind={self.kind!r} is unknown. Known: auto, jobset, job.")
@@ -63,21 +65,21 @@ class Kubernetes(NodeLauncher, BatchLauncher):
             )
 
     def write(self, plan: Plan) -> None:
-        """Without secrets of the configuration, but with the key by which the pods know each other."""
+        """Write the manifests, with the key by which the pods know each other but no secrets of the configuration."""
         manifests = plan.run_dir / MANIFESTS
         manifests.touch(mode=0o600)
-        manifests.write_text(self._whole(plan, {}, jobset=self.kind != "job"))
+        manifests.write_text(self._full_manifests(plan, {}, jobset=self.kind != "job"))
 
     def submit(self, plan: Plan) -> str:
         if shutil.which(self.kubectl[0]) is None:
             raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
         secrets = {"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {}
         jobset = self._has_jobsets()
-        self._ask("apply", "-f", "-", text=self._whole(plan, secrets, jobset=jobset))
+        self._ask("apply", "-f", "-", text=self._full_manifests(plan, secrets, jobset=jobset))
         return f"{'jobset' if jobset else 'job'}/{job_name(plan)}"
 
-    def _whole(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
-        """The manifests, with all that pods begin with."""
+    def _full_manifests(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
+        """Render the manifests with the files, the key and the secrets that the pods begin with."""
         write_key(plan.run_dir)
         keys = {"agents.key": read_key(plan.run_dir).decode()}
         return self._manifests(plan, _files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
@@ -87,11 +89,11 @@ class Kubernetes(NodeLauncher, BatchLauncher):
         return self._manifests(plan, {}, hidden, jobset=self.kind != "job")
 
     def state(self, job: str) -> str | None:
-        """The kind of its last condition, or Running."""
-        found = self._ask("get", job, "-o", "json", "--ignore-not-found")
-        if not found.strip():  # it was deleted, or cleaned up
+        """Return the kind of its last condition, or Running; None if it is over."""
+        description = self._ask("get", job, "-o", "json", "--ignore-not-found")
+        if not description.strip():  # it was deleted, or cleaned up
             return None
-        status = json.loads(found).get("status", {})
+        status = json.loads(description).get("status", {})
         conditions = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
         return None if {"Complete", "Completed", "Failed"} & set(conditions) else (conditions or ["Running"])[-1]
 
@@ -109,7 +111,11 @@ class Kubernetes(NodeLauncher, BatchLauncher):
         return "jobsets" in self._ask("api-resources", "--api-group=jobset.x-k8s.io", "--output=name")
 
     def _ask(self, *words: str, text: str | None = None) -> str:
-        """Return what kubectl prints. Raises ConfigError with its own words."""
+        """Run kubectl; return what it prints.
+
+        Raises:
+            ConfigError: it refuses; with its own words.
+        """
         command = [*self.kubectl, f"--namespace={self.namespace}", *words]
         try:
             done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)
@@ -170,7 +176,7 @@ def _key(path: str) -> str:
 
 
 def _parts(plan: Plan) -> list[tuple[str, int, int]]:
-    """Jobs of the set: role, nodes, and nodes before it; one job for all where a node has several roles."""
+    """List the jobs of the set: role, nodes, and nodes before it; one job for all where a node has several roles."""
     size = plan.cluster.processes_per_node
     if any(role.processes % size for role in plan.roles.values()):
         return [("node", plan.cluster.nodes, 0)]

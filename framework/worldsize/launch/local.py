@@ -1,4 +1,4 @@
-"""This machine alone: the launching process forks all others."""
+"""Launch on this machine alone: the launching process forks all others."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""How the agents of a run's hosts find each other, and what they speak.
+"""The agents of a run's hosts find each other and exchange messages.
 
-JSON over one TCP connection each with the agent of the first host, authenticated both ways by a key that the run's
-members have (HMAC challenge of multiprocessing.connection; nothing is unpickled). Both sides send heartbeats; an agent
-that has not been heard of for some time is lost.
+They speak JSON over one TCP connection each with the agent of the first host, authenticated both ways by a key that the
+members of the run have (HMAC challenge of multiprocessing.connection; nothing is unpickled). Both sides send
+heartbeats; an agent that has not been heard of for some time is lost.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import socket
 import struct
@@ -26,6 +27,8 @@ from worldsize.errors import WorldsizeError
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards
 
+_logger = logging.getLogger(__name__)
+
 _RETRY = 0.1  # seconds
 _LONGEST = 1 << 20  # bytes of a message
 Message = Mapping[str, Any]
@@ -40,7 +43,11 @@ def write_key(run_dir: Path) -> None:
 
 
 def read_key(run_dir: Path) -> bytes:
-    """Raises ConfigError: the run folder has none."""
+    """Return the key that :func:`write_key` made.
+
+    Raises:
+        ConfigError: the run folder has none, or is not seen here.
+    """
     try:
         return (run_dir / "agents.key").read_bytes()
     except OSError as error:
@@ -60,17 +67,22 @@ class AgentConnection:
         self._sending = threading.Lock()
 
     def challenge(self, key: bytes) -> None:
-        """Raises AuthenticationError or OSError."""
+        """Let the other agent prove that it has the key, then prove it to that one.
+
+        Raises:
+            AuthenticationError: it has another key.
+            OSError: it is gone.
+        """
         deliver_challenge(self._connection, key)
         answer_challenge(self._connection, key)
 
     def answer(self, key: bytes) -> None:
-        """Raises AuthenticationError or OSError."""
+        """Do the same as :meth:`challenge`, in the order of the agent that has connected."""
         answer_challenge(self._connection, key)
         deliver_challenge(self._connection, key)
 
     def send(self, **message: Any) -> None:
-        """Raises OSError."""
+        """Send one message; an empty one is a heartbeat. Raises OSError."""
         with self._sending:
             self._connection.send_bytes(json.dumps(message).encode())
 
@@ -123,40 +135,40 @@ class RemoteAgent:
 
 
 def gather(node: Node, port: int, key: bytes, *, patience: float, silence: float) -> list[tuple[RemoteAgent, Message]]:
-    """Wait at the first host for the others; return them in their order, each with what it says of itself.
+    """Wait at the first host for the others; return them in their order, each with the facts of its host.
 
     ``patience``: seconds that they have to come; ``silence``: after which one is lost.
 
     Raises:
         WorldsizeError: one did not come in time, or the port is taken.
     """
-    found = arrivals(node, port, key, patience=patience, silence=silence)
-    if missing := sorted({*range(1, node.count)} - {other.rank for other, _ in found}):
+    agents = arrivals(node, port, key, patience=patience, silence=silence)
+    if missing := sorted({*range(1, node.count)} - {agent.rank for agent, _ in agents}):
         raise WorldsizeError(
             f"nodes {missing} of {node.count} did not come within {patience:g} s. Look at their logs, and "
             f"whether they reach {node.first} at port {port}; cluster.timeout is how long is waited."
         )
-    return found
+    return agents
 
 
 def arrivals(
     node: Node, port: int, key: bytes, *, patience: float, silence: float
 ) -> list[tuple[RemoteAgent, Message]]:
     """Do as :func:`gather`, but return whoever came in time. Raises WorldsizeError if the port is taken."""
-    found: dict[int, tuple[RemoteAgent, Message]] = {}
+    agents: dict[int, tuple[RemoteAgent, Message]] = {}
     connections: list[AgentConnection] = []
     deadline = time.monotonic() + patience
     beats = HeartbeatSender(connections, silence)  # an agent that comes early hears that this host lives
     with _listening(node, port) as listener, beats:
-        while len(found) < node.count - 1 and time.monotonic() < deadline:
+        while len(agents) < node.count - 1 and time.monotonic() < deadline:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             with suppress(OSError, EOFError, ValueError, KeyError):
                 accepted, address = listener.accept()
                 connection = _authenticated(accepted, key, address[0], silence)
                 facts = connection.receive()
-                found[facts["node"]] = RemoteAgent(facts["node"], facts["host"], connection), facts
+                agents[facts["node"]] = RemoteAgent(facts["node"], facts["host"], connection), facts
                 connections.append(connection)
-    return [found[rank] for rank in sorted(found)]
+    return [agents[rank] for rank in sorted(agents)]
 
 
 def _authenticated(accepted: socket.socket, key: bytes, address: str, silence: float) -> AgentConnection:
@@ -165,7 +177,7 @@ def _authenticated(accepted: socket.socket, key: bytes, address: str, silence: f
     try:
         connection.challenge(key)
     except AuthenticationError as error:
-        print(f"refused {address}: {error}", flush=True)
+        _logger.info("refused %s: %s", address, error)
         raise OSError("no member of this run") from error
     return connection
 

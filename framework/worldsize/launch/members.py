@@ -110,7 +110,7 @@ class Members:
 
     @property
     def deciding(self) -> Sequence[Member]:
-        """Those whose end is the run's end."""
+        """List the processes whose end is the run's end."""
         return [member for member in self.current if self._is_deciding(member)]
 
     @property

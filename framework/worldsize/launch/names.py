@@ -1,4 +1,4 @@
-"""What a run is called by schedulers."""
+"""Name runs in schedulers."""
 
 from __future__ import annotations
 

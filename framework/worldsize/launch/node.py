@@ -54,7 +54,7 @@ class NodeLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Says how the processes of a node meet the others."""
+    """The meeting place of the processes of a node with all others."""
 
     folder: Path  # private, with the heartbeats of this node's processes
     local_size: int

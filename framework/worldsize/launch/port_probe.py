@@ -24,10 +24,10 @@ class PortProbe:
     def __init__(self, address: str, node: int) -> None:
         self._listener = socket.create_server((address, 0), backlog=_AT_ONCE)
         self._node = node
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="probe")
         self.port: int = self._listener.getsockname()[1]
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="probe")
         self._thread.start()
         return self
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import filled
 from worldsize.world.preemption import PREEMPTED
+
+_logger = logging.getLogger(__name__)
 
 TASK = "skypilot.yaml"
 _RUN_FILES = "~/worldsize_run"
@@ -56,10 +58,10 @@ class SkyPilot(NodeLauncher, BatchLauncher):
 
     def check(self, cluster: Cluster) -> None:
         if self.spot_recovery is not None:
-            print(
-                "warning: SkyPilot has called spot_recovery job_recovery since its version 0.8, and refuses the old "
-                f"name; it is translated. Set cluster.job_recovery={self.spot_recovery} instead.",
-                file=sys.stderr,
+            _logger.warning(
+                "SkyPilot has called spot_recovery job_recovery since its version 0.8, and refuses the old "
+                "name; it is translated. Set cluster.job_recovery=%s instead.",
+                self.spot_recovery,
             )
         if self.spot_recovery is not None and self.job_recovery is not None:
             raise ConfigError("cluster.spot_recovery is the old name of cluster.job_recovery. Set only the latter.")
@@ -75,10 +77,9 @@ class SkyPilot(NodeLauncher, BatchLauncher):
         if self.bucket_mode not in ("MOUNT", "MOUNT_CACHED"):
             raise ConfigError(f"cluster.bucket_mode={self.bucket_mode!r} is unknown. Known: MOUNT, MOUNT_CACHED.")
         if self.bucket_mode == "MOUNT_CACHED":
-            print(
-                "warning: MOUNT_CACHED uploads later, so the newest checkpoint may be partial after a reclaim. It is "
-                "verified and refused then; set checkpoint.allow_older=true to go on from the one before.",
-                file=sys.stderr,
+            _logger.warning(
+                "MOUNT_CACHED uploads later, so the newest checkpoint may be partial after a reclaim. It is "
+                "verified and refused then; set checkpoint.allow_older=true to go on from the one before."
             )
 
     def write(self, plan: Plan) -> None:

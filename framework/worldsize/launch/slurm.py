@@ -53,22 +53,22 @@ class Slurm(NodeLauncher, BatchLauncher):
         if shutil.which("sbatch") is None:
             raise ConfigError("sbatch is not found. Start from a login node of the cluster, or set cluster=laptop.")
         plan = Plan(Path("run"), cluster, {}, {})
-        _told(["sbatch", "--test-only"], self._script(cluster, [plan]))
+        _ask(["sbatch", "--test-only"], self._script(cluster, [plan]))
 
     def write(self, plan: Plan) -> None:
-        self._written([plan])
+        self._write_script([plan])
 
     def submit(self, plan: Plan) -> str:
         return self.submit_all([plan])[0]
 
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str]:
         """Submit one job; of several runs, an array."""
-        script = self._written(plans)
-        job = _told(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
+        script = self._write_script(plans)
+        job = _ask(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
         return [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
 
-    def _written(self, plans: Sequence[Plan]) -> Path:
-        """The script, in the first run's folder."""
+    def _write_script(self, plans: Sequence[Plan]) -> Path:
+        """Write the script into the first run's folder; return its path."""
         for plan in plans:
             write_key(plan.run_dir)
             (plan.run_dir / "logs").mkdir(exist_ok=True)
@@ -82,9 +82,9 @@ class Slurm(NodeLauncher, BatchLauncher):
         return self._script(plan.cluster, [plan])
 
     def state(self, job: str) -> str | None:
-        """Slurm's word for it, e.g. PENDING; None if it has ended."""
+        """Ask for Slurm's word for the job, e.g. PENDING; None if it has ended."""
         try:
-            shown = _told(["scontrol", "show", "job", "--oneliner", job])
+            shown = _ask(["scontrol", "show", "job", "--oneliner", job])
         except WorldsizeError as error:
             if "Invalid job id" in str(error):  # it forgets those that are over
                 return None
@@ -93,7 +93,7 @@ class Slurm(NodeLauncher, BatchLauncher):
         return None if state in _OVER else state
 
     def cancel(self, job: str) -> None:
-        _told(["scancel", job])
+        _ask(["scancel", job])
 
     def _script(self, cluster: Cluster, plans: Sequence[Plan]) -> str:
         runs = [shlex.quote(str(plan.run_dir)) for plan in plans]
@@ -139,8 +139,8 @@ class Slurm(NodeLauncher, BatchLauncher):
         return [*given, ("requeue", None), *flags, *self.options.items()]
 
 
-def _told(command: Sequence[str], script: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Return what one of Slurm's commands prints.
+def _ask(command: Sequence[str], script: str | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """Run one of Slurm's commands; return what it prints.
 
     Raises:
         ConfigError: it refuses; with its own words.

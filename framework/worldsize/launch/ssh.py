@@ -1,8 +1,9 @@
-"""A list of hosts: code goes there by rsync, an agent is started on each by ssh, and none is left behind."""
+"""Launch on a list of hosts: code goes there by rsync, an agent is started on each by ssh, and none is left behind."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import shutil
 import signal
@@ -24,6 +25,8 @@ from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
 from worldsize.world.preemption import SIGNALS
 
+_logger = logging.getLogger(__name__)
+
 _POLL = 0.1  # seconds
 _UNREACHED = 255  # what ssh itself exits with
 _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_modules")
@@ -34,25 +37,23 @@ _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_module
 class Ssh(NodeLauncher, AgentLauncher):
     """Copies the code to each host and starts an agent there. All hosts must share the run folder's file system.
 
-    Copied are the working directory, and worldsize's own clone.
+    The code is the working directory, and worldsize's own clone if that lies elsewhere.
     """
 
     hosts: Sequence[str] = cluster_option()  # as ssh knows them; the others must reach the first
     gpus_per_node: int | None = cluster_option(None)  # a process for each, unless their number is given
-    folder: str | None = cluster_option(
-        None
-    )  # where the code goes, "%h": the host; None: it is there, at the same path
+    folder: str | None = cluster_option(None)  # where the code goes, "%h": the host; None: it is there at the same path
     python: str | None = cluster_option(None)  # interpreter on the hosts; None: made there by uv, from the lock
     ssh: Sequence[str] = cluster_option(("ssh",))  # with its options, e.g. [ssh, -F, my_config]
 
     def check(self, cluster: Cluster) -> None:
-        """Every host answers, and lets us in."""
+        """Try whether every host answers, and lets us in."""
         for tool in (self.ssh[0], *(["rsync"] if self.folder else [])):
             if shutil.which(tool) is None:
                 raise ConfigError(f"{tool} is not found on this machine. Install it, or choose another cluster.")
         if cluster.nodes != len(self.hosts):
             raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts)}.")
-        refusals = [said for said in self._everywhere(self._refusal) if said]
+        refusals = [refusal for refusal in self._everywhere(self._refusal) if refusal]
         if refusals:
             raise ConfigError(f"{'; '.join(refusals)}. Try `ssh HOST true` by hand; nothing was started.")
 
@@ -83,7 +84,7 @@ class Ssh(NodeLauncher, AgentLauncher):
         return Path(self.folder.replace("%h", host)) if self.folder else Path.cwd().parent
 
     def _copies(self, host: str) -> list[list[str]]:
-        """The commands that bring the code there."""
+        """Return the commands that bring the code to ``host``."""
         if not self.folder:
             return []
         own = [] if bundle().is_relative_to(Path.cwd()) else [(bundle(), "worldsize")]
@@ -162,12 +163,14 @@ class _Agent:
 @final
 @dataclass
 class _Agents(Job):
+    """The agents of all hosts. They record how the run ends; their exit codes say it here."""
+
     agents: Sequence[_Agent]
     grace: float
     _seen: list[int] = field(default_factory=list)
 
     def wait(self) -> Outcome:
-        """Wait for all to end. A first signal asks them to save and to end, a second ends them; so does a failure."""
+        """Block until all have ended. A first signal asks them to save and to end; a second or a failure ends them."""
         before = {number: signal.signal(number, lambda number, _: self._seen.append(number)) for number in SIGNALS}
         try:
             self._join()
@@ -201,5 +204,5 @@ class _Agents(Job):
             agent.process.kill()
             code = agent.process.wait()
         if code == _UNREACHED:
-            print(f"{agent.host}: the connection is lost", file=sys.stderr, flush=True)
+            _logger.error("%s: the connection is lost", agent.host)
         return code if code >= 0 else 128 - code
