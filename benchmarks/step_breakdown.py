@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, Recipe, RunContext, StepDone, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
-from worldsize.engine.fit import Intervals, LoopCallbacks, TrainingProgress, fit
+from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.observe.stragglers import Stragglers
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.recipes import Chain
@@ -65,8 +65,7 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
                 replica,
                 batches,
                 world,
-                order=order_of(world),
-                intervals=Intervals((part + 1) * PART),
+                config=LoopConfig((part + 1) * PART, batch_size=BATCH * world.size),
                 callbacks=LoopCallbacks(dict, emit),
                 first=TrainingProgress(part * PART),
                 timer=timer if measured else None,

@@ -25,7 +25,7 @@ class TensorBoard:
         run_id: str,
         group: str | None,
         config: Mapping[str, Any],
-        manifest: Path,
+        manifest: Mapping[str, Any],
         folder: Path,
     ) -> None:
         self._folder = folder / folder_name
@@ -47,7 +47,7 @@ class TensorBoard:
                 self._writer.close()
 
     def _open(self, first: int) -> None:
-        """A run that goes on after step ``first`` hides what an earlier attempt wrote of later steps."""
+        """Open the event files; if the run goes on after step ``first``, hide what was written of later steps."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds
 
         self._writer = SummaryWriter(self._folder, purge_step=first + 1 if first else None)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from worldsize.core import Evaluated, EvaluationBatch, Event, MicroBatch, Replica, StateDict, StepResult, World
-from worldsize.data.loader import Order
-from worldsize.engine.fit import Intervals, LoopCallbacks, TrainingProgress, fit
+from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 
 ALONE = World.alone(torch.device("cpu"))
 
@@ -31,7 +30,7 @@ class Idle(Replica):
     def load(self, state: StateDict) -> None: ...
 
 
-def evaluations_and_saves(intervals: Intervals, first: TrainingProgress) -> list[str]:
+def evaluations_and_saves(config: LoopConfig, first: TrainingProgress) -> list[str]:
     """Run the loop, and return its evaluations and saves in order."""
     log: list[str] = []
 
@@ -43,31 +42,33 @@ def evaluations_and_saves(intervals: Intervals, first: TrainingProgress) -> list
         log.append(f"saved {position.step}{'' if position.evaluated else ', not evaluated'}")
 
     callbacks = LoopCallbacks(dict, emit, save)
-    last = fit(
-        Idle(), repeat([]), ALONE, order=Order(0, 1, 1, (0,)), intervals=intervals, callbacks=callbacks, first=first
-    )
-    assert last.step == intervals.steps
+    last = fit(Idle(), repeat([]), ALONE, config=config, callbacks=callbacks, first=first)
+    assert last.step == config.steps
     return log
 
 
-SAVES = Intervals(4, evaluate_every=2, save_every=2, save_at_end=True)
+SAVES = LoopConfig(4, batch_size=1, evaluate_every=2, save_every=2, save_at_end=True)
 
 
 @pytest.mark.parametrize(
-    ("intervals", "first", "expected"),
+    ("config", "first", "expected"),
     [
         (SAVES, TrainingProgress(), ["evaluated 2", "saved 2", "saved 4, not evaluated", "evaluated 4"]),
         (replace(SAVES, keeps_best=True), TrainingProgress(), ["evaluated 2", "saved 2", "evaluated 4", "saved 4"]),
-        (Intervals(3), TrainingProgress(), ["evaluated 3"]),
+        (LoopConfig(3, batch_size=1), TrainingProgress(), ["evaluated 3"]),
         (SAVES, TrainingProgress(4, evaluated=False), ["evaluated 4"]),
         (SAVES, TrainingProgress(4), []),
         # a complete run is trained further: its last evaluation came after the last save and was dropped
-        (Intervals(6, evaluate_every=2), TrainingProgress(4, evaluated=False), ["evaluated 4", "evaluated 6"]),
-        (Intervals(6), TrainingProgress(4, evaluated=False), ["evaluated 6"]),
+        (
+            LoopConfig(6, batch_size=1, evaluate_every=2),
+            TrainingProgress(4, evaluated=False),
+            ["evaluated 4", "evaluated 6"],
+        ),
+        (LoopConfig(6, batch_size=1), TrainingProgress(4, evaluated=False), ["evaluated 6"]),
     ],
     ids=str,
 )
 def test_the_last_save_comes_before_the_last_evaluation(
-    intervals: Intervals, first: TrainingProgress, expected: list[str]
+    config: LoopConfig, first: TrainingProgress, expected: list[str]
 ) -> None:
-    assert evaluations_and_saves(intervals, first) == expected
+    assert evaluations_and_saves(config, first) == expected

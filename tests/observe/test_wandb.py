@@ -69,12 +69,10 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    manifest = tmp_path / "run_manifest.json"
-    manifest.write_text("{}")
     facts: dict[str, Any] = {"project": "p", "run_id": "same", "group": None, "config": {}, "mode": "offline"}
     for attempt, first in (("one", 1), ("two", 4)):
         (tmp_path / attempt).mkdir()
-        listener = SubprocessListener(partial(WandbListener, **facts, manifest=manifest, folder=tmp_path / attempt))
+        listener = SubprocessListener(partial(WandbListener, **facts, manifest={}, folder=tmp_path / attempt))
         for number in range(first, first + 3):
             listener(StepDone(number, number, number / 10, 0.1, None, 0, 0.0, (0.1,), 1.0))
         listener(Straggling(first + 2, 1, "n3", "cpu", "data", 1.25, first))

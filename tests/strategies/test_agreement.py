@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import EvaluationBatch, Event, Numerics, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
-from worldsize.engine.fit import Intervals, LoopCallbacks, fit
+from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
@@ -76,7 +76,8 @@ def trained(
     order = Order(seed=3, batch_size=BATCH, logical_ranks=total, mine=logical_ranks_of(world.rank, world.size, total))
     replica = strategy.replica(recipe, RunContext(world, numerics))
     batches = micro_batches(recipe.data("train"), order, world.device)
-    fit(replica, batches, world, order=order, intervals=Intervals(STEPS), callbacks=LoopCallbacks(dict, ignore))
+    config = LoopConfig(STEPS, batch_size=BATCH)
+    fit(replica, batches, world, config=config, callbacks=LoopCallbacks(dict, ignore))
     model: dict[str, Tensor] = replica.state()["model"]
     return {name: tensor.clone() for name, tensor in model.items()}
 

@@ -138,9 +138,9 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
                 f"{type(settings.launcher).__name__} hands runs over and does not wait. Set launcher.wait=true, "
                 "where there is such an option, or run scale inside the job; nothing was started."
             )
-        if settings.intervals.steps < _FEWEST:
+        if settings.training.steps < _FEWEST:
             raise ConfigError(
-                f"steps={settings.intervals.steps} are too few to tell their spread. Set {_FEWEST} or more."
+                f"steps={settings.training.steps} are too few to tell their spread. Set {_FEWEST} or more."
             )
         shape = (f"batch_size={settings.training.batch_size}", f"logical_ranks={settings.logical_ranks}")
         place = Planned(choices()["strategy"], size, accumulation, (*words, *shape), settings, choices()["recipe"])

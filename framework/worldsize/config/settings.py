@@ -27,7 +27,7 @@ from worldsize.core import (
 )
 from worldsize.data.loader import Order, logical_ranks_of
 from worldsize.engine.faults import Faults
-from worldsize.engine.fit import Intervals
+from worldsize.engine.fit import LoopConfig
 from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
 
@@ -60,14 +60,17 @@ class Settings:
         return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
     @property
-    def intervals(self) -> Intervals:
-        return Intervals(
+    def loop(self) -> LoopConfig:
+        """What the training loop does, and after how many steps."""
+        return LoopConfig(
             steps=self.training.steps,
+            batch_size=self.training.batch_size,
             log_every=self.training.log_every,
             evaluate_every=self.training.evaluate_every,
             save_every=self.checkpoint.every,
             save_at_end=self.checkpoint.at_end,
             keeps_best=self.checkpoint.keep.best is not None,
+            stop_on_nonfinite=self.numerics.nonfinite == "stop",
         )
 
     def peers(self) -> list[list[int]]:

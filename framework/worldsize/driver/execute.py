@@ -164,9 +164,9 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:
     saved = complete(run.checkpoints)
-    if saved and step_of(saved[-1]) > settings.intervals.steps:
+    if saved and step_of(saved[-1]) > settings.training.steps:
         raise ConfigError(
-            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.intervals.steps}. "
+            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.training.steps}. "
             "Give a larger number; nothing was started."
         )
 

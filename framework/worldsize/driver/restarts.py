@@ -49,7 +49,7 @@ def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunReco
     number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size)
     settings.strategy.prepare(run.servers(number))
     job = launcher.launch(replace(plan, attempt=number))
-    with Progress(run.metrics, settings.intervals.steps, console):
+    with Progress(run.metrics, settings.training.steps, console):
         outcome = job.wait()
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses of an attempt end with it
     record.end_attempt(outcome)

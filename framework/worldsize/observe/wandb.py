@@ -5,7 +5,6 @@ wandb's import takes a second: it is left to the process that logs, for which no
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 @final
 class WandbListener:
-    """One wandb run per run, kept across restarts by its id.
+    """Logs to one wandb run per run, kept across restarts by its id.
 
     ``mode="auto"``: online when wandb finds a key (WANDB_API_KEY, or netrc after ``wandb login``) and
     WANDB_MODE does not say otherwise, else offline.
@@ -38,7 +37,7 @@ class WandbListener:
         run_id: str,
         group: str | None,
         config: Mapping[str, Any],
-        manifest: Path,
+        manifest: Mapping[str, Any],
         folder: Path,
     ) -> None:
         from worldsize.observe.wandb_run import start
@@ -70,10 +69,9 @@ def _place(run: wandb.Run) -> str:
     return f"offline; upload it with: wandb sync {run.settings.sync_dir}" if run.offline else str(run.url)
 
 
-def _facts(manifest: Path) -> dict[str, Any]:
-    """Return what the manifest says beyond the configuration."""
-    facts: dict[str, Any] = json.loads(manifest.read_text())
-    return {key: value for key, value in facts.items() if key not in ("config", "attempts", "results")}
+def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the manifest says of the run beyond its configuration and its attempts."""
+    return {key: value for key, value in manifest.items() if key not in ("config", "attempts", "results")}
 
 
 def _step_metrics(event: StepDone) -> dict[str, float]:

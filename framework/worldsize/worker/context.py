@@ -39,7 +39,7 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
         world,
         settings.numerics,
         seed=settings.training.seed,
-        steps=settings.intervals.steps,
+        steps=settings.training.steps,
         workers=settings.roles["worker"].processes,
         logical_ranks=settings.logical_ranks,
         rendezvous=_rendezvous(settings, run, placement) if serves else None,
@@ -81,7 +81,7 @@ class _UnitTiming(StepTiming):
     def _times(self) -> UnitTimes:
         rank = self._world.rank
         return UnitTimes(
-            Timing(self._run.timing(rank), rank=rank), self._world.device, every=self._settings.intervals.log_every
+            Timing(self._run.timing(rank), rank=rank), self._world.device, every=self._settings.training.log_every
         )
 
     def drawing(self) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class _UnitTiming(StepTiming):
 
 @final
 class _RunData(DataSource):
-    """Draws in this process; passes the faults planned for a step, and tells the step, before its first data.
+    """Draws data in this process; before the first data of a step, causes its faults and notes its number.
 
     A process that never draws, such as a server, is at no step.
     """

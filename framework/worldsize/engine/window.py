@@ -1,0 +1,143 @@
+"""Collects the figures of the steps between two logged ones, and makes the event of a logged step of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.collectives.exact import gather
+from worldsize.collectives.step_timer import PHASES, StepTimer
+from worldsize.core import StepDone, StepResult, World
+
+_SPLITS = 1 + len(PHASES)  # figures of a measured step: its wait for data, then its phases
+_COMMUNICATION = 1 + PHASES.index("communication")
+
+
+@final
+@dataclass
+class Window:
+    """The steps since the last logged one: their losses and where their time went."""
+
+    world: World
+    batch_size: int
+    timer: StepTimer | None
+    skipped: int  # steps whose update was left out, since the run began
+    _results: list[StepResult] = field(default_factory=list)
+    _waited: float = 0.0  # seconds, for data
+    _mark: float = 0.0  # when the step began to wait for its data
+    _opened: float = field(default_factory=time.perf_counter)
+
+    def fetching(self) -> None:
+        """Note that a step begins, and waits for its data."""
+        self._mark = time.perf_counter()
+
+    def stepping(self, *, measured: bool) -> None:
+        """Note that the step has its data; if it is ``measured``, its time is split into phases from here on."""
+        seconds = time.perf_counter() - self._mark
+        self._waited += seconds
+        if self.timer and measured:
+            self.timer.start(data=seconds)
+
+    def add(self, result: StepResult) -> None:
+        """Take what the step did."""
+        self._results.append(result)
+        self.skipped += result.skipped
+
+    def stepped(self) -> None:
+        """Note that the step has ended."""
+        if self.timer:
+            self.timer.end()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count the time inside the context in no step: it is not training."""
+        begun = time.perf_counter()
+        yield
+        self._opened += time.perf_counter() - begun
+
+    def close(self, step: int, facts: Mapping[str, Any]) -> LoggedStep:
+        """Begin to gather the window's figures from all ranks, and open the next window."""
+        elapsed = time.perf_counter() - self._opened
+        steps = len(self._results)
+        splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
+        times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
+        losses = torch.stack([loss for result in self._results for loss in result.losses]).double()
+        flat = torch.cat([torch.cat([splits_s4.flatten(), times]).to(losses.device), losses])
+        logged = LoggedStep(
+            step=step,
+            batch_size=self.batch_size,
+            rank=self.world.rank,
+            results=self._results,
+            measured=len(splits_s4),
+            skipped=self.skipped,
+            waited=self._waited,
+            facts=facts,
+            gathered=gather(flat, self.world),
+        )
+        self._results, self._waited, self._opened = [], 0.0, time.perf_counter()
+        return logged
+
+
+@final
+@dataclass(frozen=True)
+class LoggedStep:
+    """The last step of a closed window, while the figures of all ranks cross the network."""
+
+    step: int
+    batch_size: int
+    rank: int
+    results: Sequence[StepResult]
+    """What each step of the window did."""
+    measured: int
+    """Steps of the window whose time was split into phases."""
+    skipped: int
+    waited: float
+    """Seconds that the steps of the window waited for data on this rank."""
+    facts: Mapping[str, Any]
+    gathered: Callable[[], Tensor]
+    """Waits for the other ranks and returns float64 [ranks, n].
+
+    A row has the splits of the measured steps, the mean time of a step without and with the wait for data, and the
+    losses.
+    """
+
+    def event(self) -> StepDone:
+        """Wait for the other ranks, and return the event of this step."""
+        rows_pn = self.gathered()
+        splits = self.measured * _SPLITS
+        splits_pn, times_p2, losses_pn = torch.split(rows_pn, [splits, 2, rows_pn.shape[1] - splits - 2], dim=1)
+        splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
+        losses_psl = losses_pn.view(len(rows_pn), len(self.results), -1)
+        last = self.results[-1]
+        means_p4 = splits_ps4.mean(1)
+        compute, communication, update = means_p4[self.rank].tolist()[1:] if self.measured else [None] * 3
+        return StepDone(
+            step=self.step,
+            samples=self.step * self.batch_size,
+            loss=_logged_loss(losses_psl.transpose(0, 1).flatten(1)),
+            lr=last.lr,
+            grad_norm=None if last.grad_norm is None else float(last.grad_norm),
+            skipped=self.skipped,
+            data_seconds=self.waited / len(self.results),
+            step_seconds=tuple(times_p2[:, 0].tolist()),
+            samples_per_second=self.batch_size / float(times_p2[:, 1].max()),
+            facts=self.facts,
+            compute_seconds=compute,
+            communication_seconds=communication,
+            update_seconds=update,
+            exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
+            splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
+        )
+
+
+def _logged_loss(losses_sl: Tensor) -> float:
+    """Return the first mean loss of the window that is NaN or infinite; if there is none, that of the last step."""
+    means = [math.fsum(row) / len(row) if all(map(math.isfinite, row)) else sum(row) for row in losses_sl.tolist()]
+    return next((mean for mean in means if not math.isfinite(mean)), means[-1])

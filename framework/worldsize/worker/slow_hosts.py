@@ -1,0 +1,53 @@
+"""Finds ranks and links that slow a run down while it trains, and can have the run go on without their hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from worldsize.core import Emit, Event, RunStarted, StepDone, Straggling, World
+from worldsize.observe.slow_links import slow_link_search
+from worldsize.observe.stragglers import Straggler, Stragglers
+from worldsize.planning.doctor.edges import measured
+from worldsize.worker.probe import network_edges
+from worldsize.world.world import places
+
+
+@final
+class SlowHostWatch:
+    """A listener that judges the times of all ranks, and emits what it finds as :class:`Straggling`.
+
+    Every rank of ``world`` has to make one, at the same point: they exchange the names of their hosts. ``peers`` are
+    groups of ranks that have equal work. ``exclude`` is told the host of each slow rank or link; None: the run goes on
+    with it.
+    """
+
+    def __init__(
+        self, world: World, peers: Sequence[Sequence[int]], *, emit: Emit, exclude: Callable[[str], None] | None
+    ) -> None:
+        self._world, self._peers, self._emit, self._exclude = world, peers, emit, exclude
+        self._places = places(world)
+        self._stragglers = Stragglers(peers)
+        self._links = slow_link_search(world)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted(first=first):
+                self._stragglers = Stragglers(self._peers, first)
+            case StepDone(step=step, splits=splits) if splits:
+                self._report(step, self._stragglers.judge(step, splits))
+
+    def measure_links(self, done: StepDone) -> None:
+        """Measure the links between hosts, together with all other ranks, if their waits give reason to."""
+        if self._links and self._links.are_worth_a_look(done):
+            edges = network_edges(self._world, self._links.per_node, self._links.distance)
+            slow = self._links.judge(measured(edges, self._links.per_node)["network"])
+            if self._world.rank == 0:
+                self._report(done.step, slow)
+
+    def _report(self, step: int, stragglers: Iterable[Straggler]) -> None:
+        for slow in stragglers:
+            host, device = self._places[slow.rank]
+            self._emit(Straggling(step, host=host, device=device, **vars(slow)))
+            if self._exclude is not None:
+                self._exclude(host)
