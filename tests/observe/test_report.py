@@ -23,7 +23,7 @@ from worldsize.observe.report.read import read_run, rows, runs_of
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
-from worldsize.records.lock import RunLock
+from worldsize.records.lock import run_lock
 
 
 class Shown(HTMLParser):
@@ -198,7 +198,7 @@ def test_a_run_is_shown_in_any_state(tmp_path: Path, state: str) -> None:
         (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()[:-40])
     else:
         (run / "metrics.jsonl").unlink()
-    with RunLock(run) if state == "running" else nullcontext():
+    with run_lock(run) if state == "running" else nullcontext():
         shown = Shown(page([run]))
     assert {"cut off": "completed"}.get(state, state) in shown.text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from worldsize.errors import WorldsizeError
-from worldsize.records.lock import RunLock, is_locked
+from worldsize.records.lock import is_locked, run_lock
 
 ASK = (
     "import sys; from pathlib import Path; from worldsize.records.lock import is_locked;"
@@ -26,7 +26,7 @@ def locked_for_others(run: Path) -> bool:
 
 
 def test_asking_in_the_holding_process_does_not_release_the_lock(tmp_path: Path) -> None:
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         assert is_locked(tmp_path)
         assert is_locked(tmp_path / "." / ".." / tmp_path.name)
         assert locked_for_others(tmp_path)
@@ -35,16 +35,16 @@ def test_asking_in_the_holding_process_does_not_release_the_lock(tmp_path: Path)
 
 
 def test_one_process_cannot_take_a_lock_twice(tmp_path: Path) -> None:
-    with RunLock(tmp_path):
-        with pytest.raises(WorldsizeError, match="is being trained by this process"), RunLock(tmp_path):
+    with run_lock(tmp_path):
+        with pytest.raises(WorldsizeError, match="is being trained by this process"), run_lock(tmp_path):
             pass
         assert locked_for_others(tmp_path)
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         assert is_locked(tmp_path)
 
 
 def test_a_forked_child_neither_owns_nor_releases_its_parents_lock(tmp_path: Path) -> None:
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         child = os.fork()
         if child == 0:
             os._exit(0 if is_locked(tmp_path) else 1)
@@ -66,13 +66,13 @@ def test_a_file_system_without_locks_gives_another_error_than_a_run_in_progress(
 
     (tmp_path / ".lock").touch()
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with pytest.raises(WorldsizeError, match="cannot be locked: No locks available"), RunLock(tmp_path):
+    with pytest.raises(WorldsizeError, match="cannot be locked: No locks available"), run_lock(tmp_path):
         pass
     assert is_locked(tmp_path)
 
 
 def test_taking_the_lock_again_does_not_change_when_the_run_last_wrote(tmp_path: Path) -> None:
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         os.utime(tmp_path / ".lock", (0, 0))
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         assert (tmp_path / ".lock").stat().st_mtime == 0

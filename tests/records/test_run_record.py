@@ -12,7 +12,7 @@ import pytest
 from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
 from worldsize.records import run_record as module
-from worldsize.records.lock import RunLock, is_locked
+from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look, note_job, opened, write_result
@@ -87,7 +87,7 @@ def test_a_run_whose_lock_is_taken_while_it_is_looked_at_is_left_alone(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "is_locked", lambda _: False)
-    with RunLock(run):
+    with run_lock(run):
         assert look(RunDirectory(run)).exit_reason == "running"
 
 

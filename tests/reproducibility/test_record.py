@@ -16,7 +16,7 @@ import torch
 
 from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
-from worldsize.records.lock import RunLock, is_locked
+from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.redaction import is_secret, redacted, redacted_arguments, without_credentials
 from worldsize.records.run_directory import RunDirectory
@@ -180,7 +180,7 @@ def test_a_run_is_locked_while_its_launcher_lives_and_reported_killed_afterwards
     assert holder.stdout.readline() == "held\n"
     assert is_locked(run)
     assert look(RunDirectory(run)).exit_reason == "running"
-    with pytest.raises(WorldsizeError, match="is being trained by another process"), RunLock(run):
+    with pytest.raises(WorldsizeError, match="is being trained by another process"), run_lock(run):
         pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()

@@ -81,10 +81,10 @@ class Writer(StorageWriter):
         return future
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        found = [(item.index.fqn, planner.resolve_data(item)) for item in plan.items]
+        tensors_by_name = [(item.index.fqn, planner.resolve_data(item)) for item in plan.items]
         if self._finite:
-            _check_finite(found)
-        tensors = [_bytes_of(tensor) for _, tensor in found]
+            _check_finite(tensors_by_name)
+        tensors = [_bytes_of(tensor) for _, tensor in tensors_by_name]
         lengths = [len(tensor) for tensor in tensors]
         facts = (sum(lengths), self._stream(tensors, sum(lengths)))
         self._at("checkpoint:after-shard")
@@ -155,6 +155,7 @@ class Reader(StorageReader):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._files: dict[str, Tensor] = {}
+        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # where chunks lie: torch hands it over later
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -164,7 +165,7 @@ class Reader(StorageReader):
         return Metadata({name: _restored(facts) for name, facts in tensors}, storage_data=places)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = metadata.storage_data
+        self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import final
 
 from worldsize.errors import WorldsizeError
 
@@ -18,9 +18,9 @@ _NAME = ".lock"
 _held: dict[Path, int] = {}
 
 
-@final
-class RunLock:
-    """The lock, held within a context; the kernel releases it when the process ends, however it ends.
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the run's lock within the context; the kernel releases it when the process ends, however it ends.
 
     A POSIX record lock (``lockf``), not ``flock``: forked workers must not inherit it, or a run whose
     launcher was killed would look alive until its last process has ended.
@@ -28,25 +28,18 @@ class RunLock:
     Raises:
         WorldsizeError: a process holds it already, or the file system has no locks.
     """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-
-    def __enter__(self) -> RunLock:
-        if _is_own(self._run_dir):
-            raise WorldsizeError(f"the run {self._run_dir} is being trained by this process. Wait for it.")
-        self._file = (self._run_dir / _NAME).open("a")  # "w" would change the time of the run's last sign
+    if _is_own(run_dir):
+        raise WorldsizeError(f"the run {run_dir} is being trained by this process. Wait for it.")
+    with (run_dir / _NAME).open("a") as file:  # "w" would change the time of the run's last sign
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._file.close()
-            raise _refusal(self._run_dir, error) from None
-        _held[self._run_dir.resolve()] = os.getpid()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _held.pop(self._run_dir.resolve(), None)
-        self._file.close()
+            raise _refusal(run_dir, error) from None
+        _held[run_dir.resolve()] = os.getpid()
+        try:
+            yield
+        finally:
+            _held.pop(run_dir.resolve(), None)
 
 
 def _refusal(run_dir: Path, error: OSError) -> WorldsizeError:

@@ -21,7 +21,7 @@ from worldsize.checkpoints.format import COMPLETE, complete, read, step_of
 from worldsize.core import Outcome
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.records.goodput import goodput
-from worldsize.records.lock import RunLock, is_locked
+from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.metrics import rewind
 from worldsize.records.run_directory import RunDirectory
@@ -82,7 +82,7 @@ def look(directory: RunDirectory) -> RunView:
     """
     manifest = read_manifest(directory.manifest)
     if _says_running(manifest) and not is_locked(directory.path):
-        with suppress(WorldsizeError, OSError), RunLock(directory.path):
+        with suppress(WorldsizeError, OSError), run_lock(directory.path):
             _settle(directory)
         manifest = read_manifest(directory.manifest)
     return RunView(directory, manifest)
@@ -209,7 +209,7 @@ def opened(directory: RunDirectory) -> Iterator[RunRecord]:
     """
     with ExitStack() as lock:
         if directory.manifest.exists():  # else the lock would be left in a folder that is no run
-            lock.enter_context(RunLock(directory.path))
+            lock.enter_context(run_lock(directory.path))
         yield RunRecord(directory, _settle(directory), lock)
 
 

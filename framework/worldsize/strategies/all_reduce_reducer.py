@@ -79,17 +79,16 @@ class AllReduceReducer(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         if not self._is_settled:
             self._settle(partial(backward, batches[-1]))
-        self._buffers.begin(len(batches))
+        buffers = self._buffers.begin(len(batches))
+        losses = []
         with without_sync(self._module):
-            losses = [self._added(place, batches, backward) for place in range(len(batches) - 1)]
-        losses.append(self._added(len(batches) - 1, batches, backward))
-        self._buffers.finish()
+            for place, batch in enumerate(batches[:-1]):
+                losses.append(backward(batch, 1 / len(batches)))
+                buffers.add(place)
+        losses.append(backward(batches[-1], 1 / len(batches)))
+        buffers.add(len(batches) - 1)
+        buffers.finish()
         return losses
-
-    def _added(self, place: int, batches: Sequence[MicroBatch], backward: Backward) -> Tensor:
-        loss = backward(batches[place], 1 / len(batches))
-        self._buffers.add(place)
-        return loss
 
     def _settle(self, backward: Callable[[float], Tensor]) -> None:
         """Let DDP group its buckets anew, as it does after its first pass: at three ranks and more the order of sums

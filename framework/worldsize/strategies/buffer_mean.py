@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -13,6 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
 from worldsize.collectives.staged import finished
+
+
+class StepBuffers(ABC):
+    """The buffers of a model during one step."""
+
+    @abstractmethod
+    def add(self, batch: int) -> None:
+        """Take what the forward pass of this micro-batch has changed, and go back to the step's beginning."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leave the mean in the buffers, after the step's last micro-batch."""
 
 
 @final
@@ -31,47 +44,54 @@ class BufferMean:
         self._buffers = [buffer for buffer in changing if buffer.is_floating_point()]
         self._integers = [buffer for buffer in changing if not buffer.is_floating_point()]
         self._group, self._size = group, dist.get_world_size(group) if group else 1
-        self._logical_ranks = self._size
-        self._node: dict[int, int] = {}
-        self._counters: list[Counter] = []
-        self._first: list[Tensor] = []
-        self._counted: list[Tensor] = []
 
-    def begin(self, batches: int) -> None:
+    def begin(self, batches: int) -> StepBuffers:
         """Begin a step of so many micro-batches on each rank."""
-        self._logical_ranks = batches * self._size
-        if not self._is_averaged():
-            return
-        tree = Tree(self._logical_ranks, self._size)
+        logical_ranks = batches * self._size
+        if logical_ranks == 1 or not self._buffers:
+            return _UNTOUCHED
+        return _AveragedBuffers(self._buffers, self._integers, Tree(logical_ranks, self._size), self._group)
+
+
+@final
+class _UntouchedBuffers(StepBuffers):
+    """Buffers of which there is nothing to average: they stay as the forward pass leaves them."""
+
+    def add(self, batch: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+_UNTOUCHED = _UntouchedBuffers()
+
+
+@final
+class _AveragedBuffers(StepBuffers):
+    def __init__(
+        self, buffers: Sequence[Tensor], integers: Sequence[Tensor], tree: Tree, group: ProcessGroup | None
+    ) -> None:
+        self._buffers, self._integers, self._tree, self._group = buffers, integers, tree, group
         self._node = {leaf: node for node in range(tree.local_nodes) for leaf in tree.leaves(node)}
         self._counters = [Counter() for _ in range(tree.local_nodes)]
-        self._first = [buffer.clone() for buffer in (*self._buffers, *self._integers)]
-
-    def _is_averaged(self) -> bool:
-        return len(self._buffers) > 0 and self._logical_ranks > 1
+        self._first = [buffer.clone() for buffer in (*buffers, *integers)]
+        self._counted: Sequence[Tensor] = ()
 
     def add(self, batch: int) -> None:
-        """Take what the forward pass of this micro-batch has changed, and go back to the step's beginning."""
-        if not self._is_averaged():
-            return
         pairs = zip(self._buffers, self._first, strict=False)
         self._counters[self._node[batch]].add([_change(*pair) for pair in pairs])
         self._counted = [integer.clone() for integer in self._integers]
         _copy((*self._buffers, *self._integers), self._first)
 
     def finish(self) -> None:
-        """Leave the mean in the buffers, after the step's last micro-batch."""
-        if not self._is_averaged():
-            return
         rows = [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
         whole = finished(reduce_ordered(rows, self._group)) if self._group else finish(rows)
-        parts = torch.split(whole / self._logical_ranks, [buffer.numel() for buffer in self._buffers])
+        parts = torch.split(whole / self._tree.logical_ranks, [buffer.numel() for buffer in self._buffers])
         changed = (_changed(*pair) for pair in zip(self._buffers, parts, strict=True))
         _copy((*self._buffers, *self._integers), (*changed, *self._counted))
 
 
 def _change(now: Tensor, first: Tensor) -> Tensor:
-    """Return what is to be added; nothing can be added to an infinity, so there it is the new value itself."""
+    """Return what is to be added to ``first``; nothing can be added to an infinity, where it is what has come."""
     return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
 
 
@@ -80,6 +100,6 @@ def _changed(first: Tensor, change: Tensor) -> Tensor:
     return torch.where(change == 0, first, first.nan_to_num(0, 0, 0) + change)
 
 
-def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _copy(buffers: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value)

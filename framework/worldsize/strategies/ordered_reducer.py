@@ -45,18 +45,18 @@ class OrderedReducer(GradientReducer):
         tree = Tree(len(batches) * self._size, self._size)
         self._logical_ranks, losses = tree.logical_ranks, dict[int, Tensor]()
         self._counters = [Counter() for _ in range(tree.local_nodes)]
-        self._buffers.begin(len(batches))
+        buffers = self._buffers.begin(len(batches))
         *early, last = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
         with without_sync(self._module):
             for node, leaf in early:
                 losses[leaf] = backward(batches[leaf], 1.0)
                 self._counters[node].add(taken(self._parameters))
-                self._buffers.add(leaf)
+                buffers.add(leaf)
         losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
-        self._buffers.add(last[1])
+        buffers.add(last[1])
         if self._group is None:
             self._finish_alone(last[0])
-        self._buffers.finish()
+        buffers.finish()
         self._counters = []  # they hold gradients
         return [losses[leaf] for leaf in range(len(batches))]
 
@@ -67,7 +67,7 @@ class OrderedReducer(GradientReducer):
             parameter.grad = finish(nodes) / self._logical_ranks
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's communication hook."""
+        """Reduce a bucket: this is the communication hook that DDP calls."""
         return self._staged.add(bucket.buffer(), self._mean(bucket), last=bucket.is_last())
 
     def _mean(self, bucket: GradBucket) -> Phases:
@@ -76,7 +76,7 @@ class OrderedReducer(GradientReducer):
         return torch.div(total, self._logical_ranks, out=bucket.buffer())
 
     def _rows(self, bucket: GradBucket) -> list[Tensor]:
-        """This process's nodes for the bucket's parameters, flat; the bucket itself holds the last leaf."""
+        """Return this process's nodes for the bucket's parameters, flat; the bucket itself holds the last leaf."""
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
         for waiting in current.waiting:

@@ -42,19 +42,19 @@ class ReduceScatterReducer(GradientReducer):
         self._buffers = BufferMean(model, world.group)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
-        self._buffers.begin(len(batches))
+        buffers = self._buffers.begin(len(batches))
         losses = []
         for place, batch in enumerate(batches):
             last = place == len(batches) - 1
             self._model.set_requires_gradient_sync(last)
             self._model.set_is_last_backward(last)
             losses.append(backward(batch, 1 / len(batches)))
-            self._buffers.add(place)
-        self._buffers.finish()
+            buffers.add(place)
+        buffers.finish()
         return losses
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        norm = nn.utils.get_total_norm([found.grad for found in parameters if found.grad is not None])
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         assert isinstance(norm, DTensor)
         with phase("communication"):
             norm = norm.full_tensor()
@@ -81,23 +81,23 @@ class OrderedShardReducer(GradientReducer):
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         tree, losses = Tree(len(batches) * self._size, self._size), dict[int, Tensor]()
-        self._buffers.begin(len(batches))
+        buffers = self._buffers.begin(len(batches))
         for scatter in self._scatters:
             scatter.begin(tree)
         order = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
         for place, (node, leaf) in enumerate(order):
             for scatter in self._scatters:
-                scatter.node, scatter.last = node, place == len(order) - 1
+                scatter.expect(node, last=place == len(order) - 1)
             losses[leaf] = backward(batches[leaf], 1.0)
-            self._buffers.add(leaf)
+            buffers.add(leaf)
             if place < len(order) - 1:
                 self._model.zero_grad()  # shards of zeros
-        self._buffers.finish()
+        buffers.finish()
         return [losses[leaf] for leaf in range(len(batches))]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """The norm of whole gradients, one at a time: the bits that it has where nothing is sharded."""
-        whole = (_gathered(found.grad) for found in parameters if isinstance(found.grad, DTensor))
+        """Clip by the norm of whole gradients, gathered one at a time: its bits are those of an unsharded model."""
+        whole = (_gathered(parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor))
         norms = [torch._foreach_norm([gradient])[0] for gradient in whole]  # as clip_grad_norm_ does
         return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -122,12 +122,18 @@ class _OrderedScatter(ReduceScatter):
 
     def __init__(self, group: ProcessGroup, copies: ProcessGroup | None) -> None:
         self._group, self._copies = group, copies
-        self.node, self.last = 0, True
-        self.begin(Tree(group.size(), group.size()))
+        self._tree = Tree(group.size(), group.size())
+        self._counters = [Counter()]
+        self._node, self._is_last = 0, True
 
     def begin(self, tree: Tree) -> None:
+        """Begin a step whose micro-batches are summed in ``tree``."""
         self._tree = tree
         self._counters = [Counter() for _ in range(tree.local_nodes)]
+
+    def expect(self, node: int, *, last: bool) -> None:
+        """Prepare for the gradients of a micro-batch of this local node; is it the ``last`` one of the step?"""
+        self._node, self._is_last = node, last
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -135,9 +141,9 @@ class _OrderedScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """``input_tensor`` [shards * s] holds the gradients of the unit, ``output_tensor`` [s] is this rank's mean."""
-        self._counters[self.node].add([input_tensor.clone()])
-        if not self.last:
+        """Add the unit's gradients, ``input_tensor`` [shards * s]; leave this rank's mean in ``output_tensor`` [s]."""
+        self._counters[self._node].add([input_tensor.clone()])
+        if not self._is_last:
             output_tensor.zero_()
             return
         rows = [counter.waiting[0][0].view(dist.get_world_size(group), -1) for counter in self._counters]
@@ -145,7 +151,7 @@ class _OrderedScatter(ReduceScatter):
         output_tensor.copy_(self._exchanged(rows))
 
     def _exchanged(self, rows: Sequence[Tensor]) -> Tensor:
-        """This rank's shard of the mean, from ``rows`` [shards, s]: each copy sums a part of it, and all share them."""
+        """Return this rank's shard of the mean of ``rows`` [shards, s]; each copy sums a part, and all share them."""
         copies = dist.get_world_size(self._copies) if self._copies else 1
         shards, length = rows[0].shape
         part = -(-length // copies)

@@ -26,6 +26,8 @@ class Fragment:
         self._optimizer = SGD(self._agreed, lr=lr, momentum=momentum, nesterov=momentum > 0)
         self._numel = sum(tensor.numel() for tensor in own)
         self._momentum = momentum > 0
+        self._begun: Begun | None = None  # the first half of an exchange on its way
+        self._arriving: Callable[[], Tensor] | None = None  # its second half: waits for the mean
         self.restart()
 
     def restart(self) -> None:
@@ -34,8 +36,7 @@ class Fragment:
             agreed.data.copy_(tensor)
             if self._momentum:  # zeros are what SGD itself begins with
                 self._optimizer.state[agreed] = {"momentum_buffer": wide(tensor.detach()).mul(0)}
-        self._begun: Begun | None = None
-        self._arriving: Callable[[], Tensor] | None = None
+        self._begun, self._arriving = None, None
 
     def send(self) -> int:
         """Begin to exchange outer gradients, and return the bytes that this worker sends."""
@@ -49,7 +50,7 @@ class Fragment:
             self._arriving, self._begun = self._begun(), None
 
     def _mean(self) -> Tensor | None:
-        """The outer gradient, flat, waited for; None: none is on its way."""
+        """Wait for the outer gradient and return it, flat; None: none is on its way."""
         self.relay()
         if self._arriving is None:
             return None
