@@ -1,4 +1,4 @@
-"""A step's micro-batches through the stages, by torch's schedules, and evaluation through the same stages.
+"""Runs micro-batches through the stages of a pipeline by torch's schedules, and evaluation through the same stages.
 
 The schedules split numbers of micro-batches, not their data: a stage looks up the rest by the number.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.passing import receive, send
+from worldsize.strategies.mesh.schedule import Kind
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.timing import TimedStage
 
-Kind = Literal["gpipe", "1f1b", "interleaved"]
 _SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,  # Huang et al. 2018, arXiv 1811.06965
     "1f1b": Schedule1F1B,  # Narayanan et al. 2019 (PipeDream), arXiv 1806.03377
@@ -66,7 +66,7 @@ class Pipeline(GradientReducer):
         return self.stages[-1].index == self.total - 1
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
-        """The stages compute losses and gradients by themselves; ``backward`` is for models in one piece."""
+        """Run the schedule; the stages go backward by themselves, and ``backward`` is for models in one piece."""
         count = len(batches)
         for stage in self.stages:
             stage.begin(batches)
@@ -89,9 +89,9 @@ class Pipeline(GradientReducer):
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
             with phase("compute"):
-                found = self.stages[-1].loss(output, number)
-                self._losses[int(number)] = found.detach()
-                return found / count
+                mean = self.stages[-1].loss(output, number)
+                self._losses[int(number)] = mean.detach()
+                return mean / count
 
         return _SCHEDULES[self.kind](given, count, loss_fn=loss, scale_grads=False)
 
@@ -113,7 +113,7 @@ class Pipeline(GradientReducer):
         return [own for keys, buffers in kept for name, own in buffers if name in keys and own.is_floating_point()]
 
     def _shared_losses(self, count: int) -> list[Tensor]:
-        """The last stage's losses [count], on every rank."""
+        """Return the last stage's losses [count] on every rank."""
         losses = torch.empty(count, device=self.device)
         if self.is_last:
             losses = torch.stack([self._losses[number] for number in range(count)]).float()

@@ -1,4 +1,4 @@
-"""What one rank of a mesh builds: its part of the model, the optimizer of that part, and its replica."""
+"""Builds what one rank of a mesh holds: its part of the model, the optimizer of that part, and its replica."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.ownership import Ownership
 from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held, step_apart
 from worldsize.strategies.mesh.partition import stages_of
-from worldsize.strategies.mesh.pipeline import Kind, Pipeline, Tied
+from worldsize.strategies.mesh.pipeline import Pipeline, Tied
 from worldsize.strategies.mesh.replica import PipelineReplica
+from worldsize.strategies.mesh.schedule import PipelineSchedule
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
@@ -30,31 +31,26 @@ from worldsize.strategies.train_state import TrainState
 @final
 @dataclass(frozen=True)
 class Rank:
-    """The parts from which one rank of a mesh builds its replica.
-
-    ``stages``: of the whole pipeline; see :class:`~worldsize.strategies.mesh.strategy.Mesh` for the others.
-    """
+    """The parts from which one rank of a mesh builds its replica."""
 
     recipe: Recipe
     context: RunContext
     layout: Layout
-    kind: Kind
-    stages: int
-    split: Sequence[int] | None
+    schedule: PipelineSchedule
     sharding: Sharding
 
     def replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
         mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
         model = self.recipe.model()
-        return self._piece(model, mesh) if self.stages == 1 else self._stages(model, mesh)
+        return self._piece(model, mesh) if self.schedule.stages == 1 else self._stages(model, mesh)
 
     @property
     def _coordinate(self) -> dict[str, int]:
         return dict(zip(AXES, self.layout.coordinate(self.context.world.rank), strict=True))
 
     def _data(self, mesh: DeviceMesh) -> World:
-        """The ranks that train the same part of the model."""
+        """Return the world of the ranks that train the same part of the model."""
         groups = {self.context.world.role: mesh.get_group("data")} if self.layout.data > 1 else {}
         return replace(self.context.world, rank=self._coordinate["data"], size=self.layout.data, groups=groups)
 
@@ -63,7 +59,7 @@ class Rank:
         return MeshNorm(self.context.world, axes, spare)
 
     def _train_state(self, model: nn.Module, whole: Mapping[str, object]) -> TrainState:
-        """``whole``: the optimizer's state, as one rank would hold it."""
+        """Make the optimizer of this rank's part; ``whole`` is its state as one rank would hold it."""
         optimizer = self.recipe.optimizer(model)
         keep_held(optimizer)
         step_apart(optimizer)
@@ -71,7 +67,7 @@ class Rank:
         return TrainState(model, optimizer, self.recipe.schedule(optimizer), parts)
 
     def _piece(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
-        """A rank that holds a part of every layer."""
+        """Build a rank that holds a part of every layer."""
         whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
         divide(self.recipe, model, [model], mesh, self.sharding)
         sums = _Clipping(sharded_reducer("flat", model, data), self._norm(()))
@@ -79,24 +75,26 @@ class Rank:
         return SynchronousReplica(self.recipe, replace(self.context, world=data), train_state=train_state, reducer=sums)
 
     def _stages(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
-        """A rank that holds a part of some layers."""
+        """Build a rank that holds a part of some layers."""
         whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
-        chain = stages_of(self.recipe, model, self.stages, self.split)
+        chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
         if self.layout.data > 1:
             owned.check_sharded_once()
-        mine = [self._stage(chain[index], index) for index in range(self._p, self.stages, self.layout.pipeline)]
+        mine = [
+            self._stage(chain[index], index) for index in range(self._p, self.schedule.stages, self.layout.pipeline)
+        ]
         divide(self.recipe, model, mine, mesh, self.sharding)
         for stage in mine:
             stage.listen()
         owned.leave_others()
         pipeline = Pipeline(
             stages=mine,
-            total=self.stages,
+            total=self.schedule.stages,
             group=mesh.get_group("pipeline"),
             copies=mesh.get_group("data"),
             device=self.context.world.device,
-            kind=self.kind,
+            kind=self.schedule.kind,
             tied=self._tied(owned),
             norm=self._norm(owned.spare()),
         )
@@ -115,14 +113,14 @@ class Rank:
         return Stage(self.recipe, layers, index=index, device=self.context.world.device, precision=precision)
 
     def _tied(self, owned: Ownership) -> list[Tied]:
-        """The parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
+        """Group the parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
         groups = {ranks: self._group_of(ranks) for ranks in owned.tied()}
         return [
             Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
         ]
 
     def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """This rank's group among those of ``ranks`` of the pipeline, one for each place on the other axes."""
+        """Return this rank's group among those of ``ranks`` of the pipeline: one for each place on the other axes."""
         mine = None
         for d in range(self.layout.data):
             for t in range(self.layout.tensor):

@@ -23,8 +23,8 @@ from worldsize.strategies.mesh.cost import mesh_cost
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding
 from worldsize.strategies.mesh.partition import check_pipelines
-from worldsize.strategies.mesh.pipeline import Kind
 from worldsize.strategies.mesh.rank import Rank
+from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
 from worldsize.strategies.synchronous import alone
 from worldsize.strategies.wrapping import Wrap
 
@@ -59,14 +59,6 @@ class Mesh(Strategy):
         for name in ("data", "tensor", "pipeline", "stages_per_rank", "micro_batches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"strategy.{name}={value} must be 1 or more.")
-        self._check_reduce()
-        self._check_stages()
-
-    def check_numerics(self, numerics: Numerics) -> None:
-        if numerics.precision == "fp16":
-            raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
-
-    def _check_reduce(self) -> None:
         if self.reduce == "ordered":
             raise ConfigError(
                 "strategy.reduce=ordered: a layer that is divided over ranks sums in another order than a whole one. "
@@ -74,53 +66,29 @@ class Mesh(Strategy):
             )
         if self.reduce != "flat":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
-
-    def _check_stages(self) -> None:
-        if self.schedule not in ("gpipe", "1f1b", "interleaved"):
-            raise ConfigError(f"strategy.schedule={self.schedule!r} is unknown. Known: gpipe, 1f1b, interleaved.")
-        if self.stages_per_rank not in (None, 1) and self.schedule != "interleaved":
-            raise ConfigError(
-                f"strategy.schedule={self.schedule} runs one stage a rank, not {self.stages_per_rank}. "
-                "Set strategy.schedule=interleaved."
-            )
-        starts = [0, *(self.split or [])]
-        if self.split is not None and (len(starts) != self.stages or sorted({*starts}) != starts):
-            raise ConfigError(
-                f"strategy.split={list(self.split)} must name {self.stages - 1} layers in ascending order, "
-                f"at which the stages after the first begin."
-            )
+        _ = self._pipeline  # options that do not go together are an error here, before any process starts
 
     @property
-    def stages(self) -> int:
-        """Number of stages of the whole pipeline, over all of its ranks."""
-        each = self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
-        return self.pipeline * each if self.pipeline > 1 else 1
+    def _pipeline(self) -> PipelineSchedule:
+        return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split)
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        if numerics.precision == "fp16":
+            raise ConfigError("precision=fp16 needs a loss scale that all stages agree on. Set precision=bf16.")
 
     @property
     def default_micro_batches(self) -> int:
         return self.micro_batches or (2 * self.pipeline if self.pipeline > 1 else 1)
 
     def check_micro_batches(self, count: int) -> None:
-        if self.pipeline == 1:
-            return
-        if self.schedule == "1f1b" and count < self.pipeline:
-            raise ConfigError(
-                f"{count} micro-batches a data part are fewer than strategy.pipeline={self.pipeline}. "
-                f"Set logical_ranks to {self.pipeline} × strategy.data or more, or strategy.schedule=gpipe."
-            )
-        rounds = max(1, count // self.pipeline)
-        if self.schedule == "interleaved" and count % rounds:
-            raise ConfigError(
-                f"{count} micro-batches a data part do not divide into {rounds} rounds of an interleaved pipeline. "
-                f"Set logical_ranks to a multiple of {self.pipeline} × strategy.data."
-            )
+        self._pipeline.check_micro_batches(count)
 
     def check_recipe(self, recipe: Recipe) -> None:
         if self.pipeline > 1:
             check_pipelines(recipe)
 
     def layout(self, processes: int) -> Layout:
-        """The mesh of so many processes.
+        """Return the mesh of so many processes.
 
         Raises:
             ConfigError: they do not divide into it.
@@ -146,7 +114,7 @@ class Mesh(Strategy):
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.layout(cluster.processes), work.micro_batches or self.default_micro_batches
-        return mesh_cost(work, cluster, layout, micro_batches=count, stages=self.stages)
+        return mesh_cost(work, cluster, layout, micro_batches=count, stages=self._pipeline.stages)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         return self.layout(cluster.processes).groups()
@@ -158,19 +126,9 @@ class Mesh(Strategy):
         return self.layout(world.size).coordinate(world.rank)[1]
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        if context.world.size > 1:
-            return self._rank(recipe, context).replica()
-        model = recipe.model().to(context.world.device)
-        return alone(recipe, model, context)
-
-    def _rank(self, recipe: Recipe, context: RunContext) -> Rank:
+        world = context.world
+        if world.size == 1:
+            return alone(recipe, recipe.model().to(world.device), context)
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
-        return Rank(
-            recipe=recipe,
-            context=context,
-            layout=self.layout(context.world.size),
-            kind=self.schedule,
-            stages=self.stages,
-            split=self.split,
-            sharding=Sharding(self.wrap, self.wrap_parameters, reshard, self.activation_checkpointing),
-        )
+        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.activation_checkpointing)
+        return Rank(recipe, context, self.layout(world.size), self._pipeline, sharding).replica()
