@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from worldsize.core import Cluster, Cost, Recipe, Workload, World
+from worldsize.strategies.periodic.cost import averaging_cost
 from worldsize.strategies.periodic.exchange import Exact
 from worldsize.strategies.periodic.fragment import Fragment
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
@@ -35,8 +36,8 @@ class DiLoCo(PeriodicSyncStrategy):
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         """Add to what local SGD keeps: the parameters of the round's beginning, and their momentum."""
-        apart = super().cost(work, cluster)
-        return replace(apart, memory_bytes=apart.memory_bytes + 2 * work.parameter_bytes)
+        averaging = averaging_cost(work, cluster, every=self.inner_steps)
+        return replace(averaging, memory_bytes=averaging.memory_bytes + 2 * work.parameter_bytes)
 
     def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         exchange = Exact(world)

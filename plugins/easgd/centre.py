@@ -34,7 +34,7 @@ def _send(channel: Channel, operation: Operation, row_n: Tensor) -> None:
 
 @final
 class Link:
-    """A worker's connection to the centre. A row is all trained parameters, one after the other, float32 on the CPU."""
+    """A worker's connection to the centre. A row is all trained parameters in order, float32 on the CPU."""
 
     def __init__(self, channel: Channel, numel: int) -> None:
         self._channel, self._numel = channel, numel
@@ -65,15 +65,15 @@ class Link:
 
 
 def joined(listener: socket.socket, credentials: Credentials | None, workers: int, timeout: float) -> list[Channel]:
-    """The channel of every worker, by rank.
+    """Wait for all workers to connect, and return their channels by rank.
 
     Raises:
         WorldsizeError: one did not come within ``timeout`` seconds.
     """
     listener.settimeout(timeout)
-    found: dict[str, Channel] = {}
+    channels: dict[str, Channel] = {}
     names = [f"worker-{rank}" for rank in range(workers)]
-    while missing := [name for name in names if name not in found]:
+    while missing := [name for name in names if name not in channels]:
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -89,8 +89,8 @@ def joined(listener: socket.socket, credentials: Credentials | None, workers: in
             connection.close()
             continue
         channel.send_message(CommonOperation.WELCOME, {})
-        found[name] = channel
-    return [found[name] for name in names]
+        channels[name] = channel
+    return [channels[name] for name in names]
 
 
 @final
@@ -130,7 +130,11 @@ class Centre:
                 _send(worker, Operation.CENTRE, before_n)
 
     def _next(self, worker: Channel) -> Tensor:
-        """The next row that the worker pulls with; what it asks before that is answered. Raises LostError."""
+        """Return the next row that the worker pulls with, and answer what it asks before that.
+
+        Raises:
+            LostError: the worker has gone.
+        """
         while (header := worker.header()).operation != Operation.MEET:
             if header.operation == Operation.LOOK:
                 _send(worker, Operation.CENTRE, self._row_n)

@@ -23,7 +23,7 @@ _HOST = torch.device("cpu")
 
 @final
 class ElasticReplica(Replica):
-    """``inner`` trains alone; every ``period`` steps it goes ``elasticity`` × its distance towards the centre.
+    """Lets ``inner`` train alone; every ``period`` steps it goes ``elasticity`` × its distance towards the centre.
 
     The centre is the model: what is evaluated, and what any other strategy goes on from. What is not trained, such as
     BatchNorm's statistics, and the optimizer's state are means over workers there. Part ``strategy`` of the state has
@@ -78,7 +78,7 @@ class ElasticReplica(Replica):
         self._put(kept["centre"].cpu())
 
     def facts(self) -> Mapping[str, Any]:
-        """Bytes that this worker has sent to the centre; evaluations and checkpoints are not counted."""
+        """Return the bytes that this worker has sent to the centre, but for evaluations and checkpoints."""
         return {"sent_bytes": self._sent_bytes}
 
     def close(self, *, complete: bool) -> None:
@@ -108,7 +108,7 @@ class ElasticReplica(Replica):
 
     @contextmanager
     def _at(self, centre_n: Tensor) -> Iterator[None]:
-        """The model at the centre, with the mean of the workers' statistics."""
+        """Hold the model at the centre within the context, with the mean of the workers' statistics."""
         mine_n, shared = self._row(), averaged_buffers(self._inner.model)
         kept = [tensor.clone() for tensor in shared]
         self._move_to(centre_n)

@@ -7,7 +7,8 @@ from typing import Literal, final, get_args
 
 from torch import Tensor
 
-from worldsize.core import ConfigError, Recipe, World
+from worldsize.core import Cluster, ConfigError, Cost, Recipe, Workload, World
+from worldsize.strategies.periodic.cost import averaging_cost
 from worldsize.strategies.periodic.exchange import Exact, flat, split_like
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
 from worldsize.strategies.periodic.replica import OuterOptimizer
@@ -35,6 +36,9 @@ class LocalSGD(PeriodicSyncStrategy):
                 f"strategy.optimizer_state={self.optimizer_state!r} is unknown. Known: {', '.join(known)}."
             )
 
+    def cost(self, work: Workload, cluster: Cluster) -> Cost:
+        return averaging_cost(work, cluster, every=self.inner_steps)
+
     def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         return Averaging(train_state, Exact(world), self.inner_steps, self.optimizer_state)
 
@@ -53,7 +57,7 @@ class Averaging(OuterOptimizer):
             self._average([*trained_parameters(model), *averaged_buffers(model), *self._of_optimizer()])
 
     def _of_optimizer(self) -> list[Tensor]:
-        """Return what is averaged of the optimizer's state."""
+        """Return the tensors of the optimizer's state that are averaged, and reset those that are not kept."""
         values = [value for kept in self._train_state.optimizer.state.values() for value in kept.values()]
         tensors = [value for value in values if isinstance(value, Tensor)]
         if self._optimizer_state == "zero":

@@ -21,7 +21,7 @@ _BOUNDS = torch.where(torch.arange(7) % 2 == 0, torch.nextafter(_MIDDLES, torch.
 
 
 def size(numel: int) -> int:
-    """Bytes of ``numel`` numbers, a multiple of BLOCK."""
+    """Return the bytes that ``numel`` numbers take, a multiple of BLOCK."""
     return numel // 2 + numel // BLOCK
 
 
@@ -43,7 +43,7 @@ def encode(rows_rn: Tensor) -> Tensor:
 
 
 def decode(payload_rp: Tensor, numel: int) -> Tensor:
-    """Decode what :func:`encode` made of rows of ``numel`` numbers: float32 [r, numel]."""
+    """Return the float32 rows [r, numel] of which :func:`encode` has made ``payload_rp``."""
     pair_rh, scale_rk = payload_rp[:, : numel // 2], payload_rp[:, numel // 2 :]
     code_rn = torch.stack([pair_rh & 15, pair_rh >> 4], dim=2).flatten(1)
     known = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=payload_rp.device)

@@ -72,6 +72,6 @@ class Scattered(Exchange):
 
 
 def _blocks(row_n: Tensor, rows: int) -> Tensor:
-    """``row_n`` as float32 [rows, whole blocks], with zeros at its end."""
+    """Divide ``row_n`` into float32 [rows, whole blocks], with zeros at its end."""
     length = -(-row_n.numel() // (rows * BLOCK)) * BLOCK
     return torch.nn.functional.pad(row_n.float(), (0, rows * length - row_n.numel())).view(rows, length)

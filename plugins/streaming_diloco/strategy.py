@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from plugins.streaming_diloco.e3m0 import BLOCK
 from plugins.streaming_diloco.exchange import Gathered, Scattered
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Workload, World
+from worldsize.strategies.periodic.cost import averaging_cost
 from worldsize.strategies.periodic.exchange import Exact, Exchange
 from worldsize.strategies.periodic.fragment import Fragment
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
@@ -64,14 +65,14 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
 
         The exchange hides behind the steps until it is applied.
         """
-        apart = super().cost(work, cluster)
+        averaging = averaging_cost(work, cluster, every=self.inner_steps)
         smaller = 1.0 if self.wire == "fp32" else (1 / 2 + 1 / BLOCK) / 4  # of four bytes
         gathered = cluster.processes / 2 if self.wire == "e3m0_gather" else 1.0
         return Cost(
-            memory_bytes=apart.memory_bytes + 3 * work.parameter_bytes,
-            sent_bytes=apart.sent_bytes * smaller * gathered,
-            across_bytes=apart.across_bytes * smaller * gathered,
-            communication_seconds=apart.communication_seconds * smaller * gathered,
+            memory_bytes=averaging.memory_bytes + 3 * work.parameter_bytes,
+            sent_bytes=averaging.sent_bytes * smaller * gathered,
+            across_bytes=averaging.across_bytes * smaller * gathered,
+            communication_seconds=averaging.communication_seconds * smaller * gathered,
             same=False,
         )
 
@@ -87,10 +88,15 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
 
 
 def partition(model: nn.Module, blocks: Sequence[nn.Module], each: int) -> list[list[Tensor]]:
-    """Trained parameters by fragment; what is in no block comes last. A shared one is where it is met first."""
+    """Divide the trained parameters into fragments; what is in no block comes last.
+
+    A parameter that blocks share is where it is met first.
+    """
     count = -(-len(blocks) // each)
     left = {id(parameter): parameter for parameter in trained_parameters(model)}
     fragments: list[list[Tensor]] = [[] for _ in range(count)]
     for place, block in enumerate(blocks):
-        fragments[place % count] += [left.pop(id(found)) for found in block.parameters() if id(found) in left]
+        fragments[place % count] += [
+            left.pop(id(parameter)) for parameter in block.parameters() if id(parameter) in left
+        ]
     return [fragment for fragment in (*fragments, list(left.values())) if fragment]

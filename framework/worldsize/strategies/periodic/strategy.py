@@ -1,4 +1,4 @@
-"""What strategies under which workers train apart have in common, whatever they exchange when they meet."""
+"""The base of strategies under which workers train apart, whatever they exchange when they meet."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from worldsize.core import Cluster, ConfigError, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload, World
-from worldsize.strategies.periodic.cost import averaging_cost
+from worldsize.core import Cluster, ConfigError, Recipe, Replica, Role, RunContext, Strategy, World
 from worldsize.strategies.periodic.replica import OuterOptimizer, PeriodicSyncReplica
 from worldsize.strategies.synchronous import alone
 from worldsize.strategies.train_state import TrainState
@@ -38,9 +37,6 @@ class PeriodicSyncStrategy(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
-
-    def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        return averaging_cost(work, cluster, every=self.inner_steps)
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
