@@ -6,13 +6,13 @@ other bits, but each must give its own at every world size and after every resta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.outcome import outcome
 
 pytestmark = pytest.mark.bits
 
@@ -63,20 +63,12 @@ def disturbed(train: Any, *options: str) -> Any:
     return run
 
 
-def state_of(folder: Path) -> dict[str, Any]:
-    """Return all that has to be equal: weights, logged figures, and the whole state in the last checkpoint."""
-    result = json.loads((folder / "result.json").read_text())
-    state = json.loads((max((folder / "checkpoints").glob("step_*")) / "manifest.json").read_text())
-    results = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
-    return {**results, **{key: state[key] for key in ("step", "values", "files", "tensors")}}
-
-
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_a_deterministic_run_that_is_killed_ends_with_its_own_bits_wherever_memory_lies(train: Any, name: str) -> None:
     options = ("reproducibility=deterministic", *DETERMINISTIC[name])
     undisturbed = train(*options, *PACE)
     assert undisturbed.code == 0, undisturbed.error
-    assert state_of(disturbed(train, *options).folder) == state_of(undisturbed.folder)
+    assert outcome(disturbed(train, *options).folder) == outcome(undisturbed.folder)
 
 
 @pytest.fixture(scope="module")

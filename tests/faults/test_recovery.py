@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.outcome import outcome
+
 REPOSITORY = Path(__file__).parents[2]
 histories = runpy.run_path(str(REPOSITORY / "tests" / "observe" / "wandb_file.py"))["histories"]
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=14", "log_every=3", "checkpoint.every=4", "cluster.threads=1")
@@ -45,15 +47,6 @@ def fault(action: str, *, slow: float = 0.0, **facts: Any) -> str:
     words = ", ".join(f"{key}: {json.dumps(value)}" for key, value in facts.items())
     every_step = f", {{action: sleep, seconds: {slow}, attempt: null}}" if slow else ""
     return f"faults=[{{action: {action}, {words}}}{every_step}]"
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """Return all that has to be equal: weights, logged figures, and the whole state in the last checkpoint."""
-    result = json.loads((folder / "result.json").read_text())
-    last = max((folder / "checkpoints").glob("step_*"))
-    state = json.loads((last / "manifest.json").read_text())
-    results = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
-    return {**results, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
 
 
 def restarts(folder: Path) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from plugins.diloco.strategy import DiLoCo
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from recipes.digits.recipe import Digits
+from tests.outcome import outcome
 from worldsize.core import ConfigError, Replica, RunContext, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
@@ -26,14 +25,6 @@ STRATEGIES = {
     "diloco": ("strategy.inner_steps=5", "cluster.processes=3"),
     "easgd": ("strategy.period=5", "cluster.processes=3"),
 }
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """Return all that has to be equal: weights, logged figures, and the whole state in the last checkpoint."""
-    result = json.loads((folder / "result.json").read_text())
-    state = json.loads((max((folder / "checkpoints").glob("step_*")) / "manifest.json").read_text())
-    results = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}
-    return {**results, **{key: state[key] for key in ("step", "files", "values", "tensors")}}
 
 
 @pytest.mark.parametrize("name", ["diloco", "easgd"])  # the contract covers resuming the others

@@ -1,0 +1,170 @@
+"""No file, class or function is too large to hold in the head, and an object is complete once it is made."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+FILES = [
+    path
+    for folder in ("framework/worldsize", "plugins", "recipes")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
+
+LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
+LONG = {
+    "strategies/parameter_server/shard.py": "to be divided",
+}
+MANY_METHODS = {
+    "Recipe": "a question each that a strategy may ask of a model; all but five have an answer",
+    "Gang": "to be divided",
+    "ParameterServer": "to be divided",
+    "Rows": "to be divided",
+    "Shard": "to be divided",
+    "StalenessScheduler": "to be divided",
+    "TaskScheduler": "to be divided",
+    "Worker": "to be divided",
+    "Channel": "to be divided",
+}
+MANY_FIELDS = {
+    "ClusterSchema": "keys of the configuration",
+    "Schema": "keys of the configuration",
+    "RunDirectory": "the paths of a run folder, a line each",
+    "Gang": "to be divided",
+    "Rows": "to be divided",
+    "Shard": "to be divided",
+    "Worker": "to be divided",
+}
+BORN_LATER = {  # attributes that a method assigns, and no constructor
+    "Door": "to be mended",
+    "_Signals": "to be mended",
+    "Overlap": "to be mended",
+    "TableLinks": "to be mended",
+    "Shard": "to be mended",
+}
+FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set
+    *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark"),  # torch
+    *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
+    *("value", "caption", "overflow", "keep_trailing_newline"),  # shared memory of processes, rich, jinja2
+}
+
+
+def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield path, node
+
+
+BY_NAME = {node.name: node for _, node in classes()}
+
+
+def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [each for each in node.body if isinstance(each, ast.FunctionDef)]
+
+
+def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Find every attribute that a statement below ``tree`` assigns."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def assigned_to_self(method: ast.FunctionDef) -> set[str]:
+    names = [argument.arg for argument in (*method.args.posonlyargs, *method.args.args)][:1]
+    found = [each for each in assigned(method) if isinstance(each.value, ast.Name)]
+    return {each.attr for each in found if isinstance(each.value, ast.Name) and each.value.id in names}
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    """Return the attributes that the class's body or constructor declares."""
+    annotated = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    own = {
+        each.target.id
+        for each in annotated
+        if isinstance(each.target, ast.Name) and "ClassVar" not in ast.unparse(each.annotation)
+    }
+    return own.union(*(assigned_to_self(each) for each in methods(node) if each.name in CONSTRUCTORS))
+
+
+def declared(node: ast.ClassDef) -> set[str]:
+    """Return the names that the class or one of our classes that it derives from declares."""
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    above = [BY_NAME[base.id] for base in bases if isinstance(base, ast.Name) and base.id in BY_NAME]
+    body = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+    named = [each for statement in body for each in ast.walk(statement) if isinstance(each, ast.Name)]
+    own = {each.name for each in methods(node)} | {each.id for each in named if isinstance(each.ctx, ast.Store)}
+    return own.union(fields(node), *(declared(each) for each in above if each is not node))
+
+
+def is_static(method: ast.FunctionDef) -> bool:
+    return any(ast.unparse(each) in ("staticmethod", "classmethod") for each in method.decorator_list)
+
+
+KNOWN: set[str] = set().union(*(declared(node) for _, node in classes()))
+
+
+def is_frozen(node: ast.ClassDef) -> bool:
+    return any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    arguments = function.args
+    named = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    rest = [each.arg for each in (arguments.vararg, arguments.kwarg) if each]
+    return [name for name in (*named, *rest) if name not in ("self", "cls")]
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY)).removeprefix("framework/worldsize/")
+
+
+def assert_listed(found: dict[str, object], reasons: dict[str, str]) -> None:
+    """Assert that what is too large is what has a reason to be, no more and no less."""
+    assert {name: value for name, value in found.items() if name not in reasons} == {}
+    assert reasons.keys() - found.keys() == set(), "no longer needs a reason"
+
+
+def test_files_are_short() -> None:
+    lines = {short(path): len(path.read_text().splitlines()) for path in FILES}
+    assert_listed({path: count for path, count in lines.items() if count > LINES}, LONG)
+
+
+def test_classes_have_few_methods() -> None:
+    count = {node.name: len({each.name for each in methods(node)} - {*CONSTRUCTORS}) for _, node in classes()}
+    assert_listed({name: number for name, number in count.items() if number > METHODS}, MANY_METHODS)
+
+
+def test_classes_have_few_fields_but_for_values() -> None:
+    count = {node.name: len(fields(node)) for _, node in classes() if not is_frozen(node)}
+    assert_listed({name: number for name, number in count.items() if number > FIELDS}, MANY_FIELDS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_functions_have_few_parameters(path: Path) -> None:
+    functions = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef)]
+    assert {node.name: names for node in functions if len(names := parameters(node)) > PARAMETERS} == {}
+
+
+def test_attributes_are_declared_in_the_constructor_or_the_body_of_their_class() -> None:
+    later: dict[str, object] = {}
+    for _, node in classes():
+        known = declared(node)
+        others = [each for each in methods(node) if each.name not in CONSTRUCTORS and not is_static(each)]
+        if born := set().union(*(assigned_to_self(each) for each in others)) - known:
+            later[node.name] = born
+    assert_listed(later, BORN_LATER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_nothing_is_hung_onto_another_object(path: Path) -> None:
+    """Whoever assigns an attribute of another object assigns one that a class of ours declares."""
+    known = KNOWN | FOREIGN
+    others = [each for each in assigned(TREES[path]) if ast.unparse(each.value) not in ("self", "cls")]
+    assert [ast.unparse(each) for each in others if each.attr not in known] == []
