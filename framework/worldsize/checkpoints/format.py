@@ -66,8 +66,8 @@ def folder_name(step: int) -> str:
 
 def complete(root: Path) -> list[Path]:
     """Folders below ``root`` that carry a checkpoint's final name, oldest first."""
-    found = {int(match[1]): path for path in root.glob("step_*") if (match := _FOLDER.fullmatch(path.name))}
-    return [found[step] for step in sorted(found)]
+    folders = {int(match[1]): path for path in root.glob("step_*") if (match := _FOLDER.fullmatch(path.name))}
+    return [folders[step] for step in sorted(folders)]
 
 
 def step_of(path: Path) -> int:
@@ -82,9 +82,9 @@ def read(path: Path) -> Checkpoint:
         CheckpointError: it is incomplete, not as it was written, or of a newer schema.
     """
     text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
-    expected, found = seal.strip(), hashlib.sha256(text).hexdigest()
-    if expected != found or seal != f"{found}\n":
-        raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {found}"))
+    expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
+    if expected != actual or seal != f"{actual}\n":
+        raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {actual}"))
     try:
         return _parsed(path, json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -146,12 +146,12 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
         raise CheckpointError(_differs(path, "a regular file named like a shard", "another thing"))
     if (size := path.stat().st_size) != expected["size"]:
         raise CheckpointError(_differs(path, f"{expected['size']} bytes", f"{size} bytes"))
-    if (found := _sha256(path)) != expected["sha256"]:
-        raise CheckpointError(_differs(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {found}"))
+    if (actual := _sha256(path)) != expected["sha256"]:
+        raise CheckpointError(_differs(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {actual}"))
 
 
-def _differs(path: Path, expected: str, found: str) -> str:
-    return f"the checkpoint is damaged: {path} has {found}, expected {expected}."
+def _differs(path: Path, expected: str, actual: str) -> str:
+    return f"the checkpoint is damaged: {path} has {actual}, expected {expected}."
 
 
 def _sha256(path: Path) -> str:

@@ -18,11 +18,11 @@ def holders(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]
     held: list[list[str]] = [mine] * world.size
     if world.group is not None:
         dist.all_gather_object(held, mine, group=world.group)
-    found: dict[str, list[int]] = {name: [] for name in sorted(tensors)}
+    ranks_by_name: dict[str, list[int]] = {name: [] for name in sorted(tensors)}
     for rank, names in enumerate(held):
         for name in names:
-            found.setdefault(name, []).append(rank)
-    return found
+            ranks_by_name.setdefault(name, []).append(rank)
+    return ranks_by_name
 
 
 def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ _SHOWN = 20  # tensors, the most divergent first
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
-    """Metrics, the tensors that differ, what is missing, and the verdict."""
+    """Show metrics, the tensors that differ, what is missing, and the verdict."""
     equal = sum(each.is_equal for each in comparison.tensors)
     differing = sorted((each for each in comparison.tensors if not each.is_equal), key=_order, reverse=True)
     parts: list[RenderableType] = [_table("metric", comparison.metrics)]

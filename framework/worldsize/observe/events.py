@@ -1,4 +1,4 @@
-"""``events.jsonl``: what happened to a run beside its steps, a line each."""
+"""Writes ``events.jsonl``: what happened to a run beside its steps, a line each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 @final
 class EventLog:
-    """Appends to ``path``, and says it in the log too."""
+    """Appends notable events to ``path``, and logs them too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,7 @@ _CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compu
 
 
 def described(event: Straggling) -> str:
-    """One line for a person."""
+    """Describe the event in one line for people."""
     if event.cause == "network":
         return (
             f"the link of {event.host}, where rank {event.rank} is, carries {1 / event.slower:.0%} of what most do; "

@@ -17,7 +17,7 @@ T = TypeVar("T")
 def traced(
     batches: Iterable[T], path: Path, *, first: int, span: tuple[int, int], device: torch.device
 ) -> Generator[T]:
-    """``batches`` of the steps after ``first`` as they are; steps ``span[0]`` to ``span[1]`` are traced into ``path``.
+    """Yield ``batches`` of the steps after ``first`` unchanged; trace steps ``span[0]`` to ``span[1]`` into ``path``.
 
     A step's trace begins when its data are asked for, and ends when those of the next one are. Close the iterator to
     write a trace that the end of the run cuts short.

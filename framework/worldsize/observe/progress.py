@@ -21,7 +21,7 @@ _PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
 
 @final
 class Progress:
-    """A context: one live line on a terminal, else plain lines."""
+    """Shows progress within a context: one live line on a terminal, plain lines elsewhere."""
 
     def __init__(self, metrics: Path, steps: int, console: Console) -> None:
         self._view = _Live(steps, console) if console.is_terminal else Plain(steps, console)
@@ -49,9 +49,9 @@ class Progress:
 
 @final
 class Tail:
-    """The complete lines that a growing file has gained since the last look, or since this was made.
+    """Reads the lines that a growing file gains after this object is made, or all of its lines with ``whole``.
 
-    ``whole``: from its beginning. A file that another one took the place of is read from its beginning too.
+    A file that another one has replaced is read from its beginning.
     """
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
@@ -65,8 +65,8 @@ class Tail:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            if (found := os.fstat(file.fileno()).st_ino) != self._file:
-                self._file, self._offset = found, 0
+            if (inode := os.fstat(file.fileno()).st_ino) != self._file:
+                self._file, self._offset = inode, 0
             file.seek(self._offset)
             grown = file.read()
         complete = grown[: grown.rfind(b"\n") + 1]

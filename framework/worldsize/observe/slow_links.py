@@ -15,11 +15,11 @@ import torch.distributed as dist
 from worldsize.core import Link, StepDone, World
 from worldsize.observe.stragglers import Straggler
 
-_WINDOWS, _SECONDS = 3, 0.5  # whose median is looked at; each of one logged step or more, and so long
-_SHARE = 0.5  # of a step, waited for communication, that is worth a first look
-_WORSE = 1.5  # times what was usual are worth another one
-_LEAST = 0.1  # of a step
-_SLOWER = 3.0  # times, than most
+_WINDOWS, _SECONDS = 3, 0.5  # windows whose median counts; each has a logged step or more, and lasts so long
+_SHARE = 0.5  # share of a step, waited for communication, that is worth a first measurement
+_WORSE = 1.5  # times the usual wait that are worth another one
+_LEAST = 0.1  # share of a step that is worth another one at all
+_SLOWER = 3.0  # a slow host carries so many times less than most
 
 
 def slow_link_search(world: World) -> SlowLinkSearch | None:
@@ -34,11 +34,12 @@ def slow_link_search(world: World) -> SlowLinkSearch | None:
 class SlowLinkSearch:
     """Decides the same on all ranks, from figures that all of them have.
 
-    A look takes all ranks a second or two. There is one once they wait for communication for half of a step, and
-    whenever that has become half as much more; the fewer, the more of them have found nothing. A host is named when two
-    looks find that each link of it that they measured carries less than a third of what most hosts do: first with its
-    neighbours, then with those at a distance of two, since a host between two slow ones is not slow. It is named again
-    if waits have been shorter in between.
+    A measurement takes all ranks a second or two. There is one as soon as they wait for communication for half of a
+    step, and again whenever they wait half as long again; after each that finds nothing, the next one comes later.
+
+    A host is named when two measurements agree that each of its measured links carries less than a third of what most
+    hosts carry. The first measures links to neighbours, the second those at a distance of two: a host between two slow
+    ones is not slow. A host is named again if waits have been shorter in between.
     """
 
     def __init__(self, per_node: int) -> None:
@@ -57,7 +58,7 @@ class SlowLinkSearch:
         return 2 if self._suspected else 1
 
     def are_worth_a_look(self, done: StepDone) -> bool:
-        """Whether all ranks should measure now, after ``done``, and have it judged."""
+        """Tell whether all ranks should measure their links now, after ``done``, and have the result judged."""
         if done.exposed_seconds is None or not self._fills_a_window(done):
             return False
         self._recent.append(done)

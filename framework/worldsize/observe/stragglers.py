@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 Figures = NDArray[np.float64]
 Cause = Literal["data", "compute", "network"]
 
-_STEPS, _SECONDS = 40, 0.5  # that are looked at: at least so many, and of so long a time
-_BLOCKS = 8  # into which they are divided
-_LEAST = 0.05  # by which a rank must be slower in each of them
-_MARGIN = 0.10  # and in most of them
-_DEVIATIONS = 2.5  # or this many of what blocks usually deviate, if that is more
-_HISTORY = 5  # times as many steps tell how much they usually do
-_KEPT = 5000  # steps
+_STEPS, _SECONDS = 40, 0.5  # the steps that are judged: at least so many, which last at least so long
+_BLOCKS = 8  # blocks into which these are divided
+_LEAST = 0.05  # share by which a straggler is slower in each block
+_MARGIN = 0.10  # and in most blocks
+_DEVIATIONS = 2.5  # or so many usual deviations of blocks, if these are more
+_HISTORY = 5  # times as many steps tell how much blocks usually deviate
+_KEPT = 5000  # steps that are remembered at most
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ class Stragglers:
             return []
         windows = min(_HISTORY, len(self._recent) // count)
         recent = self._recent[-count * windows :]
-        found = [
+        judged = [
             each
             for ranks in self.peers
             if len(ranks) > 1
             for each in _judged(recent.reshape(windows, count, -1, 4), ranks, since=self._numbers[-count])
         ]
-        certain = {slow.rank for slow, is_certain in found if is_certain}
-        new = [slow for slow, _ in found if slow.rank in (certain & self._suspected) - self._named]
+        certain = {slow.rank for slow, is_certain in judged if is_certain}
+        new = [slow for slow, _ in judged if slow.rank in (certain & self._suspected) - self._named]
         self._suspected = certain
-        recovered = {slow.rank for slow, _ in found if slow.slower < 1 + _LEAST}
+        recovered = {slow.rank for slow, _ in judged if slow.slower < 1 + _LEAST}
         self._named = (self._named | {slow.rank for slow in new}) - recovered
         return new
 
     def _is_time(self) -> bool:
-        """Whether it is worth the fraction of a millisecond that judging takes."""
+        """Tell whether there are enough fresh steps to spend the fraction of a millisecond that judging takes."""
         steps = sum(map(len, self._fresh))
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 
@@ -123,13 +123,13 @@ def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tupl
 
 
 def _blocks(seconds_wsp: Figures) -> Figures:
-    """Medians of equally many steps: [windows, blocks, ranks]."""
+    """Return the medians of blocks of equally many steps: [windows, blocks, ranks]."""
     windows, steps, ranks = seconds_wsp.shape
     return np.asarray(np.median(seconds_wsp.reshape(windows, _BLOCKS, steps // _BLOCKS, ranks), 2))
 
 
 def _excess(seconds_wsp: Figures) -> Figures:
-    """Seconds of each rank over its peers, in most blocks: [ranks]."""
+    """Return how many seconds each rank needs more than its peers, in most blocks: [ranks]."""
     blocks_wbp = _blocks(seconds_wsp)
     return np.asarray(np.median(blocks_wbp - median_of_others(blocks_wbp), (0, 1)))
 

@@ -49,19 +49,19 @@ def heard(text: str) -> dict[str, Any]:
     return {"transports": sorted(found), "interface": used[1] if used else None}
 
 
-def disappointment(found: Mapping[str, Any], cluster: Cluster) -> str | None:
+def disappointment(transport: Mapping[str, Any], cluster: Cluster) -> str | None:
     """Compose a warning if the transport is slower than what the cluster declares."""
     link = cluster.links.get("network")
-    if found["backend"] != "nccl" or "socket" not in found["transports"]:
+    if transport["backend"] != "nccl" or "socket" not in transport["transports"]:
         return None
     if link is None or link.bandwidth <= _SOCKETS_AT_MOST:
         return None
     return (
-        f"NCCL uses plain sockets on {found['interface']}, but the cluster declares {link.bandwidth / 1e9:g} GB/s "
+        f"NCCL uses plain sockets on {transport['interface']}, but the cluster declares {link.bandwidth / 1e9:g} GB/s "
         "between nodes. Look at cluster.interface and cluster.hca, and whether the container sees the fabric."
     )
 
 
-def write(path: Path, found: Mapping[str, Any]) -> None:
+def write(path: Path, transport: Mapping[str, Any]) -> None:
     """Write the result of :func:`audit` as JSON, over what is there."""
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(transport))

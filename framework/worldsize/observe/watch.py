@@ -51,7 +51,7 @@ class Watched:
         self.events = [*self.events, *events][-_EVENTS:]
 
     def own_seconds(self, rank: int) -> float:
-        """Seconds of the rank's own work in its last logged step; NaN where runs do not tell it."""
+        """Return the seconds of the rank's own work in its last logged step; NaN where runs do not tell it."""
         row = last_row(self._folder / "timing" / f"worker_{rank:05d}.jsonl")
         return number(row.get("data_seconds")) + number(row.get("compute_seconds"))
 

@@ -27,32 +27,32 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
 
 
-def unfit(found: Forecast, memory_bytes: float | None) -> str | None:
+def unfit(forecast: Forecast, memory_bytes: float | None) -> str | None:
     """Explain why a rank's part is too large, if it is."""
-    needed = found.cost.memory_bytes
+    needed = forecast.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
     return f"it needs {size_text(needed)} a rank, and there are {size_text(memory_bytes)}. Shard it over more ranks."
 
 
-def best_text(found: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
+def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
     """Name the fastest of those that fit and compute what one process would.
 
     The text says what sets it apart from the next, and which others would be faster.
     """
-    order = sorted(found, key=lambda name: found[name].step_seconds)
-    fitting = [name for name in order if name not in unfitting and found[name].cost.same]
-    if not found:
+    order = sorted(forecasts, key=lambda name: forecasts[name].step_seconds)
+    fitting = [name for name in order if name not in unfitting and forecasts[name].cost.same]
+    if not forecasts:
         return "Nothing could be predicted, for the reasons below."
     if not fitting and all(name in unfitting for name in order):
         return "None of them fits. Add nodes, make the model smaller, or use devices with more memory."
     if not fitting:
         rest = ", ".join(name for name in order if name not in unfitting)
         return f"None that fits computes what one process would. Other algorithms, to be tried on the loss: {rest}."
-    best = found[fitting[0]]
+    best = forecasts[fitting[0]]
     said = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
     if len(fitting) > 1:
-        said.append(_apart(best, fitting[1], found[fitting[1]]))
+        said.append(_apart(best, fitting[1], forecasts[fitting[1]]))
     faster = order[: order.index(fitting[0])]
     if large := [name for name in faster if name in unfitting]:
         said.append(f"Faster, but too large: {', '.join(large)}.")
@@ -102,9 +102,9 @@ def retuning_text(then: int, now: int, lr: float, where: str) -> str | None:
     )
 
 
-def price_per_million(found: Forecast, batch_size: int, price_per_hour: float) -> float:
+def price_per_million(forecast: Forecast, batch_size: int, price_per_hour: float) -> float:
     """Price of a million samples, on nodes that cost ``price_per_hour`` together."""
-    return found.step_seconds / 3600 * price_per_hour / batch_size * 1e6
+    return forecast.step_seconds / 3600 * price_per_hour / batch_size * 1e6
 
 
 def size_text(count: float) -> str:

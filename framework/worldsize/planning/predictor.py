@@ -42,7 +42,7 @@ def links_of(file: Path) -> dict[str, Link]:
     """
     try:
         tiers = json.loads(file.read_text())["links"]
-        return {tier: Link(**{name: float(value) for name, value in found.items()}) for tier, found in tiers.items()}
+        return {tier: Link(**{name: float(value) for name, value in link.items()}) for tier, link in tiers.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} has no measured links ({error!r}). Write it with worldsize doctor --json.") from None
 

@@ -1,4 +1,4 @@
-"""What clipping multiplies a gradient by, where torch does not see the whole of it."""
+"""The factor by which clipping scales a gradient, where torch does not see the whole of it."""
 
 from __future__ import annotations
 

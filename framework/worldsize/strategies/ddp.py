@@ -86,7 +86,7 @@ class DDP(Strategy):
 
 
 def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:
-    """``model`` on ``world.device``, its gradients averaged over ``world.group`` during backward."""
+    """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward."""
     devices = [world.device] if world.device.type == "cuda" else None
     module = DistributedDataParallel(
         model, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **options

@@ -77,7 +77,7 @@ class PowerSGDHook(BucketHook):
         self._torch.p_memory_dict = layout.p_memory_dict  # computed anew in each step
 
     def state(self) -> StateDict:
-        """Errors of all buckets, then the right factors with which the next step begins."""
+        """Return the errors of all buckets, then the right factors with which the next step begins."""
         if self._loaded is not None:
             return {"memory": stack_per_rank(self._loaded, self._world)}
         memories = (self._torch.error_dict, self._torch.q_memory_dict)
@@ -95,5 +95,5 @@ def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _columns(parameter: Tensor, rank: int) -> int:
-    """The most numbers that a matrix's right factor has."""
+    """Return the most numbers that the right factor of the matrix can have."""
     return 0 if parameter.ndim < 2 else parameter[0].numel() * min(rank, *parameter.flatten(1).shape)

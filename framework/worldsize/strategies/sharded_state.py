@@ -1,4 +1,4 @@
-"""State of which this rank holds a part: everything else stands as tensors on the meta device."""
+"""Sharded state: the parts that other ranks hold are tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from worldsize.strategies.train_state import OptimizerState, TrainState, named_s
 
 
 def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
-    """The state of training ``model`` whole, all of its tensors on the meta device."""
+    """Return the state of training ``model`` whole, with all of its tensors on the meta device."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     state = TrainState.of(recipe, copy.deepcopy(model, memo)).state()
-    found: StateDict = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
-    return found
+    outline: StateDict = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
+    return outline
 
 
 def merge_states(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """``whole`` with what ``part`` has in its place, at any depth."""
+    """Return ``whole`` with the values of ``part`` in place of its own, at any depth."""
     return {
         key: merge_states(child, part[key]) if isinstance(child, Mapping) and key in part else part.get(key, child)
         for key, child in whole.items()

@@ -39,11 +39,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 def metric_sums(
     recipe: Recipe, model: nn.Module, batches: Iterable[EvaluationBatch]
 ) -> tuple[dict[int, Sums], tuple[str, ...]]:
-    """Evaluate ``batches`` without gradients.
-
-    Returns:
-        By the number of each batch that counts: each metric as (sum, count), two scalars. And the metrics' names.
-    """
+    """Return the sums and counts of each batch that is counted, by its number, and the metrics' names."""
     sums: dict[int, Sums] = {}
     names: tuple[str, ...] = ()
     with torch.no_grad(), evaluating([model]):
@@ -117,14 +113,14 @@ class SynchronousReplica(Replica):
         return autocast(self.world.device, self.numerics.precision)
 
     def _clip(self) -> Tensor | None:
-        """Norm of the whole gradient before clipping, where it is clipped or must be finite; else None."""
+        """Clip the gradient, and return its norm before; None if it is neither clipped nor has to be finite."""
         if not self.numerics.needs_norm:
             return None
         self.scaler.unscale_(self.optimizer)
         return self.reducer.clip(list(self.model.parameters()), self.numerics.norm_limit)
 
     def _update(self, norm: Tensor | None) -> bool:
-        """Step the optimizer; True if the step was left out. Gradients are equal on all ranks, so all agree."""
+        """Step the optimizer; return True if the step was left out. Gradients are equal on all ranks, so all agree."""
         skipped = norm is not None and self.numerics.skips(norm)
         if not skipped:
             self.scaler.step(self.optimizer)

@@ -32,7 +32,7 @@ class OptimizerState(ABC):
 @final
 @dataclass(frozen=True)
 class TrainState:
-    """The model, optimizer and schedule that a recipe trains, on one device."""
+    """A model on one device, with its optimizer and schedule."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -47,9 +47,9 @@ class TrainState:
         return TrainState(model, optimizer, recipe.schedule(optimizer))
 
     def state(self) -> StateDict:
-        """Return the state of all three, which any world size and strategy can load.
+        """Return the state of model, optimizer and schedule; that of the optimizer is by the names of parameters.
 
-        The optimizer's is by the names of the model's parameters.
+        So any world size and any strategy can load it.
         """
         return {
             "model": self.model.state_dict(),
@@ -89,7 +89,7 @@ def _set_rates(schedule: LRScheduler) -> None:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Optimizer state by the names of parameters; of one that has not stepped yet, as it would begin."""
+    """Return the optimizer's state by the names of parameters, before its first step as it would begin."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     if fresh := not optimizer.state:

@@ -13,7 +13,7 @@ _NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.Module]:
-    """The recipe's blocks, or modules of at least ``least`` parameters; children come before their parents.
+    """Return the recipe's blocks, or modules of at least ``least`` parameters; children come before their parents.
 
     Raises:
         ConfigError: ``wrap="blocks"``, and the recipe has none.
@@ -25,18 +25,18 @@ def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.M
 
 
 def by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """The smallest modules below ``model`` with at least ``least`` parameters that no unit below them has."""
-    found: list[nn.Module] = []
+    """Return the smallest modules below ``model`` with at least ``least`` parameters that no unit below them has."""
+    chosen: list[nn.Module] = []
     for child in model.children():
-        _collect(child, least, found)
-    return found
+        _collect(child, least, chosen)
+    return chosen
 
 
-def _collect(module: nn.Module, least: int, found: list[nn.Module]) -> int:
-    """Parameters of ``module`` that are in no unit yet; units are appended to ``found``."""
+def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
+    """Count the parameters of ``module`` that are in no unit yet, and append units to ``chosen``."""
     own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    left = own + sum(_collect(child, least, found) for child in module.children())
-    if left < least or isinstance(module, _NO_FORWARD) or module in found:
+    left = own + sum(_collect(child, least, chosen) for child in module.children())
+    if left < least or isinstance(module, _NO_FORWARD) or module in chosen:
         return left
-    found.append(module)
+    chosen.append(module)
     return 0

@@ -65,7 +65,7 @@ def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
-    """Cost as of DDP, and each rank sends the parameters that it has updated to all others, when it has."""
+    """Return the cost of DDP, with what each rank sends to all others once it has updated its parameters."""
     payload, ranks = work.parameter_bytes, cluster.processes
     sent = 3 * ring_share(ranks) * payload
     gathered = all_gather_all_seconds(payload, cluster)

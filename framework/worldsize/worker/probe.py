@@ -1,4 +1,4 @@
-"""What a process of an examined cluster does instead of training: find out what its device and its links carry."""
+"""Measures what the devices and the links of a cluster carry, in processes that do so instead of training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REPEATS, _MESSAGES = 3, 50
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort spent on an edge: bytes of a message at most, and how many of them."""
+    """The effort of measuring one edge: bytes of a message at most, and how many messages."""
 
     largest: int
     repeats: int
@@ -43,9 +43,9 @@ Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): in each phas
 
 @dataclass(frozen=True)
 class Edge:
-    """Measurement from rank to rank: the best time of ``size`` bytes, and the median time of a message of eight.
+    """A measured link from rank to rank: the best time of ``size`` bytes, and the median time of a message of eight.
 
-    Of tier "device" it is a copy of ``size`` / 2 bytes: they are read and written.
+    On tier "device" it is a copy of ``size`` / 2 bytes, which are read and written.
     """
 
     tier: str
@@ -57,7 +57,7 @@ class Edge:
 
 
 def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
-    """Leave which device this process has, before it waits for anybody."""
+    """Write which device this process has, before it waits for any other."""
     device = device_of(placement, cluster)
     write_facts(
         findings, f"rank_{placement.rank:05d}", {**_who(placement), "device": _identity(device), "joined": False}
@@ -65,7 +65,7 @@ def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
 
 
 def probe(world: World, placement: Placement, transport: Mapping[str, Any], findings: Path, *, pairs: bool) -> int:
-    """Measure with all others; the first process leaves what they found. The exit code."""
+    """Measure together with all other processes, of which the first writes the result; return the exit code."""
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
     per_node = placement.local_world_size
@@ -78,7 +78,7 @@ def probe(world: World, placement: Placement, transport: Mapping[str, Any], find
 
 
 def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, Any]]:
-    """Measure what each node carries to the one ``distance`` places after it; return the same on all ranks.
+    """Measure what each node carries to the node ``distance`` places after it; return the same edges on all ranks.
 
     It takes a second or two, and longer where a link carries less than 20 Mbit/s.
     """
@@ -103,17 +103,17 @@ def _identity(device: torch.device) -> str | None:
 
 
 def _measure(world: World, tiers: Sequence[tuple[str, Phases]], effort: Effort) -> list[Edge]:
-    found = []
+    edges_measured = []
     for tier, phases in tiers:
         for edges in phases:
             if world.size > 1:
                 dist.barrier()
             for source, target in edges:
                 if world.rank == source:
-                    found.append(_sent(world, tier, target, effort))
+                    edges_measured.append(_sent(world, tier, target, effort))
                 elif world.rank == target:
                     _echo(world, source, effort.repeats)
-    return found
+    return edges_measured
 
 
 def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, Phases]]:
@@ -143,7 +143,7 @@ def across(nodes: int, per_node: int, distances: Iterable[int]) -> Phases:
 
 
 def _phases(edges: Sequence[tuple[int, int]]) -> Phases:
-    """All edges, so that none of a phase has an end in common with another."""
+    """Divide ``edges`` into phases: no two edges of a phase share a rank."""
     phases: list[tuple[set[int], list[tuple[int, int]]]] = []
     for edge in edges:
         free = next((phase for phase in phases if phase[0].isdisjoint(edge)), None)
@@ -180,7 +180,7 @@ def _sent(world: World, tier: str, target: int, effort: Effort) -> Edge:
 
 
 def _echo(world: World, source: int, repeats: int) -> None:
-    """The other end of :func:`_sent`."""
+    """Answer the messages of :func:`_sent`."""
     few = torch.zeros(1, dtype=torch.int64, device=world.device)
 
     def hear(payload: Tensor, times: int) -> None:
@@ -202,10 +202,10 @@ def _rings(world: World) -> dict[str, dict[str, float]]:
     """
     everyone, inside = world.groups.get("all"), world.groups.get("node")
     rings = {"node": everyone} if inside is None else {"node": inside, "network": everyone}
-    found = {tier: _ring(world, ring) for tier, ring in rings.items() if ring is not None and ring.size() > 1}
+    rates = {tier: _ring(world, ring) for tier, ring in rings.items() if ring is not None and ring.size() > 1}
     if everyone is not None and inside is not None:
-        found["network"]["incast"] = _incast(world, everyone, inside.size(), found["network"]["bandwidth"])
-    return found
+        rates["network"]["incast"] = _incast(world, everyone, inside.size(), rates["network"]["bandwidth"])
+    return rates
 
 
 def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:

@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Entry of a process that torchrun, srun or mpirun started."""
+    """Run a process that torchrun, srun or mpirun has started."""
     show_messages()
     run = RunDirectory(Path(sys.argv[1]).resolve())
     try:
@@ -126,20 +126,20 @@ def _listen(settings: Settings, run: RunDirectory) -> None:
 
 
 def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
-    """Find out which way the gang's bytes go; its first rank writes it down."""
+    """Find out over which transport the gang communicates; its first rank writes it down."""
     if world.size < 2 or settings.roles[world.role].serves:
         return
-    found = audit(world, settings.cluster, os.environ, run.path / "logs")
+    transport = audit(world, settings.cluster, os.environ, run.path / "logs")
     if world.rank == 0:
-        write(run.transport, found)
-        if said := disappointment(found, settings.cluster):
+        write(run.transport, transport)
+        if said := disappointment(transport, settings.cluster):
             _logger.warning("%s", said)
 
 
 def _replica(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, preemption: Preemption
 ) -> Replica | None:
-    """Return what this process trains, or None if it has served until the end."""
+    """Return the replica that this process trains, or None once it has served until the end."""
     context = context_of(settings, run, world, placement, preemption)
     serves = settings.roles[world.role].serves
     return (settings.strategy.serve if serves else settings.strategy.replica)(settings.recipe, context)

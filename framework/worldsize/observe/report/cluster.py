@@ -37,12 +37,12 @@ def nodes(record: Record) -> list[Node]:
     """List the nodes with their ranks as the last attempt had them."""
     cluster, hosts = record.manifest["cluster"], _hosts(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
-    found = []
+    listed = []
     for index in range(cluster["nodes"]):
         host = hosts[index] if hosts else ""
         ranks = tuple(_rank(each, record) for each in cluster["ranks"] if each["node"] == index)
-        found.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), ranks))
-    return found
+        listed.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), ranks))
+    return listed
 
 
 def _rank(place: Mapping[str, Any], record: Record) -> Rank:
@@ -79,10 +79,10 @@ class Axis:
 
 def axes(record: Record) -> list[Axis]:
     """List the groups along each axis that the manifest has."""
-    found: Mapping[str, Sequence[Sequence[int]]] = record.manifest["cluster"].get("groups", {})
+    groups_by_axis: Mapping[str, Sequence[Sequence[int]]] = record.manifest["cluster"].get("groups", {})
     return [
         Axis(name, tuple(_ranks(group) for group in groups[:_GROUPS]), max(0, len(groups) - _GROUPS))
-        for name, groups in found.items()
+        for name, groups in groups_by_axis.items()
     ]
 
 

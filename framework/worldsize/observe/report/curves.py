@@ -59,8 +59,8 @@ def means(values_nk: Numbers, *, at_most: int) -> Numbers:
     padded = np.pad(values_nk, ((0, missing), (0, 0)), constant_values=np.nan)
     with catch_warnings():
         simplefilter("ignore", RuntimeWarning)  # a group of NaN alone
-        found: Numbers = np.nanmean(padded.reshape(-1, group, values_nk.shape[1]), axis=1)
-    return found
+        reduced_mk: Numbers = np.nanmean(padded.reshape(-1, group, values_nk.shape[1]), axis=1)
+    return reduced_mk
 
 
 def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]:

@@ -90,19 +90,19 @@ def summary(record: Record) -> list[tuple[str, str]]:
     """Name and figure of what one looks for first."""
     results, last = record.results, record.steps[-1] if record.steps else {}
     goodput = results.get("goodput") or {}
-    found = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
+    rows = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
     total = record.manifest["config"].get("steps")
-    found += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
+    rows += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
     if last:
-        found += [("loss", figure(last["loss"]))]
+        rows += [("loss", figure(last["loss"]))]
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):
-        found += [("samples/s", f"{rate:,.0f}")]
+        rows += [("samples/s", f"{rate:,.0f}")]
     if goodput.get("total_seconds"):
-        found += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
+        rows += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
     if memory := results.get("peak_memory_bytes"):
-        found += [("peak memory", size(memory))]
+        rows += [("peak memory", size(memory))]
     return [
-        *found,
+        *rows,
         ("processes", str(record.manifest["cluster"]["processes"])),
         ("attempts", str(len(record.attempts))),
     ]
@@ -113,8 +113,8 @@ def facts(record: Record) -> list[tuple[str, str]]:
     manifest = record.manifest
     config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
     determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]
-    digest, level = record.results.get("state_digest"), recorded_level(manifest)
-    shown = {
+    digest = record.results.get("state_digest")
+    values = {
         "run": manifest["run_id"],
         "re-creates": manifest["parent_run"],
         "recipe": _target(config, "recipe"),
@@ -132,7 +132,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
         "state": digest and digest[:16],
         "checkpoints": ", ".join(record.results.get("checkpoints", ())),
     }
-    return [(name, str(value)) for name, value in shown.items() if value not in (None, "")]
+    return [(name, str(value)) for name, value in values.items() if value not in (None, "")]
 
 
 def _target(config: Mapping[str, Any], group: str) -> str:
@@ -157,10 +157,10 @@ def commands(record: Record) -> list[tuple[str, str]]:
 
 def figure(value: Any) -> str:
     """Format a number for people, "–" if it is none: whole from a thousand on, else four digits."""
-    found = number(value)
-    if found != found:
+    amount = number(value)
+    if amount != amount:
         return "–"
-    return f"{found:,.0f}" if 1e3 <= abs(found) < 1e12 else f"{found:.4g}"
+    return f"{amount:,.0f}" if 1e3 <= abs(amount) < 1e12 else f"{amount:.4g}"
 
 
 def percent(share: float) -> str:

@@ -98,13 +98,13 @@ def step_breakdown(record: Record) -> list[Chart]:
 
 def _by_step(lines: Sequence[Line], names: Sequence[str]) -> tuple[list[int], Numbers]:
     """Steps, and [steps, phases] seconds of each: means over the lines that know them all."""
-    found: defaultdict[int, list[list[float]]] = defaultdict(list)
+    parts_by_step: defaultdict[int, list[list[float]]] = defaultdict(list)
     for line in lines:
         parts = [_seconds(line, name) for name in names]
         if not any(map(math.isnan, parts)):
-            found[line["step"]].append(parts)
-    steps = sorted(found)
-    return steps, np.array([np.mean(found[step], axis=0) for step in steps])
+            parts_by_step[line["step"]].append(parts)
+    steps = sorted(parts_by_step)
+    return steps, np.array([np.mean(parts_by_step[step], axis=0) for step in steps])
 
 
 def _seconds(line: Line, phase: str) -> float:

@@ -60,8 +60,8 @@ class Record:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics from the end of the run, else from the last evaluation."""
-        found = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
-        return {name: number(value) for name, value in found.items()}
+        metrics = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
+        return {name: number(value) for name, value in metrics.items()}
 
 
 def read_run(folder: Path) -> Record:
@@ -122,8 +122,8 @@ def _group(run: Path) -> str:
 
 def number(value: Any) -> float:
     """Convert to a float, NaN if it is none; ``metrics.jsonl`` writes infinities and NaN as words."""
-    found = math.nan if value is None else float(value)
-    return found if math.isfinite(found) else math.nan
+    converted = math.nan if value is None else float(value)
+    return converted if math.isfinite(converted) else math.nan
 
 
 def column(lines: Iterable[Line], key: str) -> list[float]:

@@ -46,11 +46,11 @@ def servers(record: Record) -> list[Server]:
 
 def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
     """Collect by server the steps, and what it did up to each since the line before."""
-    found: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
+    loads: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line in record.steps:
         for index, load in enumerate(line.get("facts", {}).get("servers", [])):
-            found[index].append((line["step"], load))
-    return found
+            loads[index].append((line["step"], load))
+    return loads
 
 
 def _total(name: str, loads: Sequence[Line]) -> Server:

@@ -28,14 +28,14 @@ class Sweep:
 
 def read_sweep(folders: Sequence[Path]) -> Sweep:
     """Read the runs in ``folders``; one that cannot be read is refused with its error, not raised."""
-    found, refused = [], {}
+    records, refused = [], {}
     for folder in folders:
         try:
-            found.append(read_run(folder))
+            records.append(read_run(folder))
         except WorldsizeError as error:
             refused[folder.name] = str(error)
-    keys = differing([typed(record) for record in found])
-    return Sweep({_label(record, keys, found): record for record in found}, keys, refused)
+    keys = differing([typed(record) for record in records])
+    return Sweep({_label(record, keys, records): record for record in records}, keys, refused)
 
 
 def typed(record: Record) -> dict[str, str]:

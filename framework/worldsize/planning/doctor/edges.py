@@ -18,10 +18,10 @@ def measured(edges: Sequence[Facts], per_node: int) -> dict[str, Measured]:
     Between nodes its ranks share one: what they carry adds up; inside, the slowest rank's counts, since it holds up
     the others.
     """
-    found: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
+    edges_by_tier: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
     for edge in edges:
-        found[edge["tier"]][edge["source"] // per_node, edge["target"] // per_node].append(edge)
-    return {tier: {ends: _link(tier, each) for ends, each in links.items()} for tier, links in found.items()}
+        edges_by_tier[edge["tier"]][edge["source"] // per_node, edge["target"] // per_node].append(edge)
+    return {tier: {ends: _link(tier, each) for ends, each in links.items()} for tier, links in edges_by_tier.items()}
 
 
 def _link(tier: str, edges: Sequence[Facts]) -> Link:

@@ -68,8 +68,8 @@ class Report:
                 hosts = [check.host for check in good if check.detail == detail]
                 table.add_row("[green]✓[/]", name, _listed(hosts), escape(detail))
             for bad in (check for check in checks if not check.ok):
-                found = f"{bad.detail}\n→ {bad.remedy}" if bad.remedy else bad.detail
-                table.add_row("[red]✗[/]", f"[red]{name}[/]", bad.host, escape(found))
+                text = f"{bad.detail}\n→ {bad.remedy}" if bad.remedy else bad.detail
+                table.add_row("[red]✗[/]", f"[red]{name}[/]", bad.host, escape(text))
         return table
 
 

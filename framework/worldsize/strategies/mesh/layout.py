@@ -1,4 +1,4 @@
-"""Coordinates of each rank in a mesh, by arithmetic alone."""
+"""The place of each rank in a mesh: arithmetic alone."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Layout:
         return (p * self.data + d) * self.tensor + t
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
-        """(p, d, t) of ``rank``."""
+        """Return the coordinate (p, d, t) of ``rank``."""
         rest, t = divmod(rank, self.tensor)
         return *divmod(rest, self.data), t
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """Groups of ranks by axis: those that differ in that coordinate alone, in its order."""
+        """Return the groups of ranks of each axis: those that differ in that coordinate alone, in its order."""
         ps, ds, ts = map(range, self.sizes)
         return {
             "pipeline": [self.across(ps, d, t) for d in ds for t in ts],
@@ -46,5 +46,5 @@ class Layout:
         }
 
     def across(self, ps: range | list[int], d: int, t: int) -> list[int]:
-        """The ranks at (d, t) in the parts ``ps`` of the pipeline."""
+        """Return the ranks at (d, t) in the parts ``ps`` of the pipeline."""
         return [self.rank(p, d, t) for p in ps]

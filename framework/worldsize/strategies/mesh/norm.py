@@ -17,7 +17,7 @@ from worldsize.strategies.clipping import clip_factor
 
 
 def sharded_axes(tensor: Tensor) -> set[str]:
-    """The axes of the mesh along which ranks hold different parts of ``tensor``."""
+    """Return the axes of the mesh along which ranks hold different parts of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -28,8 +28,8 @@ def sharded_axes(tensor: Tensor) -> set[str]:
 class MeshNorm:
     """Clips by the norm over all ranks of ``world``.
 
-    ``coordinate``: of this rank on the axes along which parameters may be sharded; of ranks that hold the same part
-    the first counts it. ``spare``: parameters that an earlier stage holds too, and counts.
+    ``coordinate``: the place of this rank on each axis along which parameters may be sharded; where several ranks hold
+    the same part, the first one counts it. ``spare``: parameters that an earlier stage holds too, and counts.
     """
 
     def __init__(self, world: World, coordinate: Mapping[str, int], spare: Collection[Tensor] = ()) -> None:
@@ -37,11 +37,11 @@ class MeshNorm:
         self._spare = {id(parameter) for parameter in spare}
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients so that their norm is at most ``limit``; the norm before, the same on every rank."""
-        found = [own for own in parameters if own.grad is not None]
-        norm = self._norm([local(own.grad) for own in found if own.grad is not None and self._counts(own)])
-        if limit < float("inf") and found:
-            torch._foreach_mul_([local(own.grad) for own in found if own.grad is not None], clip_factor(norm, limit))
+        """Scale the gradients so that their norm is at most ``limit``; return the norm before, equal on every rank."""
+        trained = [own for own in parameters if own.grad is not None]
+        norm = self._norm([local(own.grad) for own in trained if own.grad is not None and self._counts(own)])
+        if limit < float("inf") and trained:
+            torch._foreach_mul_([local(own.grad) for own in trained if own.grad is not None], clip_factor(norm, limit))
         return norm
 
     def _counts(self, parameter: nn.Parameter) -> bool:

@@ -15,7 +15,7 @@ Place = tuple[nn.Module, str]
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under every name that they have."""
+    """Iterate over parameters and buffers under every name that they have."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
@@ -37,7 +37,9 @@ class Ownership:
         self._places: dict[str, Place] = {}
         for index, layers in enumerate(stages):
             self._add(index, layers, mine=index % pipeline == p)
-        self.ranks = {name: sorted({stage % pipeline for stage in found or [0]}) for name, found in self.stages.items()}
+        self.ranks = {
+            name: sorted({stage % pipeline for stage in indices or [0]}) for name, indices in self.stages.items()
+        }
 
     def _add(self, stage: int, layers: Sequence[nn.Module], *, mine: bool) -> None:
         for module in {module for layer in layers for module in layer.modules()}:
@@ -61,19 +63,19 @@ class Ownership:
                 )
 
     def tied(self) -> dict[tuple[int, ...], list[str]]:
-        """Parameters that several ranks of the pipeline hold, by these; in an order that is the same everywhere."""
-        found: dict[tuple[int, ...], list[str]] = {}
+        """Return the parameters that several ranks of the pipeline hold, by these ranks, in one order everywhere."""
+        names_by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(self._parameters):
             if len(self.ranks[name]) > 1:
-                found.setdefault(tuple(self.ranks[name]), []).append(name)
-        return found
+                names_by_ranks.setdefault(tuple(self.ranks[name]), []).append(name)
+        return names_by_ranks
 
     def parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """Return those of the named parameters that this rank holds, as they are now."""
         return [getattr(*self._places[name]) for name in names if name in self._places]
 
     def spare(self) -> list[nn.Parameter]:
-        """This rank's parameters that an earlier one holds too."""
+        """Return this rank's parameters that an earlier rank holds too."""
         names = [name for group in self.tied().values() for name in group]
         return self.parameters([name for name in names if self.ranks[name][0] != self._p])
 
@@ -91,5 +93,5 @@ class Ownership:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    found = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

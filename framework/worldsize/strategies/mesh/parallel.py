@@ -1,4 +1,4 @@
-"""Divides a whole model: what is left is the part that one rank of a mesh holds."""
+"""Divides a whole model, so that each rank of a mesh is left with its part."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
 
 
 def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh) -> None:
-    """Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): column-wise, then row-wise with one all-reduce."""
+    """Divide layers column-wise, then row-wise with one all-reduce (Shoeybi et al. 2019, arXiv 1909.08053)."""
     plan = recipe.tensor_plan(model)
     if not plan:
         raise ConfigError(

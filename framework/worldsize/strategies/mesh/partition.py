@@ -1,4 +1,4 @@
-"""A chain of layers cut into the stages of a pipeline."""
+"""Cuts a chain of layers into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which even
 
 
 def balanced(weights: Sequence[int], stages: int) -> list[range]:
-    """Contiguous, nonempty parts of ``weights`` whose heaviest is as light as can be."""
+    """Cut ``weights`` into contiguous, nonempty parts, of which the heaviest is as light as can be."""
 
     @cache
     def best(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:

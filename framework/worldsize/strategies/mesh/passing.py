@@ -1,4 +1,4 @@
-"""One tensor from a stage to the next, of any shape: evaluation's last batch is smaller than the others."""
+"""Passes a tensor of any shape from a stage to the next: evaluation's last batch is smaller than the others."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ class PipelineReplica(Replica):
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         sums, names = self._sums(batches)
-        found: list[Any] = [reduce_metrics(sums, names, self._data) if self._pipeline.is_last else None]
+        answer: list[Any] = [reduce_metrics(sums, names, self._data) if self._pipeline.is_last else None]
         group = self._pipeline.group
-        dist.broadcast_object_list(found, group=group, group_src=(self._pipeline.total - 1) % group.size())
-        metrics: Mapping[str, float] = found[0]
+        dist.broadcast_object_list(answer, group=group, group_src=(self._pipeline.total - 1) % group.size())
+        metrics: Mapping[str, float] = answer[0]
         return metrics
 
     def _sums(self, batches: Iterable[EvaluationBatch]) -> tuple[dict[int, Sums], tuple[str, ...]]:
-        """Sums and counts of this rank's batches, if it has the last stage."""
+        """Return the sums and counts of this rank's batches, if it has the last stage."""
         sums: dict[int, Sums] = {}
         names: tuple[str, ...] = ()
         with (

@@ -1,4 +1,4 @@
-"""The mean over workers of flat rows of numbers: what crosses the network, and how many bytes that are."""
+"""Averages flat rows of numbers over workers, and counts the bytes that cross the network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Begun = Callable[[], Callable[[], Tensor]]
 
 
 class Exchange(ABC):
-    """Means in float32 or wider, with the same bits on every worker; a worker that is alone sends nothing."""
+    """Averages in float32 or wider, with the same bits on every worker; a worker that is alone sends nothing."""
 
     def __init__(self, world: World) -> None:
         self.group, self.size, self.device = world.group, world.size, world.device
@@ -35,7 +35,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def sent(self, numel: int) -> int:
-        """Bytes that leave each worker for a row of ``numel`` float32 numbers."""
+        """Return the bytes that leave each worker for a row of ``numel`` float32 numbers."""
 
 
 @final
@@ -72,7 +72,7 @@ def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def mean_of(tree: Any, exchange: Exchange) -> Any:
-    """``tree`` with the mean over workers in place of every floating-point tensor; all else as it is here."""
+    """Return ``tree`` with the mean over workers in place of every floating-point tensor, and all else as it is."""
     leaves, spec = tree_flatten(tree)  # in the order of its keys: where a number lies decides how it is added up
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     tensors = [leaves[place] for place in places]

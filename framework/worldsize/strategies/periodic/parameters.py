@@ -1,4 +1,4 @@
-"""What workers that train apart agree on: parameters, and buffers that can be averaged."""
+"""The tensors that workers which train apart agree on: parameters, and buffers that can be averaged."""
 
 from __future__ import annotations
 

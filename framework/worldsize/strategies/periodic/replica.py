@@ -26,10 +26,10 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def after(self, step: int) -> None:
-        """Act on it that this worker has taken its step number ``step``, from 1."""
+        """Exchange what is due after this worker's step number ``step``, counted from 1."""
 
     def restart(self) -> None:  # noqa: B027 - some keep nothing
-        """Begin from the model as it is now: it has been loaded, the same on every worker."""
+        """Begin anew from a model that has just been loaded, the same on every worker."""
 
     def state(self) -> StateDict:
         """Return what is remembered between exchanges, the same on every worker."""
@@ -41,7 +41,7 @@ class OuterOptimizer(ABC):
 
 @final
 class PeriodicSyncReplica(Replica):
-    """``inner`` trains alone; ``outer`` brings it together with the other workers.
+    """Lets ``inner`` train alone, and ``outer`` bring it together with the other workers.
 
     The model of the state is the mean over workers, and so is the optimizer's: what any other strategy goes on from.
     Part ``strategy`` has every worker's own besides, from which the same strategy goes on to the last bit.
@@ -87,11 +87,11 @@ class PeriodicSyncReplica(Replica):
 
     def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what worker 0 has."""
-        found = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
+        sent = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
         if self._world.group is not None:
-            for figure in found.values():
+            for figure in sent.values():
                 dist.broadcast(figure, group=self._world.group, group_src=0)
-        return found
+        return sent
 
     def load(self, state: StateDict) -> None:
         kept = state["strategy"]
@@ -106,7 +106,7 @@ class PeriodicSyncReplica(Replica):
         self._outer.load(kept["outer"])
 
     def facts(self) -> Mapping[str, Any]:
-        """Bytes sent by each worker since the run began; evaluations and checkpoints are not counted."""
+        """Return the bytes that each worker has sent since the run began, but for evaluations and checkpoints."""
         return {"sent_bytes": self._outer.sent_bytes}
 
 

@@ -1,4 +1,4 @@
-"""When fragments are exchanged: all at once, or one after the other and in the background."""
+"""Decides when fragments are exchanged: all at once, or one after the other and in the background."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rounds(OuterOptimizer):
             fragment.apply(self._mix)
 
     def _due(self, step: int) -> list[Fragment]:
-        """Fragments that are sent after ``step``."""
+        """Return the fragments that are sent after ``step``."""
         pairs = zip(self._fragments, self._offsets, strict=True)
         return [fragment for fragment, offset in pairs if (step - offset) % self._inner_steps == 0]
 
