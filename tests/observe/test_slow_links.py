@@ -24,7 +24,7 @@ def looks_of(
     """Log steps of one second, and yield the steps after which links are measured with the ranks that are named."""
     for step, exposed in enumerate(waits, first + 1):
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.9, 1.0), 1.0, exposed_seconds=exposed)
-        if links.are_worth_a_look(done):
+        if links.is_due(done):
             yield step, links.judge(ring(nodes, links.distance, slow))
 
 
@@ -54,7 +54,7 @@ def test_short_windows_are_looked_at_as_one() -> None:
     links, looks = SlowLinkSearch(1), []
     for step in range(1, 1000):
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.01, 0.01), 1.0, exposed_seconds=0.008)
-        if links.are_worth_a_look(done):
+        if links.is_due(done):
             looks.append(step)
             links.judge(ring(4, 1, []))
     assert looks == [pytest.approx(150, abs=3)]  # three windows of half a second

@@ -45,19 +45,19 @@ class SlowLinkSearch:
     def __init__(self, per_node: int) -> None:
         self.per_node = per_node
         self._recent: deque[StepDone] = deque(maxlen=_WINDOWS)
-        self._last, self._seconds = 0, 0.0  # the last logged step; of the window that is not full yet
-        self._usual: float | None = None  # seconds of a step, waited
-        self._rest, self._pause = 0, _WINDOWS  # windows without a look: still, and after one that finds nothing
+        self._last, self._seconds = 0, 0.0  # the last logged step; seconds of the window that is not full yet
+        self._usual: float | None = None  # seconds of a step that ranks usually wait for communication
+        self._rest, self._pause = 0, _WINDOWS  # windows without a measurement: still, and after one that finds nothing
         self._since = 0
         self._suspected: set[int] = set()
         self._named: set[int] = set()
 
     @property
     def distance(self) -> int:
-        """Distance in nodes between the ends of the links that the next look measures."""
+        """Distance in nodes between the ends of the links that are measured next."""
         return 2 if self._suspected else 1
 
-    def are_worth_a_look(self, done: StepDone) -> bool:
+    def is_due(self, done: StepDone) -> bool:
         """Tell whether all ranks should measure their links now, after ``done``, and have the result judged."""
         if done.exposed_seconds is None or not self._fills_a_window(done):
             return False

@@ -1,4 +1,4 @@
-"""Finds out which way the bytes of collectives go: NCCL says it when its ranks connect, and nobody reads it."""
+"""Finds out over which transport collectives go; for NCCL it reads the log that NCCL writes when its ranks connect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOCKETS_AT_MOST = 5e9  # bytes a second; a link that is declared faster is no p
 
 
 def listen_to_nccl(folder: Path) -> dict[str, str]:
-    """Variables that make NCCL write how it connects to a file of each process in ``folder``."""
+    """Return the variables that make NCCL write how it connects to a file of each process in ``folder``."""
     return {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
@@ -44,12 +44,12 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Pa
 def heard(text: str) -> dict[str, Any]:
     """Read transports and interface from NCCL's own words."""
     names = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}
-    found = {names[each] for each in re.findall(r" via (P2P|SHM|NET/IB|NET/Socket)", text)}
+    transports = {names[each] for each in re.findall(r" via (P2P|SHM|NET/IB|NET/Socket)", text)}
     used = re.search(r"NET/(?:IB|Socket) : Using \[0\]([\w.]+)", text)
-    return {"transports": sorted(found), "interface": used[1] if used else None}
+    return {"transports": sorted(transports), "interface": used[1] if used else None}
 
 
-def disappointment(transport: Mapping[str, Any], cluster: Cluster) -> str | None:
+def transport_warning(transport: Mapping[str, Any], cluster: Cluster) -> str | None:
     """Compose a warning if the transport is slower than what the cluster declares."""
     link = cluster.links.get("network")
     if transport["backend"] != "nccl" or "socket" not in transport["transports"]:

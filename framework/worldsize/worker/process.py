@@ -19,7 +19,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import Listener, Outcome, Replica, RunFailed, World
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
-from worldsize.observe.transport import audit, disappointment, listen_to_nccl, write
+from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -132,7 +132,7 @@ def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
     transport = audit(world, settings.cluster, os.environ, run.path / "logs")
     if world.rank == 0:
         write(run.transport, transport)
-        if said := disappointment(transport, settings.cluster):
+        if said := transport_warning(transport, settings.cluster):
             _logger.warning("%s", said)
 
 

@@ -39,7 +39,7 @@ class SlowHostWatch:
 
     def measure_links(self, done: StepDone) -> None:
         """Measure the links between hosts, together with all other ranks, if their waits give reason to."""
-        if self._links and self._links.are_worth_a_look(done):
+        if self._links and self._links.is_due(done):
             edges = network_edges(self._world, self._links.per_node, self._links.distance)
             slow = self._links.judge(measured(edges, self._links.per_node)["network"])
             if self._world.rank == 0:

@@ -31,7 +31,7 @@ class Curve:
 
     @property
     def is_point(self) -> bool:
-        """Whether it has one finite value or none, which make no line."""
+        """Whether there is at most one finite value, which makes no line."""
         return int(np.isfinite(self.values).sum()) < 2
 
 
@@ -53,7 +53,7 @@ def thinned(values: Sequence[float]) -> Numbers:
 
 
 def means(values_nk: Numbers, *, at_most: int) -> Numbers:
-    """[n, k] → [m, k], m ≤ ``at_most``: means over equal groups of rows, the last one shorter; NaN does not count."""
+    """Average equal groups of rows, the last one perhaps shorter: [n, k] → [m, k], m ≤ ``at_most``, without NaN."""
     group = -(-len(values_nk) // at_most)
     missing = -len(values_nk) % group
     padded = np.pad(values_nk, ((0, missing), (0, 0)), constant_values=np.nan)
@@ -64,7 +64,7 @@ def means(values_nk: Numbers, *, at_most: int) -> Numbers:
 
 
 def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]:
-    """The chart, or none if nothing was logged twice. What has a unit is shown from zero."""
+    """Draw the curves in one chart; none if nothing was logged twice. An axis with a unit begins at zero."""
     shown = [each for each in curves if not each.is_point]
     if not shown:
         return []
@@ -97,7 +97,7 @@ def run_curves(record: Record) -> list[Chart]:
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
-    """Figures that runs have in common, laid over each other."""
+    """Draw the figures that runs have in common, laid over each other."""
     names = sorted({name for record in records.values() for row in record.evaluations for name in row["metrics"]})
     rates = [curve(label, each.steps, "samples_per_second") for label, each in records.items()]
     charts = lines("Training loss", [curve(label, each.steps, "loss") for label, each in records.items()])

@@ -1,4 +1,4 @@
-"""The page of a report. Every text in it is untrusted: a name may be markup, so templates escape."""
+"""Renders the page of a report. Every text in it is untrusted: a name may be markup, so templates escape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worldsize.reproducibility.level import recorded_level
 
 
 def page(folders: Sequence[Path]) -> str:
-    """HTML of the run, the runs or the scaling study in ``folders``.
+    """Render the run, the runs or the scaling study in ``folders`` as HTML.
 
     Raises:
         WorldsizeError: there is nothing to report, or matplotlib is missing.
@@ -87,7 +87,7 @@ def _rendered(template: str, **values: Any) -> str:
 
 
 def summary(record: Record) -> list[tuple[str, str]]:
-    """Name and figure of what one looks for first."""
+    """List the name and the figure of what one looks for first."""
     results, last = record.results, record.steps[-1] if record.steps else {}
     goodput = results.get("goodput") or {}
     rows = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
@@ -109,7 +109,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
-    """The manifest's summary: what was run, from which code, on what, and what may be expected of a repetition."""
+    """List what was run, from which code, on what, and what may be expected of a repetition."""
     manifest = record.manifest
     config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
     determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]

@@ -22,7 +22,7 @@ _AREAS = 150  # of the step breakdown
 
 
 def rank_charts(record: Record) -> list[Chart]:
-    """Heat maps of step times, and the phases of a step."""
+    """Draw heat maps of step times, and the phases of a step."""
     steps = {line["step"]: dict(enumerate(line["step_seconds"])) for line in record.steps}
     own: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for rank, lines in record.timing.items():
@@ -39,7 +39,7 @@ def rank_charts(record: Record) -> list[Chart]:
 def heat_map(
     title: str, seconds: Mapping[int, Mapping[int, float]], stragglers: Sequence[Line], note: str
 ) -> list[Chart]:
-    """``seconds`` by step and rank; crosses where a rank was found to straggle."""
+    """Draw ``seconds`` by step and rank, with a cross where a rank was found to straggle."""
     ranks = 1 + max((rank for row in seconds.values() for rank in row), default=-1)
     table_sr = np.array([[number(row.get(rank)) for rank in range(ranks)] for row in seconds.values()])
     if not np.isfinite(table_sr).any():
@@ -70,7 +70,7 @@ def heat_map(
 
 
 def step_breakdown(record: Record) -> list[Chart]:
-    """Phases of a step, stacked: means over ranks. Without its parts a step is one phase beside the wait for data."""
+    """Draw the phases of a step, stacked: means over ranks. Unknown phases are one beside the wait for data."""
     lines = [line for timing in record.timing.values() for line in timing] or list(record.steps)
     names = PHASES if any("compute_seconds" in line for line in lines) else ("data", "step")
     steps, seconds_sp = _by_step(lines, names)
@@ -97,7 +97,7 @@ def step_breakdown(record: Record) -> list[Chart]:
 
 
 def _by_step(lines: Sequence[Line], names: Sequence[str]) -> tuple[list[int], Numbers]:
-    """Steps, and [steps, phases] seconds of each: means over the lines that know them all."""
+    """Return the steps, and the seconds [steps, phases] of each: means over the lines that know all phases."""
     parts_by_step: defaultdict[int, list[list[float]]] = defaultdict(list)
     for line in lines:
         parts = [_seconds(line, name) for name in names]

@@ -48,7 +48,7 @@ class Record:
         return self.manifest["results"] or {}
 
     def changes(self, attempt: int) -> list[tuple[str, Any, Any]]:
-        """Keys of the configuration that are others from this attempt on, with both values."""
+        """List the keys of the configuration that changed with this attempt, with both values."""
         resumed = self.manifest.get("resumed", ())
         return [tuple(change) for each in resumed if each["attempt"] == attempt for change in each["changes"]]
 
@@ -86,13 +86,13 @@ def _rank(path: Path) -> int:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that may still grow; one that is cut off or damaged is left out."""
+    """Read the lines of a file that may still grow; one that is cut off or damaged is left out."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return [row for row in map(parsed, lines) if row]
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Parse a line of JSON; empty if it is no JSON object."""
+    """Parse a line of JSON; return an empty mapping if it is no JSON object."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -101,7 +101,7 @@ def parsed(line: str) -> dict[str, Any]:
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """The run that ``folder`` is, else the runs in it; of a sweep's folder, which has none, those that name it."""
+    """List the run that ``folder`` is, else the runs in it, else those that name it as their sweep."""
     if RunDirectory(folder).manifest.exists():
         return [folder]
     inside = [run.path for run in runs_below(folder)]
@@ -109,7 +109,7 @@ def runs_of(folder: Path) -> list[Path]:
 
 
 def _siblings(folder: Path) -> list[Path]:
-    """Runs of the root that sweeps lie in, as ``runs/sweeps/<sweep>`` does."""
+    """List the runs of the root that sweeps lie in, as ``runs/sweeps/<sweep>`` does."""
     return [run.path for run in runs_below(folder.parents[1])] if folder.parent.name == "sweeps" else []
 
 
@@ -127,5 +127,5 @@ def number(value: Any) -> float:
 
 
 def column(lines: Iterable[Line], key: str) -> list[float]:
-    """Numbers under ``key``, one for each line; NaN where a line has none."""
+    """Return the numbers under ``key``, one for each line; NaN where a line has none."""
     return [number(line.get(key)) for line in lines]

@@ -24,7 +24,7 @@ _SCHEMA = 1
 @final
 @dataclass(frozen=True)
 class Point:
-    """One measured world size. Seconds are a step's; NaN where it was not measured or predicted."""
+    """A measured world size. Seconds are those of a step; NaN where they were not measured or predicted."""
 
     series: str
     strategy: str
@@ -43,7 +43,7 @@ class Point:
         return self.samples_per_second * self.step_seconds / self.predicted_seconds
 
     def phase_seconds(self, phase: str) -> float:
-        """Seconds of a phase in a step: 0 if not measured; "rest" is what the others leave."""
+        """Return the seconds of a phase in a step: 0 if not measured; "rest" is what the others leave."""
         if phase == "rest":
             return max(0.0, self.step_seconds - sum(self.phases.values()))
         return self.phases.get(phase, 0.0)
@@ -69,7 +69,7 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """The file that ``worldsize scale`` wrote.
+    """Read the file that ``worldsize scale`` wrote.
 
     Raises:
         WorldsizeError: it is damaged, or of a newer schema.
@@ -170,7 +170,7 @@ def _world_sizes(axes: Axes, study: Study) -> None:
 
 
 def _breakdown(name: str, points: Sequence[Point]) -> Chart:
-    """The phases that were measured; what they leave of the step, where that is not all."""
+    """Draw the phases that were measured, and "rest" if they do not fill the step."""
     title = f"Step breakdown: {plain(name)}"
     known = [phase for phase in PHASES if any(phase in point.phases for point in points)]
     shades = {phase: f"c{PHASES.index(phase) + 1}" for phase in known}

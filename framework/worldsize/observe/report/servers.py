@@ -39,7 +39,7 @@ class HotRows:
 
 
 def servers(record: Record) -> list[Server]:
-    """Totals of each parameter server, by index; empty if the strategy has none."""
+    """Return the totals of each parameter server, by index; empty if the strategy has none."""
     loads = _loads(record)
     return [_total(f"server {index}", [line for _, line in loads[index]]) for index in sorted(loads)]
 

@@ -38,7 +38,10 @@ def series_colour(index: int) -> str:
 @final
 @dataclass(frozen=True)
 class Chart:
-    """``note`` says what the eye cannot know; ``key``: labels and the style sheet's name of their colours."""
+    """A drawn chart with its texts.
+
+    ``note`` says what the eye cannot know; ``key`` has labels and the style sheet's names of their colours.
+    """
 
     title: str
     svg: Markup
@@ -52,7 +55,7 @@ def tip(artist: Artist, text: str) -> None:
 
 
 def plain(text: str, *, at_most: int = 60) -> str:
-    """Text that any font machinery takes."""
+    """Return ``text`` shortened, with a sign in place of what fonts cannot show."""
     shown = "".join(letter if letter.isprintable() else "�" for letter in text)
     return shown if len(shown) <= at_most else shown[: at_most - 1] + "…"
 
@@ -83,7 +86,7 @@ _METADATA = ("Creator", "Date", "Format", "Type")
 
 
 def _style() -> Any:
-    """Settings of matplotlib, whose own type for them is a list of all names."""
+    """Return settings of matplotlib, whose own type for them is a list of all names."""
     ink, muted, line = map(colour, ("ink", "muted", "line"))
     return {
         "svg.fonttype": "none",
@@ -110,7 +113,7 @@ def _style() -> Any:
 
 
 def themed(svg: str, title: str) -> Markup:
-    """matplotlib's file as an element of a page: variables for colours, no fonts, ids or prolog of its own."""
+    """Turn matplotlib's file into an element of a page: variables for colours, no fonts, ids or prolog of its own."""
     body = svg[svg.index("<svg") :]
     view = re.search(r'viewBox="[^"]*"', body)
     assert view is not None
@@ -130,5 +133,5 @@ def _with_title(found: re.Match[str]) -> str:
 
 
 def _own_ids(svg: str, *, prefix: str) -> str:
-    """Ids of clip paths and markers that no other chart of the page has."""
+    """Rename the ids of clip paths and markers, so that no other chart of the page has them."""
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)

@@ -14,7 +14,10 @@ from worldsize.observe.report.read import Record, read_run
 @final
 @dataclass(frozen=True)
 class Sweep:
-    """``runs`` by label: what was typed for each and not for all. ``refused``: folders that could not be read, why."""
+    """Several runs side by side.
+
+    ``runs`` by label: what was typed for each and not for all. ``refused``: why folders could not be read.
+    """
 
     runs: Mapping[str, Record]
     keys: Sequence[str]  # what differs
@@ -39,19 +42,19 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
 
 
 def typed(record: Record) -> dict[str, str]:
-    """Overrides of the run, by key."""
+    """Return what was typed for the run, by key."""
     pairs = (word.lstrip("+").partition("=") for word in record.manifest["overrides"])
     return {key: value for key, _, value in pairs}
 
 
 def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:
-    """Keys whose values are not the same everywhere, as they first appear."""
+    """Return the keys whose values are not the same everywhere, as they first appear."""
     keys = dict.fromkeys(key for each in all_typed for key in each)
     return [key for key in keys if len({each.get(key) for each in all_typed}) > 1]
 
 
 def _label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
-    """Name what differs, and the run's folder too where that is not enough."""
+    """Name a run by what differs, and by its folder too where that is not enough."""
     mine = typed(record)
     words = " ".join(f"{key}={mine[key]}" for key in keys if key in mine)
     twins = [other for other in others if all(typed(other).get(key) == mine.get(key) for key in keys)]

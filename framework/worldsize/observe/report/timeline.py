@@ -1,4 +1,4 @@
-"""What happened to a run, when: attempts, failures, restarts, stragglers."""
+"""The timeline of a run: attempts, failures, restarts, stragglers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def timeline(record: Record) -> Timeline | None:
 
 
 def _spans(record: Record) -> list[tuple[float, float]]:
-    """Unix times of each attempt's start and end; one whose end nobody noted lasted until the next, or lasts still."""
+    """Return the Unix times of each attempt's start and end: the next start or the last sign, where none was noted."""
     starts = [float(attempt["start_at"]) for attempt in record.attempts]
     following = [*starts[1:], max(starts[-1], _last_sign(record))]
     ends = [attempt["end_at"] or after for attempt, after in zip(record.attempts, following, strict=True)]
@@ -121,7 +121,7 @@ def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
 
 
 def told(event: Line) -> str:
-    """An event of ``events.jsonl`` in words."""
+    """Describe an event of ``events.jsonl`` in words."""
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:

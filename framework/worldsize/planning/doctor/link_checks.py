@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from worldsize.core import Cluster, Link
-from worldsize.observe.transport import disappointment
+from worldsize.observe.transport import transport_warning
 from worldsize.planning.doctor.edges import Measured, measured
 from worldsize.planning.doctor.findings import Facts, Findings
 from worldsize.planning.doctor.network import others
@@ -113,7 +113,7 @@ def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
             continue
         ways = sorted({way for each in heard for way in each["transports"]}) or ["none"]
         name = _interface(findings, node)
-        said = next((text for each in heard if (text := disappointment(each, cluster))), None)
+        said = next((text for each in heard if (text := transport_warning(each, cluster))), None)
         remedy = "Set cluster.interface or cluster.hca, and let the container see the fabric." if said else ""
         detail = said or f"{heard[0]['backend']}: {', '.join(ways)}" + (f" on {name}" if name else "")
         yield Check("transport", findings.name(node), said is None, detail, remedy)
