@@ -1,4 +1,4 @@
-"""What a run has computed, for tests that compare one run with another."""
+"""The outcome of a run, for tests that compare one run with another."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def loop(self) -> LoopConfig:
-        """What the training loop does, and after how many steps."""
+        """The length of the run, and the intervals at which it logs, evaluates and saves."""
         return LoopConfig(
             steps=self.training.steps,
             batch_size=self.training.batch_size,

@@ -18,7 +18,7 @@ _MEASURED = 50  # steps that are measured between two logged ones, at most
 @final
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long a run trains, and after how many steps it logs, evaluates and saves."""
+    """The length of a run, and the intervals at which it logs, evaluates and saves."""
 
     steps: int  # of the whole run
     batch_size: int  # samples of a step, over all ranks

@@ -1,4 +1,4 @@
-"""How a pipeline runs a step: which schedule, in how many stages, with which numbers of micro-batches."""
+"""The schedule of a pipeline: its kind, its stages, and the numbers of micro-batches that it takes."""
 
 from __future__ import annotations
 
