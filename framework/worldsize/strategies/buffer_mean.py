@@ -91,7 +91,7 @@ class _AveragedBuffers(StepBuffers):
 
 
 def _change(now: Tensor, first: Tensor) -> Tensor:
-    """Return what is to be added to ``first``; nothing can be added to an infinity, where it is what has come."""
+    """Return what is to be added; nothing can be added to an infinity, so there it is the new value itself."""
     return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
 
 

@@ -75,7 +75,7 @@ class CompressedHook(BucketHook):
 
 @final
 class Errors:
-    """The errors that this rank's messages have left: float32 [n], dealt to buckets in the order in which they ask.
+    """Residuals of this rank's messages: float32 [n], dealt to buckets in the order in which they ask.
 
     ``shares``: ranks that divide a bucket. ``n`` is known beforehand, so that a checkpoint can be: it leaves room
     for the padding of as many buckets as there are parameters.

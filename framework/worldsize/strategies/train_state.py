@@ -32,7 +32,7 @@ class OptimizerState(ABC):
 @final
 @dataclass(frozen=True)
 class TrainState:
-    """A model on one device, with its optimizer and schedule."""
+    """The model, optimizer and schedule that a recipe trains, on one device."""
 
     model: nn.Module
     optimizer: Optimizer

@@ -113,8 +113,8 @@ def facts(record: Record) -> list[tuple[str, str]]:
     manifest = record.manifest
     config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
     determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]
-    digest = record.results.get("state_digest")
-    values = {
+    digest, level = record.results.get("state_digest"), recorded_level(manifest)
+    shown = {
         "run": manifest["run_id"],
         "re-creates": manifest["parent_run"],
         "recipe": _target(config, "recipe"),
@@ -132,7 +132,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
         "state": digest and digest[:16],
         "checkpoints": ", ".join(record.results.get("checkpoints", ())),
     }
-    return [(name, str(value)) for name, value in values.items() if value not in (None, "")]
+    return [(name, str(value)) for name, value in shown.items() if value not in (None, "")]
 
 
 def _target(config: Mapping[str, Any], group: str) -> str:
