@@ -23,7 +23,6 @@ LONG = {
 }
 MANY_METHODS = {
     "Recipe": "a question each that a strategy may ask of a model; all but five have an answer",
-    "Gang": "to be divided",
     "ParameterServer": "to be divided",
     "Rows": "to be divided",
     "Shard": "to be divided",
@@ -36,15 +35,11 @@ MANY_FIELDS = {
     "ClusterSchema": "keys of the configuration",
     "Schema": "keys of the configuration",
     "RunDirectory": "the paths of a run folder, a line each",
-    "Gang": "to be divided",
     "Rows": "to be divided",
     "Shard": "to be divided",
     "Worker": "to be divided",
 }
 BORN_LATER = {  # attributes that a method assigns, and no constructor
-    "Door": "to be mended",
-    "PortProbe": "to be mended",
-    "_Signals": "to be mended",
     "Overlap": "to be mended",
     "TableLinks": "to be mended",
     "Shard": "to be mended",

@@ -39,7 +39,11 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 def metric_sums(
     recipe: Recipe, model: nn.Module, batches: Iterable[EvaluationBatch]
 ) -> tuple[dict[int, Sums], tuple[str, ...]]:
-    """Return the sums and counts of each batch that is counted, by its number, and the metrics' names."""
+    """Evaluate ``batches`` without gradients.
+
+    Returns:
+        By the number of each batch that counts: each metric as (sum, count), two scalars. And the metrics' names.
+    """
     sums: dict[int, Sums] = {}
     names: tuple[str, ...] = ()
     with torch.no_grad(), evaluating([model]):

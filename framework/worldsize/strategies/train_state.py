@@ -47,9 +47,9 @@ class TrainState:
         return TrainState(model, optimizer, recipe.schedule(optimizer))
 
     def state(self) -> StateDict:
-        """Return the state of model, optimizer and schedule; that of the optimizer is by the names of parameters.
+        """Return the state of all three, which any world size and strategy can load.
 
-        So any world size and any strategy can load it.
+        The optimizer's is by the names of the model's parameters.
         """
         return {
             "model": self.model.state_dict(),

@@ -29,7 +29,7 @@ class OuterOptimizer(ABC):
         """Exchange what is due after this worker's step number ``step``, counted from 1."""
 
     def restart(self) -> None:  # noqa: B027 - some keep nothing
-        """Begin anew from a model that has just been loaded, the same on every worker."""
+        """Begin from the model as it is now: it has been loaded, the same on every worker."""
 
     def state(self) -> StateDict:
         """Return what is remembered between exchanges, the same on every worker."""
