@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, with which other programs end then
 
 
 class _Line(logging.Formatter):
@@ -28,3 +35,32 @@ def show_messages() -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False  # or it would be said again by who has configured the root logger
+
+
+@contextmanager
+def until_output_closes() -> Iterator[None]:
+    """End without a word once nobody reads the output any more, as in ``train.py --help | head -1``."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
+        if not closed:
+            raise  # it was another connection that broke
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for stream in closed:
+            os.dup2(nothing, stream.fileno())  # what is still buffered is written there when Python ends
+        sys.exit(_BROKEN_PIPE)
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether the reading end of the pipe has been closed."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # no file at all
+        return False
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Annotated, final
 
-from worldsize.core import Cluster, Cost, Recipe, Workload, World
+from worldsize.core import Cluster, Cost, Range, Recipe, Workload, World
 from worldsize.strategies.periodic.cost import averaging_cost
 from worldsize.strategies.periodic.exchange import Exact
 from worldsize.strategies.periodic.fragment import Fragment
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
 from worldsize.strategies.periodic.replica import OuterOptimizer
-from worldsize.strategies.periodic.rounds import OuterRule, Rounds
+from worldsize.strategies.periodic.rounds import OuterMomentum, OuterRate, Rounds
 from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
 from worldsize.strategies.train_state import TrainState
 
@@ -26,13 +26,9 @@ class DiLoCo(PeriodicSyncStrategy):
     momentum, from the round's beginning: where that ends, all begin the next round. Buffers are averaged.
     """
 
-    inner_steps: int = 500
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        OuterRule(self.outer_lr, self.outer_momentum)
+    inner_steps: Annotated[int, Range(least=1)] = 500
+    outer_lr: OuterRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         """Add to what local SGD keeps: the parameters of the round's beginning, and their momentum."""

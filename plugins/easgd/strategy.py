@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 from plugins.easgd.centre import Centre, Link, Operation, joined
 from plugins.easgd.replica import ElasticReplica
@@ -15,6 +15,7 @@ from worldsize.core import (
     ConfigError,
     Cost,
     Numerics,
+    Range,
     Recipe,
     Replica,
     Role,
@@ -46,18 +47,10 @@ class EASGD(Strategy):
     """
 
     reductions = ("flat",)
-    period: int = 4
-    moving_rate: float = 0.9
+    period: Annotated[int, Range(least=1, hint="it is in steps")] = 4
+    moving_rate: Annotated[float, Range(above=0, most=1, hint="0.9 is usual")] = 0.9
     rounds: Rounds = "synchronous"
     nodes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ConfigError(f"strategy.period={self.period} must be 1 or more; it is in steps.")
-        if not 0 < self.moving_rate <= 1:
-            raise ConfigError(f"strategy.moving_rate={self.moving_rate} must be above 0 and at most 1; 0.9 is usual.")
-        if self.rounds not in ("synchronous", "asynchronous"):
-            raise ConfigError(f"strategy.rounds={self.rounds!r} is unknown. Known: synchronous, asynchronous.")
 
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.precision == "fp16":

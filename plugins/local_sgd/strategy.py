@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 from torch import Tensor
 
-from worldsize.core import Cluster, ConfigError, Cost, Recipe, Workload, World
+from worldsize.core import Cluster, Cost, Recipe, Workload, World
 from worldsize.strategies.periodic.cost import averaging_cost
 from worldsize.strategies.periodic.exchange import Exact, flat, split_like
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
@@ -28,13 +28,6 @@ class LocalSGD(PeriodicSyncStrategy):
     """
 
     optimizer_state: OptimizerState = "local"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.optimizer_state not in (known := get_args(OptimizerState)):
-            raise ConfigError(
-                f"strategy.optimizer_state={self.optimizer_state!r} is unknown. Known: {', '.join(known)}."
-            )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         return averaging_cost(work, cluster, every=self.inner_steps)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 from torch import Tensor, nn
 
 from plugins.streaming_diloco.e3m0 import BLOCK
 from plugins.streaming_diloco.exchange import Gathered, Scattered
-from worldsize.core import Cluster, ConfigError, Cost, Recipe, Workload, World
+from worldsize.core import Cluster, ConfigError, Cost, Range, Recipe, Workload, World
 from worldsize.strategies.periodic.cost import averaging_cost
 from worldsize.strategies.periodic.exchange import Exact, Exchange
 from worldsize.strategies.periodic.fragment import Fragment
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
 from worldsize.strategies.periodic.replica import OuterOptimizer
-from worldsize.strategies.periodic.rounds import OuterRule, Rounds
+from worldsize.strategies.periodic.rounds import OuterMomentum, OuterRate, Rounds
 from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
 from worldsize.strategies.train_state import TrainState
 
@@ -37,28 +37,21 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
     there and back, rounded twice, fewer bytes with three workers and more.
     """
 
-    inner_steps: int = 100
-    outer_lr: float = 0.4
-    outer_momentum: float = 0.9
-    fragment_blocks: int = 3
-    delay: int = 1
-    mix: float = 0.0
+    inner_steps: Annotated[int, Range(least=1)] = 100
+    outer_lr: OuterRate = 0.4
+    outer_momentum: OuterMomentum = 0.9
+    fragment_blocks: Annotated[int, Range(least=1)] = 3
+    delay: Annotated[int, Range(least=0)] = 1
+    mix: Annotated[float, Range(least=0, below=1, hint="at 1 workers would never meet")] = 0.0
     wire: Literal["fp32", "e3m0_gather", "e3m0_scatter"] = "e3m0_scatter"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        OuterRule(self.outer_lr, self.outer_momentum)
-        if self.fragment_blocks < 1:
-            raise ConfigError(f"strategy.fragment_blocks={self.fragment_blocks} must be 1 or more.")
-        if not 0 <= self.delay < self.inner_steps:
+        if self.delay >= self.inner_steps:
             raise ConfigError(
-                f"strategy.delay={self.delay} must be at least 0 and below strategy.inner_steps={self.inner_steps}: "
+                f"strategy.delay={self.delay} must be below strategy.inner_steps={self.inner_steps}: "
                 "a fragment is sent again only after it has come back."
             )
-        if not 0 <= self.mix < 1:
-            raise ConfigError(f"strategy.mix={self.mix} must be at least 0 and below 1; at 1 workers would never meet.")
-        if self.wire not in _EXCHANGES:
-            raise ConfigError(f"strategy.wire={self.wire!r} is unknown. Known: {', '.join(_EXCHANGES)}.")
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         """Add to what local SGD keeps: what was agreed, its momentum, and outer gradients on their way.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 from recipes.click_through.samples import CATEGORIES, COUNTS, Samples
-from worldsize.core import Recipe, RowValues
+from worldsize.core import Range, Recipe, RowValues
 
 _HASH = 0x9E3779B1  # golden ratio, so that categories that share low digits do not share rows
 
@@ -74,10 +74,10 @@ def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
 class ClickThrough(Recipe):
     """Train a DLRM to predict clicks; ``dim`` ... ``sparse`` are those of :class:`DLRM`."""
 
-    dim: int
-    rows: int
-    bottom: Sequence[int]
-    top: Sequence[int]
+    dim: Annotated[int, Range(least=1)]
+    rows: Annotated[int, Range(least=1)]
+    bottom: Sequence[Annotated[int, Range(least=1)]]
+    top: Sequence[Annotated[int, Range(least=1)]]
     sparse: bool
     samples: Samples
     make_optimizer: Callable[..., Optimizer]

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, FilePath, Range
 
 COUNTS, CATEGORIES = 13, 26
 Array = NDArray[Any]
@@ -41,9 +41,9 @@ class Criteo(Samples):
     label, 13 integers and 26 hexadecimal numbers, separated by tabs; any but the label may be missing and counts as 0.
     """
 
-    path: str
-    rows: int
-    test_rows: int
+    path: Annotated[str, FilePath()]
+    rows: Annotated[int, Range(least=1)]
+    test_rows: Annotated[int, Range(least=1)]
 
     @property
     def _file(self) -> Path:
@@ -92,11 +92,11 @@ class Synthetic(Samples):
     :meth:`best` computes.
     """
 
-    rows: int
-    test_rows: int
-    categories: int
-    exponent: float
-    seed: int
+    rows: Annotated[int, Range(least=1)]
+    test_rows: Annotated[int, Range(least=1)]
+    categories: Annotated[int, Range(least=1)]
+    exponent: Annotated[float, Range()]
+    seed: Annotated[int, Range(least=0, most=2**32 - 3)]  # NumPy takes 32 bits, of which the splits take two more seeds
 
     def read(self, split: str) -> TensorDataset:
         counts_nc, categories_nf, chance_n, random = self._drawn(split)

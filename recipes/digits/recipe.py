@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import numpy
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-from worldsize.core import Recipe
+from worldsize.core import Range, Recipe
 
 _TEST = 360  # images held out, one in five
 
@@ -25,8 +25,8 @@ _TEST = 360  # images held out, one in five
 class Digits(Recipe):
     """A convolutional network of ``width`` and ``2 × width`` channels with dropout before its classifier."""
 
-    width: int
-    dropout: float
+    width: Annotated[int, Range(least=1)]
+    dropout: Annotated[float, Range(least=0, most=1)]
     make_optimizer: Callable[..., Optimizer]
     make_schedule: Callable[[Optimizer], LRScheduler] | None = None
 

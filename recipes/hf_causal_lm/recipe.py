@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
 from recipes.stdlib_lm.corpus import IGNORED, Windows
-from worldsize.core import ConfigError, Recipe
+from worldsize.core import ConfigError, FilePath, Range, Recipe
 from worldsize.errors import missing_extra
 
 
@@ -49,20 +49,18 @@ class HFCausalLM(Recipe):
 
     make_optimizer: Callable[..., Optimizer]
     make_schedule: Callable[[Optimizer], LRScheduler] | None = None
-    text: str | None = None
-    context: int = 128
+    text: Annotated[str | None, FilePath()] = None
+    context: Annotated[int, Range(least=1)] = 128
     pretrained: str | None = None
     tokenizer: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    test_share: float = 0.1
-    test_tokens: int | None = None
+    test_share: Annotated[float, Range(above=0, below=1)] = 0.1
+    test_tokens: Annotated[int | None, Range(least=1)] = None
 
     def __post_init__(self) -> None:
         _transformers()
         if self.pretrained is None and "model_type" not in self.config:
             raise ConfigError("recipe.config names no model_type. Set it, e.g. llama, or recipe.pretrained.")
-        if not 0 < self.test_share < 1:
-            raise ConfigError(f"recipe.test_share={self.test_share} must lie between 0 and 1.")
         self.files()
 
     def model(self) -> nn.Module:

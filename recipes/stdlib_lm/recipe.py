@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.stdlib_lm.corpus import IGNORED, Windows, read, sources
 from recipes.stdlib_lm.gpt import GPT, Block, Logits, Sizes
-from worldsize.core import Recipe, TensorStyle
+from worldsize.core import Range, Recipe, TensorStyle
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class StdlibLM(Recipe):
         test_bytes: at most this many bytes are evaluated. None: the whole test split, about 2 MB.
     """
 
-    width: int
-    depth: int
-    heads: int
-    context: int
-    dropout: float
-    test_bytes: int | None
+    width: Annotated[int, Range(least=1)]
+    depth: Annotated[int, Range(least=1)]
+    heads: Annotated[int, Range(least=1)]
+    context: Annotated[int, Range(least=1)]
+    dropout: Annotated[float, Range(least=0, most=1)]
+    test_bytes: Annotated[int | None, Range(least=2)]
     make_optimizer: Callable[..., Optimizer]
     make_schedule: Callable[[Optimizer], LRScheduler] | None = None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import numpy
 import torch
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from recipes.word2vec.prose import library, pairs, texts, vocabulary, words
-from worldsize.core import Recipe, RowValues
+from worldsize.core import Range, Recipe, RowValues
 
 _TEST = 20  # one text in 20 is held out
 _FREQUENT = 1e-3  # words with a larger share of the text are thinned out (equation 5 of the paper)
@@ -84,10 +84,10 @@ class Word2Vec(Recipe):
         sparse: whether the tables have sparse gradients.
     """
 
-    dim: int
-    window: int
-    negatives: int
-    min_count: int
+    dim: Annotated[int, Range(least=1)]
+    window: Annotated[int, Range(least=1)]
+    negatives: Annotated[int, Range(least=1)]
+    min_count: Annotated[int, Range(least=1)]
     sparse: bool
     make_optimizer: Callable[..., Optimizer]
     make_schedule: Callable[[Optimizer], LRScheduler] | None = None

@@ -256,5 +256,5 @@ def test_a_run_that_was_trained_is_reported_and_watched(
 
 def test_a_folder_without_runs_is_refused(command: Any, tmp_path: Path) -> None:
     done = command("report", str(tmp_path), cwd=tmp_path, environment={})
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "no runs in" in done.stderr

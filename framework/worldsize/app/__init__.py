@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
-from worldsize.messages import show_messages
+from worldsize.messages import show_messages, until_output_closes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,6 +44,11 @@ COMMANDS = {
 def main() -> None:
     """Entry of the ``worldsize`` command."""
     show_messages()
+    with until_output_closes():
+        _call()
+
+
+def _call() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(_usage())
@@ -51,7 +56,7 @@ def main() -> None:
         del sys.argv[1]
         importlib.import_module(f"worldsize.app.{name}").main()
     else:
-        sys.exit(f"no command {name!r}{neighbours(name, COMMANDS)}")
+        sys.exit(refuse(WorldsizeError(f"no command {name!r}{neighbours(name, COMMANDS)}")))
 
 
 def _usage() -> str:

@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
 from worldsize.records.lock import is_locked
@@ -22,7 +23,7 @@ def main() -> None:
     try:
         print(cancel(RunDirectory(parser.parse_args().run.resolve())))
     except WorldsizeError as error:
-        sys.exit(str(error))
+        sys.exit(refuse(error))
 
 
 def cancel(run: RunDirectory) -> str:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from worldsize.app import refuse
+from worldsize.app.arguments import number
+from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.observe.comparison import comparison_table
 from worldsize.records.run_record import view
@@ -28,8 +31,7 @@ def main() -> None:
         first, second = (view(path).directory for path in options.runs)
         comparison = compare_runs(first.path, second.path, tolerance=options.tolerance)
     except WorldsizeError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(refuse(error))
     show(comparison, as_json=options.json)
     sys.exit(EXIT_CODES[comparison.verdict])
 
@@ -37,7 +39,10 @@ def main() -> None:
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help="largest relative difference of a figure that is let pass"
+        "--tolerance",
+        type=number(Range(least=0)),
+        default=TOLERANCE,
+        help="largest relative difference of a figure that is let pass",
     )
     parser.epilog = "Exit code: 0 bitwise identical, 3 within tolerance, 4 different, 2 it cannot be compared or run."
 

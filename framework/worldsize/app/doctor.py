@@ -20,6 +20,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.app import call_composed, exit_process
+from worldsize.app.arguments import number
+from worldsize.core.limits import SECONDS
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize doctor", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 recipe=digits")
     parser.add_argument("--pairs", action="store_true", help="measure the link between each two nodes")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds that hosts have to answer (%(default)s)")
+    parser.add_argument(
+        "--patience", type=number(SECONDS), default=60.0, help="seconds that hosts have to answer (%(default)s)"
+    )
     parser.add_argument("--json", dest="report", metavar="FILE", help='write what was found; "-": to standard output')
     options = parser.parse_intermixed_args()
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from worldsize import __version__
+from worldsize.app import refuse
 from worldsize.app.templates import planned, write
 from worldsize.config.search_path import bundle
 from worldsize.errors import ConfigError
@@ -25,8 +26,7 @@ def main() -> None:
     try:
         init(folder)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(refuse(error))
     print(f"cd {folder}\nuv run train.py recipe={RECIPE}\nuv run pytest")
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from worldsize.app import refuse
 from worldsize.config.catalogue import Option, Plugin, options, plugins
 from worldsize.config.installed import Installed, installed
 from worldsize.config.search_path import check_unique, main_conf
@@ -23,8 +24,7 @@ def main() -> None:
         check_unique()
         rows = _plugins() if kind == "plugins" else _options(kind)
     except WorldsizeError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(refuse(error))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())

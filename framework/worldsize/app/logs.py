@@ -10,6 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from worldsize.app import refuse
+from worldsize.app.arguments import whole
+from worldsize.core.limits import Range
 from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
@@ -21,7 +24,9 @@ _POLL = 0.2  # seconds
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize logs", description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--rank", type=int, action="append", help="of these ranks alone; may be given more than once")
+    parser.add_argument(
+        "--rank", type=whole(Range(least=0)), action="append", help="of these ranks alone; may be given more than once"
+    )
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
     options = parser.parse_args()
     run = RunDirectory(options.run.resolve())
@@ -32,7 +37,7 @@ def main() -> None:
         for line in lines(scheduler, options.rank, follow=options.follow):
             print(line, flush=options.follow)
     except WorldsizeError as error:
-        sys.exit(str(error))
+        sys.exit(refuse(error))
     except (KeyboardInterrupt, BrokenPipeError):
         sys.exit(130)
 

@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+from worldsize.app import refuse
 from worldsize.app.templates import planned, write
 from worldsize.config.catalogue import options, plugins
 from worldsize.errors import ConfigError
@@ -29,8 +30,7 @@ def main() -> None:
     try:
         written = new(given.kind, given.name, Path.cwd())
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(refuse(error))
     for path in written:
         print(path.relative_to(Path.cwd()))
     print(f"\ntry it:   {_TRY[given.kind].format(name=given.name)}\ntest it:  uv run pytest tests/test_{given.name}.py")

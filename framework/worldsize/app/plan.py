@@ -20,8 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.app import CONFIG_ERROR, call_composed, exit_process
+from worldsize.app.arguments import number
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
+from worldsize.core.limits import Range
 from worldsize.cost.collectives import compute_seconds_for
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.planning.advice import (
@@ -50,10 +52,14 @@ _MOST, _SHOWN = 64, 16  # ranks: of more than that so many, the first and the la
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize plan", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 strategy=mesh")
-    parser.add_argument("--model-size", type=float, metavar="N", help="parameters, e.g. 1e9, instead of the recipe's")
+    parser.add_argument(
+        "--model-size", type=number(Range(least=1)), metavar="N", help="parameters, e.g. 1e9, instead of the recipe's"
+    )
     parser.add_argument("--precision", choices=_SIZES, default="fp32", help="of all its numbers, sent and kept")
     parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
-    parser.add_argument("--overlap", type=float, help="share of compute behind which bytes travel, 0 to 1")
+    parser.add_argument(
+        "--overlap", type=number(Range(least=0, most=1)), help="share of compute behind which bytes travel"
+    )
     parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     exit_process(plan(parser.parse_intermixed_args()))
@@ -63,7 +69,7 @@ def _seconds(text: str) -> float:
     unit = next((unit for unit in _UNITS if text.endswith(unit)), None)
     if unit is None:
         raise argparse.ArgumentTypeError(f"{text!r} has no unit: write e.g. 250ms")
-    return float(text.removesuffix(unit)) * _UNITS[unit]
+    return number(Range(above=0))(text.removesuffix(unit)) * _UNITS[unit]
 
 
 def plan(options: argparse.Namespace) -> int:

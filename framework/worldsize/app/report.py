@@ -8,6 +8,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from worldsize.app import refuse
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.page import page
 
@@ -24,7 +25,7 @@ def main() -> None:
     try:
         path = write([folder.resolve() for folder in options.folders], options.output)
     except WorldsizeError as error:
-        sys.exit(str(error))
+        sys.exit(refuse(error))
     print(path)
     if options.open:
         webbrowser.open(path.as_uri())

@@ -62,9 +62,10 @@ def main() -> None:
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     options = parser.parse_intermixed_args()
     try:
-        exit_process(scale(options.overrides, mode=options.mode, links=options.links))
+        code = scale(options.overrides, mode=options.mode, links=options.links)
     except WorldsizeError as error:
-        exit_process(refuse(error))
+        code = refuse(error)
+    exit_process(code)
 
 
 def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:

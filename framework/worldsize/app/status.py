@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
 
+from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory, runs_below
@@ -15,10 +17,13 @@ from worldsize.records.run_record import look
 
 
 def main() -> None:
-    roots = [Path(argument) for argument in sys.argv[1:]] or [Path("runs")]
+    parser = argparse.ArgumentParser(prog="worldsize status", description=__doc__)
+    parser.add_argument("roots", nargs="*", type=Path, metavar="RUN", help="a run folder, or a folder of runs (runs)")
+    roots = parser.parse_args().roots or [Path("runs")]
     runs = [run for root in roots for run in runs_below(root)]
     if not runs:
-        sys.exit(f"no runs below {', '.join(map(str, roots))}. Name a run folder, or a folder that holds some.")
+        where = ", ".join(map(str, roots))
+        sys.exit(refuse(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder that holds some.")))
     Console().print(_table(runs))
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from worldsize.app import call_composed, exit_process, refuse
 from worldsize.errors import WorldsizeError
-from worldsize.messages import show_messages
+from worldsize.messages import show_messages, until_output_closes
 
 if TYPE_CHECKING:
     from worldsize.driver.execute import Launch
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     show_messages()
-    exit_process(train(sys.argv[1:]))
+    with until_output_closes():
+        exit_process(train(sys.argv[1:]))
 
 
 def train(arguments: Sequence[str]) -> int:

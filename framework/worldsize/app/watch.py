@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler, is_alive, state_of
 from worldsize.errors import WorldsizeError
 from worldsize.observe.progress import Plain
@@ -31,7 +32,7 @@ def main() -> None:
     try:
         sys.exit(watch(run, Console()))
     except WorldsizeError as error:
-        sys.exit(str(error))
+        sys.exit(refuse(error))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -10,6 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from worldsize.app import refuse
+from worldsize.app.arguments import whole
+from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.launch.control import request
 from worldsize.records.run_directory import RunDirectory
@@ -18,11 +21,9 @@ from worldsize.records.run_directory import RunDirectory
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize workers", description=__doc__)
     parser.add_argument("do", choices=("add", "remove", "list"))
-    parser.add_argument("count", type=int, nargs="?", default=1, help="how many (default: 1)")
+    parser.add_argument("count", type=whole(Range(least=1)), nargs="?", default=1, help="how many (default: 1)")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder")
     given = parser.parse_args()
-    if given.count < 1:
-        parser.error(f"count {given.count} must be 1 or more")
     sign = RunDirectory(given.run.resolve()).control
     try:
         if given.do == "list":
@@ -31,7 +32,7 @@ def main() -> None:
             names = ", ".join(request(sign, do=given.do, count=given.count))
             print(f"{'started' if given.do == 'add' else 'asked to leave'}: {names}")
     except WorldsizeError as error:
-        sys.exit(str(error))
+        sys.exit(refuse(error))
 
 
 def _table(processes: list[dict[str, Any]]) -> Table:

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from worldsize.checkpoints.format import complete, read, step_of, sync_folder
-from worldsize.errors import CheckpointError, ConfigError
+from worldsize.core.limits import Range, check_limits
+from worldsize.errors import CheckpointError
 
 _DELETING = ".deleting_"
 
@@ -22,16 +23,13 @@ class Retention:
     ``best`` names a metric of the last evaluation before the save; ``direction`` says which is better.
     """
 
-    last: int = 2
-    every: int = 0
+    last: Annotated[int, Range(least=1, hint="at least the newest checkpoint is kept")] = 2
+    every: Annotated[int, Range(least=0, hint="0: none")] = 0
     best: str | None = None
     direction: Literal["max", "min"] = "max"
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ConfigError(
-                f"checkpoint.keep.last={self.last}: at least the newest checkpoint is kept. Set 1 or more."
-            )
+        check_limits(type(self), vars(self), key="checkpoint.keep")
 
     def kept(self, folders: Sequence[Path]) -> set[Path]:
         """Choose those to keep of ``folders``, complete checkpoints with the oldest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from worldsize.config import schema
 from worldsize.config.explain import explain
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.search_path import check_unique, main_conf, searched
+from worldsize.core.limits import check_limits
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
@@ -67,7 +68,8 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Plain containers, every interpolation resolved.
 
     Raises:
-        ConfigError: a key does not exist, a value is missing, or an interpolation leads nowhere.
+        ConfigError: a key does not exist, a value is missing or outside what the schema's annotations say, or an
+            interpolation leads nowhere.
     """
     _check_keys(cfg, "")
     try:
@@ -75,7 +77,18 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise explain(error, []) from error
     assert isinstance(plain, dict)
+    _check_values(cfg, plain, "")
     return {str(key): value for key, value in plain.items()}
+
+
+def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str) -> None:
+    """Check ``plain``, what ``node`` resolves to, against the annotations of the section and of those below it."""
+    kind = OmegaConf.get_type(node)
+    if is_dataclass(kind):
+        check_limits(kind, plain, key=path)
+    for name in plain:
+        if OmegaConf.is_dict(child := node._get_node(name)) and isinstance(plain[name], Mapping):
+            _check_values(cast("DictConfig", child), plain[name], f"{path}.{name}" if path else str(name))
 
 
 def _check_keys(node: DictConfig, path: str) -> None:

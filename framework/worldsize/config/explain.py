@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
@@ -26,7 +26,16 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ValidationError):
         return ConfigError(_wrong_type(cause))
-    return ConfigError(str(error))
+    if isinstance(error, OverrideParseException):
+        return ConfigError(f"{error.override!r} cannot be read: {_said(error)}. Write key=value.")
+    return ConfigError(f"{_said(error)}.")
+
+
+def _said(error: Exception) -> str:
+    """The first line of a message that says something, without what Hydra calls the error itself."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line.strip("^ ") and not line.startswith(("See http", "Error parsing override"))]
+    return " ".join(re.sub(r"^\w+Exception: ", "", said[0]).rstrip(".").split()) if said else type(error).__name__
 
 
 def _unknown_option(error: MissingConfigException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
@@ -12,7 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from worldsize.errors import ConfigError, neighbours
+from worldsize.core.limits import check_limits
+from worldsize.errors import ConfigError, WorldsizeError, neighbours
 
 T = TypeVar("T")
 
@@ -34,18 +36,34 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     """The object that ``node`` (plain containers) describes.
 
     Raises:
-        ConfigError: a target outside the allow-list, missing, not callable, or with parameters that it
-            does not take; or an object that is not a ``kind``. A target whose import fails raises its own error.
+        ConfigError: a target outside the allow-list, missing, not callable, with arguments that it does not take, or
+            that raises an error; or an object that is not a ``kind``. A target whose import fails raises its own error.
     """
-    for path, target in _targets(node, key):
-        check_arguments(resolve(target["_target_"], allowed, path), target, path)
+    check_node(node, allowed=allowed, key=key)
     try:
         built = hydra.utils.instantiate(node, _convert_="all")
     except InstantiationException as error:
-        raise error.__cause__ or error from None  # what the target itself raised
+        cause = error.__cause__ or error  # what the target itself raised
+        if isinstance(cause, WorldsizeError | ImportError):
+            raise cause from None
+        raise ConfigError(f"{key}: {node['_target_']} cannot be built: {described_failure(cause)}.") from cause
     if not isinstance(built, kind):
         raise ConfigError(f"{key}: {node.get('_target_')} makes a {type(built).__name__}, not a {kind.__name__}.")
     return built
+
+
+def check_node(node: Any, *, allowed: Allowed, key: str) -> None:
+    """Raise ConfigError if a target at or below ``node`` may not be called, or not with these arguments."""
+    for path, target in _targets(node, key):
+        check_arguments(resolve(target["_target_"], allowed, path), target, path)
+
+
+def described_failure(error: BaseException) -> str:
+    """Name an error of code that is not ours in a line: its kind, what it says, and where it came from."""
+    said = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {said[0].rstrip('.')}" if said else type(error).__name__
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
 
 
 def check_targets(config: Any, allowed: Allowed) -> None:
@@ -118,7 +136,9 @@ def _targets(node: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
-    """Parameters of ``node`` against the signature, and plain values against a dataclass's annotations."""
+    """Parameters of ``node`` against the signature, and values against annotations: plain types of a dataclass, limits
+    of any target.
+    """
     parameters = inspect.signature(target).parameters
     given = [name for name in node if name not in ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -127,6 +147,7 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
                 raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}")
     if is_dataclass(target):
         _check_types(target, node, given, key)
+    check_limits(target, node, key=key)
 
 
 def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key: str) -> None:

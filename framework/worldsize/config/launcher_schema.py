@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, field, fields, is_dataclass, make_datacl
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
@@ -102,8 +102,15 @@ def _options(launcher: type) -> list[Field[Any]]:
 
 
 def _typed(launcher: type, options: Sequence[Field[Any]]) -> list[tuple[str, Any, Any]]:
-    hints = get_type_hints(launcher)
-    return [(each.name, plain_type(hints[each.name]), _default(each)) for each in options]
+    hints = get_type_hints(launcher, include_extras=True)
+    return [(each.name, _limited(hints[each.name]), _default(each)) for each in options]
+
+
+def _limited(hint: Any) -> Any:
+    """The plain type of an annotation, with what it says of the values."""
+    if get_origin(hint) is not Annotated:
+        return plain_type(hint)
+    return Annotated[plain_type(get_args(hint)[0]), *hint.__metadata__]
 
 
 def _default(option: Field[Any]) -> Any:
@@ -121,6 +128,8 @@ def _default(option: Field[Any]) -> Any:
 def plain_type(hint: Any) -> Any:
     """The type that OmegaConf checks for an annotation: what it cannot express is checked when the object is built."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return plain_type(arguments[0])
     if origin in (Union, UnionType):
         return _plain_union(arguments)
     if origin is Literal and len({type(each) for each in arguments}) == 1:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+
+from worldsize.core.limits import PORT, SECONDS, FilePath, FolderName, OneOf, Range
+from worldsize.world.environments import ENVIRONMENTS
+
+_COUNT = Range(least=1, most=2**63 - 1)
+_INTERVAL = Range(least=0, most=2**63 - 1, hint="0: never")
 
 
 @dataclass
@@ -15,10 +21,10 @@ class LinkSchema:
     share of the bandwidth that is left where all ranks send to all at once.
     """
 
-    bandwidth: float = MISSING
-    latency: float = MISSING
-    gap: float = 0.0
-    incast: float = 1.0
+    bandwidth: Annotated[float, Range(above=0, hint="it is in bytes a second")] = MISSING
+    latency: Annotated[float, Range(least=0, hint="it is in seconds")] = MISSING
+    gap: Annotated[float, Range(least=0, hint="it is in seconds")] = 0.0
+    incast: Annotated[float, Range(above=0, most=1)] = 1.0
 
 
 @dataclass
@@ -34,20 +40,20 @@ class ClusterSchema:
     """
 
     name: str = MISSING
-    nodes: int = 1
-    processes: int | None = None
-    processes_per_node: int | None = None
-    device: str | None = "cpu"
+    nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
+    processes: Annotated[int | None, Range(most=1_000_000)] = None
+    processes_per_node: Annotated[int | None, Range(least=1, most=4096)] = None
+    device: Annotated[str | None, OneOf("cpu", "cuda")] = "cpu"
     backend: str | None = None
-    threads: int | None = None
-    timeout: float = 600.0
-    environment: str = "auto"
+    threads: Annotated[int | None, Range(least=1, most=4096)] = None
+    timeout: Annotated[float, SECONDS] = 600.0
+    environment: Annotated[str, OneOf("auto", *ENVIRONMENTS)] = "auto"
     interface: str | None = None
     hca: str | None = None
-    port: int | None = None
-    on_node_mismatch: str = "refuse"
-    device_memory: float | None = None
-    price_per_hour: float | None = None
+    port: Annotated[int | None, PORT] = None
+    on_node_mismatch: Annotated[str, OneOf("refuse", "warn")] = "refuse"
+    device_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
+    price_per_hour: Annotated[float | None, Range(least=0)] = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 
@@ -59,12 +65,12 @@ class RunSchema:
     ``examine``: the cluster is examined instead: its links by tier ("tiers") or between all nodes ("pairs").
     """
 
-    root: str = "runs"
-    name: str | None = None
+    root: Annotated[str, FilePath()] = "runs"
+    name: Annotated[str | None, FolderName()] = None
     group: str | None = None
-    reproduces: str | None = None
+    reproduces: Annotated[str | None, FilePath()] = None
     strict: bool = False
-    examine: str | None = None
+    examine: Annotated[str | None, OneOf("tiers", "pairs")] = None
 
 
 @dataclass
@@ -76,12 +82,12 @@ class CheckpointSchema:
     (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one.
     """
 
-    every: int = 0
+    every: Annotated[int, _INTERVAL] = 0
     at_end: bool = True
     keep: Any = None
     signals: list[str] = field(default_factory=list)
     ignore: list[str] = field(default_factory=list)
-    ignore_until: int | None = None
+    ignore_until: Annotated[int | None, Range(least=0)] = None
     allow_older: bool = False
 
 
@@ -96,7 +102,7 @@ class ObserveSchema:
 class ProfileSchema:
     """``steps``: first and last of those that PyTorch's profiler traces, e.g. [10, 12]."""
 
-    steps: list[int] | None = None
+    steps: list[Annotated[int, Range(least=1)]] | None = None
 
 
 @dataclass
@@ -114,21 +120,21 @@ class Schema:
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
     """
 
-    steps: int = MISSING
-    epochs: float | None = None
-    batch_size: int = MISSING
-    lr: float = MISSING
+    steps: Annotated[int, _COUNT] = MISSING
+    epochs: Annotated[float | None, Range(above=0)] = None
+    batch_size: Annotated[int, _COUNT] = MISSING
+    lr: Annotated[float, Range(least=0)] = MISSING
     seed: int = 0
-    logical_ranks: int | None = None
+    logical_ranks: Annotated[int | None, _COUNT] = None
     precision: str = "fp32"
-    clip_norm: float | None = None
+    clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null: no clipping")] = None
     nonfinite: str = "stop"
-    log_every: int = 10
-    evaluate_every: int = 0
-    evaluate_batch_size: int = 256
-    data_workers: int = 0
+    log_every: Annotated[int, _COUNT] = 10
+    evaluate_every: Annotated[int, _INTERVAL] = 0
+    evaluate_batch_size: Annotated[int, _COUNT] = 256
+    data_workers: Annotated[int, Range(least=0, most=256, hint="so many processes for each worker")] = 0
     length_balanced: bool = False
-    launch: str = "run"
+    launch: Annotated[str, OneOf("run", "show", "write")] = "run"
     allow_targets: list[str] = field(default_factory=list)
     run: RunSchema = field(default_factory=RunSchema)
     numerics: NumericsSchema = field(default_factory=NumericsSchema)

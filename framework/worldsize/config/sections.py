@@ -1,4 +1,4 @@
-"""The sections of a resolved configuration as typed values, each of which checks its own numbers."""
+"""The sections of a resolved configuration as typed values; the schema has checked their numbers by then."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from worldsize.checkpoints.retention import Retention
 from worldsize.core import Listener
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.preemption import SIGNALS
-
-_MINIMA = {
-    "steps": 1,
-    "batch_size": 1,
-    "log_every": 1,
-    "evaluate_every": 0,
-    "evaluate_batch_size": 1,
-    "data_workers": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -59,11 +50,6 @@ class TrainingConfig:
     data_workers: int
     length_balanced: bool
 
-    def __post_init__(self) -> None:
-        for key, least in _MINIMA.items():
-            if (value := vars(self)[key]) < least:
-                raise ConfigError(f"{key}={value} must be {least} or more.")
-
     @staticmethod
     def of(config: Mapping[str, Any]) -> TrainingConfig:
         return TrainingConfig(
@@ -92,8 +78,6 @@ class CheckpointConfig:
     allow_older: bool  # an older checkpoint stands in for a damaged one
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(f"checkpoint.every={self.every} must be 0 (none in between) or more.")
         known = [number.name for number in SIGNALS]
         for name in self.signals:
             if name not in known:
@@ -128,7 +112,7 @@ class ObserveConfig:
     @staticmethod
     def of(config: Mapping[str, Any], logger: Callable[..., Listener] | None) -> ObserveConfig:
         steps = config["profile"]["steps"]
-        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ConfigError(f"profile.steps={steps} must be the first and the last step to trace, e.g. [10,12].")
         profiled = cast("tuple[int, int]", tuple(steps)) if steps else None
         return ObserveConfig(step_breakdown=config["observe"]["step_breakdown"], profiled=profiled, logger=logger)

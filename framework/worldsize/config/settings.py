@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch.distributed import Backend
+
 from worldsize.checkpoints.retention import Retention
-from worldsize.config.instantiate import Allowed, build, check_targets
+from worldsize.config.instantiate import Allowed, build, check_node, check_targets
 from worldsize.config.sections import AgentsConfig, CheckpointConfig, ObserveConfig, RunConfig, TrainingConfig
 from worldsize.core import (
     AgentLauncher,
@@ -102,12 +104,12 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     observe = ObserveConfig.of(config, _logger(config["logger"], allowed))
     keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
     checkpoint = CheckpointConfig.of(config["checkpoint"], keep)
-    if config["launch"] not in ("run", "show", "write"):
-        raise ConfigError(f"launch={config['launch']!r} is unknown. Known: run, show, write.")
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
     cluster = _cluster(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     _check_reduce(strategy)
+    _check_backend(cluster.backend)  # which the strategy's module may have registered
+    _check_groups(config, allowed)
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
     roles = strategy.roles(cluster)
@@ -167,6 +169,22 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         device_memory=node.get("device_memory"),
         price_per_hour=node.get("price_per_hour"),
     )
+
+
+def _check_groups(config: Mapping[str, Any], allowed: Allowed) -> None:
+    """Check what the recipe takes over from the groups of the configuration, under the names that a user types."""
+    for group in ("optimizer", "schedule", "data"):
+        if (node := config[group]) and any(node == value for value in config["recipe"].values()):
+            check_node(node, allowed=allowed, key=group)
+
+
+def _check_backend(named: str) -> None:
+    """Refuse a backend that torch does not know; ``named`` may give one for each device, as "cpu:gloo,cuda:nccl"."""
+    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    for part in named.split(","):
+        name = part.rpartition(":")[2].lower()
+        if name not in known:
+            raise ConfigError(f"cluster.backend={named!r}: no backend {name!r}{neighbours(name, known)}")
 
 
 def _check_reduce(strategy: Strategy) -> None:

@@ -37,6 +37,7 @@ from worldsize.core.launcher import (
     Outcome,
     Plan,
 )
+from worldsize.core.limits import FilePath, FolderName, Limit, OneOf, Range
 from worldsize.core.numerics import Nonfinite, Numerics, Precision
 from worldsize.core.recipe import (
     Batch,
@@ -73,18 +74,23 @@ __all__ = [
     "Event",
     "Failure",
     "FaultPoints",
+    "FilePath",
+    "FolderName",
     "Job",
     "LaunchMethod",
     "Launcher",
+    "Limit",
     "Link",
     "Listener",
     "MicroBatch",
     "Nonfinite",
     "NonfiniteLossError",
     "Numerics",
+    "OneOf",
     "Outcome",
     "Plan",
     "Precision",
+    "Range",
     "Recipe",
     "Reduction",
     "Rendezvous",

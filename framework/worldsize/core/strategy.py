@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from worldsize.core.cluster import Cluster, Role, World
 from worldsize.core.context import RunContext
+from worldsize.core.limits import check_limits
 from worldsize.core.numerics import Numerics
 from worldsize.core.recipe import EvaluationBatch, MicroBatch, Recipe, StateDict
 from worldsize.errors import ConfigError
@@ -143,6 +144,9 @@ class Strategy(ABC):
     """Values that ``reduce`` may have."""
     reduce: Reduction = "flat"
     """Way in which gradients are summed over logical ranks."""
+
+    def __post_init__(self) -> None:
+        check_limits(type(self), vars(self), key="strategy")
 
     def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies carry all of them
         """Raise ConfigError for numerics that this strategy cannot carry, before a process starts."""

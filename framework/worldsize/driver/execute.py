@@ -22,11 +22,13 @@ from worldsize.config.settings import Settings, load_settings
 from worldsize.config.shape import with_processes
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
 from worldsize.data.loader import is_iterable, steps_of
+from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
 from worldsize.errors import ConfigError
 from worldsize.observe.summary import summary_table
+from worldsize.planning.construction import check_construction
 from worldsize.records.redaction import scrubber
 from worldsize.records.run_directory import RunDirectory, created, planned
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
@@ -77,6 +79,7 @@ def _checked(cfg: DictConfig) -> Settings:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     settings.strategy.check_recipe(settings.recipe)
+    check_construction(settings.recipe)
     return settings
 
 
@@ -120,7 +123,7 @@ def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDi
             note_job(run, job)
             print(f"job {job} submitted: {run.path}", flush=True)
     if not launcher.wait:
-        print(f"follow it with: worldsize logs --follow {runs[0].path}")
+        print(f"follow it with: {command_line('logs', '--follow', runs[0].path)}")
         return 0
     wait_for(launcher, [job for job in jobs if job is not None])
     return max(_ended(run) for run in runs)
@@ -132,7 +135,7 @@ def _ended(run: RunDirectory) -> int:
     if ended.exit_reason == "completed":
         Console().print(summary_table(read_result(run), run.path))
         return 0
-    _logger.error("%s; look at: worldsize logs %s", ended.exit_reason or "it never began", run.path)
+    _logger.error("%s; look at: %s", ended.exit_reason or "it never began", command_line("logs", run.path))
     return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1
 
 
@@ -179,10 +182,18 @@ def settings_of(cfg: DictConfig) -> Settings:
     config = _completed(resolved(cfg))
     settings = load_settings(config)
     if cfg.epochs is None:
-        return settings
+        return _with_profile_in_run(settings)
     cfg.steps = _steps(settings, epochs=float(cfg.epochs))
     # resolved again, since schedules interpolate the number of steps
-    return load_settings(_completed(resolved(cfg)))
+    return _with_profile_in_run(load_settings(_completed(resolved(cfg))))
+
+
+def _with_profile_in_run(settings: Settings) -> Settings:
+    """Return the settings. Raises ConfigError: steps are to be traced that the run never reaches."""
+    profiled, steps = settings.observe.profiled, settings.training.steps
+    if profiled is not None and profiled[1] > steps:
+        raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
+    return settings
 
 
 def shape_of(cfg: DictConfig) -> dict[str, Any]:

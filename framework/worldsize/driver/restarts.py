@@ -10,6 +10,7 @@ from rich.console import Console
 
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Launcher, Outcome, Plan
+from worldsize.driver.hints import command_line
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.records.run_directory import RunDirectory
@@ -65,4 +66,4 @@ def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
         console.print(summary_table(read_result(run), run.path))
     else:
         _logger.error("%s; run folder: %s", outcome.exit_reason, run.path)
-        _logger.error("go on with: worldsize resume %s", run.path)
+        _logger.error("go on with: %s", command_line("resume", run.path))

@@ -25,8 +25,9 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, final
+from typing import Annotated, Any, TypeVar, final
 
+from worldsize.core.limits import GRACE, Range, check_limits
 from worldsize.engine.heap import Heap
 from worldsize.errors import ConfigError, neighbours
 
@@ -67,11 +68,13 @@ class Fault:
     """
 
     action: str
-    rank: int | None = 0  # None: every rank
-    step: int | None = None  # None: every step
+    rank: Annotated[int | None, Range(least=0)] = 0  # None: every rank
+    step: Annotated[int | None, Range(least=0)] = None  # None: every step
     point: str | None = None
-    attempt: int | None = 1  # which start of the run, or of a process that is started again alone; None: every one
-    seconds: float = 3600.0  # that actions sleep and slow take
+    attempt: Annotated[int | None, Range(least=1)] = (
+        1  # which start of the run, or of a process that is started again alone; None: every one
+    )
+    seconds: Annotated[float, GRACE] = 3600.0  # that actions sleep and slow take
 
 
 @final
@@ -134,4 +137,5 @@ def _fault(row: Mapping[str, Any]) -> Fault:
     action = str(row.get("action"))
     if action not in (actions := (*ACTIONS, PERTURB)):
         raise ConfigError(f"faults: no action {action!r}{neighbours(action, actions)}")
+    check_limits(Fault, row, key="faults")
     return Fault(**({"point": "step:compute", **row} if action == "slow" else row))

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from worldsize.core import Range
 
-def warmup_cosine(optimizer: Optimizer, *, steps: int, warmup: float = 0.05, floor: float = 0.1) -> LRScheduler:
+
+def warmup_cosine(
+    optimizer: Optimizer,
+    *,
+    steps: Annotated[int, Range(least=1)],
+    warmup: Annotated[float, Range(least=0, most=1, hint="it is a share of the steps")] = 0.05,
+    floor: Annotated[float, Range(least=0, hint="it is a share of the peak")] = 0.1,
+) -> LRScheduler:
     """Return a linear warm-up over ``warmup × steps``, then half a cosine down to ``floor`` times the peak.
 
     Source: SGDR, arXiv 1608.03983, equation 5, without restarts.

@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Annotated, final
 
-from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
+from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import read_key, write_key
 from worldsize.launch.names import job_name
@@ -35,14 +35,14 @@ class Kubernetes(NodeLauncher, BatchLauncher):
     run_root: str = cluster_option("/runs")  # where pods keep run folders, on one of the volumes
     workdir: str | None = cluster_option(None)  # the project's folder in the image
     namespace: str = cluster_option("default")
-    kind: str = cluster_option("auto")  # "jobset", "job", or "auto": what the cluster has
+    kind: Annotated[str, OneOf("auto", "jobset", "job")] = cluster_option("auto")  # auto: what it has
     volumes: Sequence[Mapping[str, str]] = cluster_option(())  # [{claim: NAME, path: /runs}], which all pods share
     service_account: str | None = cluster_option(None)
     node_selector: Mapping[str, str] = cluster_option({})
-    gpus_per_node: int | None = cluster_option(None)
+    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)
     cpus: str | None = cluster_option(None)
     memory: str | None = cluster_option(None)  # of a pod, e.g. 64Gi
-    pod_restarts: int = 3  # times that pods that failed are started again
+    pod_restarts: Annotated[int, Range(least=0)] = 3  # times that pods that failed are started again
     python: str = "python"  # interpreter in the image
     kubectl: Sequence[str] = ("kubectl",)  # with its options, e.g. [kubectl, --context, mine]
     shares_run_folder = False
@@ -56,8 +56,6 @@ class Kubernetes(NodeLauncher, BatchLauncher):
                 "Name it by its digest (IMAGE@sha256:...) for a run that can be re-created.",
                 self.image,
             )
-        if self.kind not in ("auto", "jobset", "job"):
-            raise ConfigError(f"cluster.kind={self.kind!r} is unknown. Known: auto, jobset, job.")
         if not any(Path(self.run_root).is_relative_to(each["path"]) for each in self.volumes):
             raise ConfigError(
                 f"cluster.run_root={self.run_root} is on none of cluster.volumes, so a run would end with its pod. "

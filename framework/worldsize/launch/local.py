@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import final
 
 from worldsize.config.shape import check_gpus
 from worldsize.core import Cluster, ConfigError, Job, Launcher, Plan
+from worldsize.errors import neighbours
 from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
+from worldsize.world.interfaces import missing_interfaces
 from worldsize.world.roles import role_of
 
 
@@ -29,6 +32,7 @@ class Local(NodeLauncher, Launcher):
             import torch  # takes seconds
 
             check_gpus(cluster.processes_per_node, torch.cuda.device_count())
+        _check_network(cluster)
 
     def launch(self, plan: Plan) -> Job:
         return self.start_node(plan, Node(), Rendezvous.alone(plan))
@@ -41,3 +45,15 @@ class Local(NodeLauncher, Launcher):
             role, role_rank = role_of(rank, plan.roles)
             lines.append(f"  [{role} {role_rank}] RANK={rank} python -m worldsize.worker {plan.run_dir}")
         return "\n".join(lines)
+
+
+def _check_network(cluster: Cluster) -> None:
+    """Raise ConfigError if this host's torch has no such backend, or this host no such interface."""
+    import torch.distributed as dist  # takes seconds
+
+    names = [part.rpartition(":")[2] for part in cluster.backend.split(",")]
+    if gone := [name for name in names if not dist.is_backend_available(name)]:
+        raise ConfigError(f"cluster.backend={cluster.backend}: this build of torch has no {gone[0]}. Set gloo.")
+    if cluster.interface is not None and (gone := missing_interfaces(cluster.interface, cluster.backend)):
+        there = [name for _, name in socket.if_nameindex()]
+        raise ConfigError(f"cluster.interface: this host has no interface {gone[0]!r}{neighbours(gone[0], there)}")

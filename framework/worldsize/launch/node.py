@@ -13,8 +13,10 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Annotated
 
-from worldsize.core import LaunchMethod, Plan
+from worldsize.core import LaunchMethod, Plan, Range
+from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
 from worldsize.launch.terminal import Terminal
@@ -31,11 +33,11 @@ from worldsize.world.roles import role_of, role_ranks
 class NodeLauncher(LaunchMethod):
     """Starts the processes of one host by forking them from one; the base of launchers whose hosts each do so."""
 
-    max_restarts: int = 0  # times that a gang that failed is started again from its last checkpoint
-    grace: float = 1.0  # seconds that a failed gang has to write its errors before it is killed
-    interrupt_grace: float = 1.0  # seconds that a run has to save after Ctrl-C
-    save_grace: float = 30.0  # and after SIGTERM or SIGUSR1
-    node_timeout: float = 10.0  # seconds without a sign of life after which a host is lost
+    max_restarts: Annotated[int, Range(least=0)] = 0  # times that a gang that failed starts again from its checkpoint
+    grace: Annotated[float, GRACE] = 1.0  # seconds that a failed gang has to write its errors before it is killed
+    interrupt_grace: Annotated[float, GRACE] = 1.0  # seconds that a run has to save after Ctrl-C
+    save_grace: Annotated[float, GRACE] = 30.0  # and after SIGTERM or SIGUSR1
+    node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a sign of life after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
     def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous) -> Gang:

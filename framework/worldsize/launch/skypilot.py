@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
-from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
+from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
 from worldsize.launch.names import job_name
@@ -44,14 +44,14 @@ class SkyPilot(NodeLauncher, BatchLauncher):
     memory: str | None = cluster_option(None)
     image: str | None = cluster_option(None)
     checkpoint_bucket: str | None = cluster_option(None)  # s3://..., gs://...: outlives the instances; or a folder
-    bucket_mode: str = cluster_option("MOUNT")  # or MOUNT_CACHED
+    bucket_mode: Annotated[str, OneOf("MOUNT", "MOUNT_CACHED")] = cluster_option("MOUNT")  # or MOUNT_CACHED
     mount: str = cluster_option("/checkpoints")  # where the bucket is seen on the nodes
     job_recovery: Any = cluster_option(None)  # EAGER_NEXT_REGION, FAILOVER, or all that SkyPilot takes there
     spot_recovery: Any = cluster_option(None)  # its old name
     resources: Mapping[str, Any] = cluster_option({})  # any other key of SkyPilot's resources
     setup: Sequence[str] = cluster_option(())  # shell lines that rebuild the environment; default: uv and its lock
     python: str | None = cluster_option(None)  # interpreter on the nodes; default: that of the environment
-    restarts_on_errors: int = 3  # times that a job that failed is started again
+    restarts_on_errors: Annotated[int, Range(least=0)] = 3  # times that a job that failed is started again
     managed: bool = True  # a managed job, which is recovered; False: a cluster that is left when the run ends
     sky: Sequence[str] = ("sky",)  # the command, which may live in an environment of its own
     shares_run_folder = False
@@ -74,8 +74,6 @@ class SkyPilot(NodeLauncher, BatchLauncher):
             raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no bucket; one is s3://NAME.")
         if str(self.checkpoint_bucket).startswith("/") and not os.access(str(self.checkpoint_bucket), os.W_OK):
             raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no folder that we may write.")
-        if self.bucket_mode not in ("MOUNT", "MOUNT_CACHED"):
-            raise ConfigError(f"cluster.bucket_mode={self.bucket_mode!r} is unknown. Known: MOUNT, MOUNT_CACHED.")
         if self.bucket_mode == "MOUNT_CACHED":
             _logger.warning(
                 "MOUNT_CACHED uploads later, so the newest checkpoint may be partial after a reclaim. It is "

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
-from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
+from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.errors import WorldsizeError
 from worldsize.launch.meeting import write_key
@@ -33,8 +33,8 @@ class Slurm(NodeLauncher, BatchLauncher):
     partition: str | None = cluster_option(None)
     account: str | None = cluster_option(None)
     qos: str | None = cluster_option(None)
-    gpus_per_node: int | None = cluster_option(None)
-    cpus_per_task: int | None = cluster_option(None)
+    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)
+    cpus_per_task: Annotated[int | None, Range(least=1)] = cluster_option(None)
     memory: str | None = cluster_option(None)  # of a node, e.g. 64G
     constraint: str | None = cluster_option(None)
     exclude: str | None = cluster_option(None)
@@ -42,8 +42,8 @@ class Slurm(NodeLauncher, BatchLauncher):
     setup: Sequence[str] = cluster_option(())  # shell lines before the start, e.g. "module load cuda"
     container: str | None = cluster_option(None)  # image, where srun has --container-image
     options: Mapping[str, Any] = cluster_option({})  # others of sbatch, by long name; null: one without a value
-    signal_before: int = 120  # seconds before the time limit in which the run saves
-    max_requeues: int = 100  # times that the run is queued again by itself
+    signal_before: Annotated[int, Range(least=0, most=65535)] = 120  # seconds before the time limit, in which it saves
+    max_requeues: Annotated[int, Range(least=0)] = 100  # times that the run is queued again by itself
     exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
     python: str | None = None  # interpreter on the nodes; None: this one
     wait: bool = False  # come back when the job has ended

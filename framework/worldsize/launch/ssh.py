@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Annotated, Any, final
 
 from worldsize.config.search_path import bundle
-from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Outcome, Plan
+from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Outcome, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
@@ -41,7 +41,7 @@ class Ssh(NodeLauncher, AgentLauncher):
     """
 
     hosts: Sequence[str] = cluster_option()  # as ssh knows them; the others must reach the first
-    gpus_per_node: int | None = cluster_option(None)  # a process for each, unless their number is given
+    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
     folder: str | None = cluster_option(None)  # where the code goes, "%h": the host; None: it is there at the same path
     python: str | None = cluster_option(None)  # interpreter on the hosts; None: made there by uv, from the lock
     ssh: Sequence[str] = cluster_option(("ssh",))  # with its options, e.g. [ssh, -F, my_config]

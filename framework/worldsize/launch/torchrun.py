@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 
-from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan
+from worldsize.core import BatchLauncher, ConfigError, Plan, Range
 from worldsize.core.launcher import cluster_option
+from worldsize.core.limits import PORT
 from worldsize.launch.meeting import write_key
 from worldsize.world.environments import port_of
 
@@ -17,14 +18,10 @@ from worldsize.world.environments import port_of
 class Torchrun(BatchLauncher):
     """Names the command for each node: torchrun, or an agent where roles differ."""
 
-    gpus_per_node: int | None = cluster_option(None)  # a process for each, unless their number is given
+    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
     first: str = cluster_option("FIRST_HOST")  # address of the first node
-    port: int | None = cluster_option(None)  # at which the nodes meet; None: one that follows from the run's id
-    max_restarts: int = 0  # of torchrun
-
-    def check(self, cluster: Cluster) -> None:
-        if cluster.nodes < 1:
-            raise ConfigError(f"cluster.nodes={cluster.nodes} must be 1 or more.")
+    port: Annotated[int | None, PORT] = cluster_option(None)  # at which the nodes meet; None: by the run's id
+    max_restarts: Annotated[int, Range(least=0)] = 0  # of torchrun
 
     def write(self, plan: Plan) -> None:
         write_key(plan.run_dir)

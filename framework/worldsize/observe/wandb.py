@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling
 from worldsize.observe.events import described
@@ -16,8 +16,7 @@ from worldsize.observe.events import described
 if TYPE_CHECKING:
     import wandb
 
-    from worldsize.observe.wandb_run import Mode
-
+Mode = Literal["auto", "online", "offline", "disabled"]
 _logger = logging.getLogger(__name__)
 
 

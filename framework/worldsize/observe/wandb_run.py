@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import wandb
 
-_logger = logging.getLogger(__name__)
+from worldsize.observe.wandb import Mode
 
-Mode = Literal["auto", "online", "offline", "disabled"]
+_logger = logging.getLogger(__name__)
 
 
 def start(mode: Mode, **facts: Any) -> wandb.Run:

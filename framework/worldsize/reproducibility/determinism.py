@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from worldsize.core import Reduction
+from worldsize.core import Range, Reduction
 
 # cuBLAS picks a workspace, and with it a reduction order, at run time unless this is set (CUDA docs,
 # "Results reproducibility"); NVLS all-reduce is not deterministic between calls (nccl #1497).
@@ -33,7 +33,7 @@ class Determinism:
     deterministic: bool = False
     cudnn_benchmark: bool = False
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    threads: int | None = None
+    threads: Annotated[int | None, Range(least=1, most=4096)] = None
     reduce: Reduction = "flat"
 
     def variables(self) -> Mapping[str, str]:

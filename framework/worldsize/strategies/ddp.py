@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final, get_args
+from typing import Annotated, Any, final, get_args
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +14,7 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
+    Range,
     Recipe,
     Reduction,
     Replica,
@@ -23,6 +24,7 @@ from worldsize.core import (
     Workload,
     World,
 )
+from worldsize.core.limits import MEBIBYTES
 from worldsize.strategies.ddp_cost import ddp_cost
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.reducers import Compression, compressed_reducer, gradient_reducer
@@ -46,15 +48,12 @@ class DDP(Strategy):
     reductions = get_args(Reduction)
 
     compress: Compression = "none"
-    powersgd_rank: int = 4
-    bucket_mb: float = 25.0
+    powersgd_rank: Annotated[int, Range(least=1)] = 4
+    bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
-        if self.compress not in get_args(Compression):
-            raise ConfigError(
-                f"strategy.compress={self.compress!r} is unknown. Known: {', '.join(get_args(Compression))}."
-            )
+        super().__post_init__()
         if self.reduce == "ordered" and self.compress != "none":
             raise ConfigError(
                 f"strategy.compress={self.compress} rounds sums otherwise at each world size, which "

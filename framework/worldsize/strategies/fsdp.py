@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from worldsize.core import (
     ConfigError,
     Cost,
     Precision,
+    Range,
     Recipe,
     Replica,
     Role,
@@ -47,9 +48,9 @@ class FSDP(Strategy):
     autocast, as everywhere). ``reduce="ordered"``: the bits of every other strategy at every world size.
     """
 
-    shard: Literal["all", "node"] | int = "all"
+    shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"
-    wrap_parameters: int = 1_000_000
+    wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000
     reshard_after_forward: bool = True
     param_dtype: Precision | None = None
     reduce_dtype: Precision | None = None
@@ -57,11 +58,9 @@ class FSDP(Strategy):
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.shard in ("all", "node") or (isinstance(self.shard, int) and self.shard > 0)):
+        super().__post_init__()
+        if not (self.shard in ("all", "node") or isinstance(self.shard, int)):
             raise ConfigError(f"strategy.shard={self.shard!r} is unknown. Known: all, node, or a number of ranks.")
-        for name, dtype in (("param_dtype", self.param_dtype), ("reduce_dtype", self.reduce_dtype)):
-            if dtype not in (None, *_DTYPES):
-                raise ConfigError(f"strategy.{name}={dtype!r} is unknown. Known: {', '.join(_DTYPES)}, null.")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         size = self._shard_size(cluster.processes, cluster.processes_per_node)

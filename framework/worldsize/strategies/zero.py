@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Annotated, final
 
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from worldsize.collectives.step_timer import time_parameters
 from worldsize.core import Cluster, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload, World
+from worldsize.core.limits import MEBIBYTES
 from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.ddp import replicated
@@ -31,7 +32,7 @@ class ZeRO(Strategy):
     are those of :class:`~worldsize.strategies.ddp.DDP`.
     """
 
-    bucket_mb: float = 25.0
+    bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:

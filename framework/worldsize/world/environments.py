@@ -137,6 +137,7 @@ _KINDS: Mapping[str, tuple[Callable[[Environ], bool], Callable[[Environ], Placem
     "slurm": (lambda environ: "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ, _slurm),
     "alone": (lambda environ: True, _alone),
 }
+ENVIRONMENTS = tuple(_KINDS)  # what ``cluster.environment`` may be, beside "auto"
 
 
 def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:

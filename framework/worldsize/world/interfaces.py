@@ -27,6 +27,21 @@ def interface_of(address: str) -> str | None:
     return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
 
 
+def missing_interfaces(named: str, backend: str) -> list[str]:
+    """Return those of ``named``, which is as ``backend`` reads it, that this host does not have.
+
+    Gloo takes names with commas between them. NCCL takes prefixes of names, with "=" in front whole names, and with "^"
+    in front all others.
+    """
+    there = [name for _, name in socket.if_nameindex()]
+    if backend != "nccl":
+        return [name for name in named.split(",") if name not in there]
+    if named.startswith("^"):
+        return []
+    prefixes = named.removeprefix("=").split(",")
+    return [each for each in prefixes if not any(name.startswith(each) for name in there)]
+
+
 def _address(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])

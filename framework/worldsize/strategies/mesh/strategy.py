@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 
 from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
     Numerics,
+    Range,
     Recipe,
     Replica,
     Role,
@@ -43,22 +44,20 @@ class Mesh(Strategy):
     pipeline). ``reshard_after_forward`` (None: unless there is a pipeline, which would gather for each micro-batch).
     """
 
-    data: int | None = None
-    tensor: int = 1
-    pipeline: int = 1
+    data: Annotated[int | None, Range(least=1)] = None
+    tensor: Annotated[int, Range(least=1)] = 1
+    pipeline: Annotated[int, Range(least=1)] = 1
     schedule: Kind = "1f1b"
-    stages_per_rank: int | None = None
-    micro_batches: int | None = None
+    stages_per_rank: Annotated[int | None, Range(least=1)] = None
+    micro_batches: Annotated[int | None, Range(least=1)] = None
     split: list[int] | None = None
     wrap: Wrap = "auto"
-    wrap_parameters: int = 1_000_000
+    wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000
     reshard_after_forward: bool | None = None
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline", "stages_per_rank", "micro_batches"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"strategy.{name}={value} must be 1 or more.")
+        super().__post_init__()
         if self.reduce == "ordered":
             raise ConfigError(
                 "strategy.reduce=ordered: a layer that is divided over ranks sums in another order than a whole one. "

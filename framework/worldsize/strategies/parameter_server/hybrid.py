@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, final
+from typing import Annotated, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from worldsize.core import (
     EvaluationBatch,
     MicroBatch,
     Numerics,
+    Range,
     Recipe,
     Replica,
     Role,
@@ -25,6 +26,7 @@ from worldsize.core import (
     StepResult,
     Strategy,
 )
+from worldsize.core.limits import SECONDS
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -55,18 +57,14 @@ class HybridParameterServer(Strategy):
 
     servers: int = 1
     consistency: Literal["sync", "async"] = "sync"
-    lease: float = 5.0
+    lease: Annotated[float, SECONDS] = 5.0
     transport: Transport = "auto"
     host: str | None = None
     nodes: int = 1
     seed: int = 0
     sharding: Sharding = "hash"
-    admit_after: int = 0
-    capacity: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.consistency not in ("sync", "async"):
-            raise ConfigError(f"strategy.consistency={self.consistency!r} is unknown. Known: sync, async.")
+    admit_after: Annotated[int, Range(least=0)] = 0
+    capacity: Annotated[int | None, Range(least=1)] = None
 
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.needs_norm and (self.consistency == "async" or self.reduce == "ordered"):

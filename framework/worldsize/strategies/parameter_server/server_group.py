@@ -115,10 +115,6 @@ class ServerGroup:
             )
         if self.wire == "unix" and self.nodes > 1:
             raise ConfigError(f"strategy.transport=unix ends at the host, and there are {self.nodes}. Set tls.")
-        if self.lease <= 0:
-            raise ConfigError(f"strategy.lease={self.lease} must be positive; it is in seconds.")
-        if self.replicas not in (0, 1):
-            raise ConfigError(f"strategy.replicas={self.replicas}: a shard has no standby (0) or one (1).")
 
     def prepare(self, folder: Path) -> None:
         """Make, in the launching process, what makes a process a member of this run."""

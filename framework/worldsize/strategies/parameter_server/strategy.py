@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from worldsize.core import (
     ConfigError,
     Cost,
     Numerics,
+    Range,
     Recipe,
     Replica,
     Role,
@@ -22,6 +23,7 @@ from worldsize.core import (
     Strategy,
     Workload,
 )
+from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.parameter_server.all_shards import AllShards, Peer
 from worldsize.strategies.parameter_server.coordinator import Coordinator
 from worldsize.strategies.parameter_server.cost import served_cost
@@ -68,39 +70,36 @@ class ParameterServer(Strategy):
     """
 
     servers: int = 1
-    replicas: int = 0
+    replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
     consistency: Consistency = "sync"
     staleness: int = 0
-    lease: float = 5.0
+    lease: Annotated[float, SECONDS] = 5.0
     by_staleness: bool = False
-    bucket_mb: float = 4.0
+    bucket_mb: Annotated[float, MEBIBYTES] = 4.0
     compression: Compression = "none"
-    top_share: float = 0.01
+    top_share: Annotated[float, Range(above=0, most=1)] = 0.01
     transport: Transport = "auto"
     host: str | None = None
     nodes: int = 1
     seed: int = 0
     sharding: Sharding = "hash"
-    admit_after: int = 0
-    capacity: int | None = None
-    cache_rows: int = 0
+    admit_after: Annotated[int, Range(least=0)] = 0
+    capacity: Annotated[int | None, Range(least=1)] = None
+    cache_rows: Annotated[int, Range(least=0)] = 0
 
     def __post_init__(self) -> None:
-        if self.consistency not in ("sync", "bounded", "async"):
-            raise ConfigError(f"strategy.consistency={self.consistency!r} is unknown. Known: sync, bounded, async.")
+        super().__post_init__()
         if self.staleness < 0 or (self.staleness and self.consistency != "bounded"):
             raise ConfigError(
                 f"strategy.staleness={self.staleness} goes with strategy.consistency=bounded, and is 0 or more."
             )
         if self.compression != "none" and self.reduce == "ordered":
             raise ConfigError("compressed gradients depend on the number of workers. Set strategy.compression=none.")
-        if self.cache_rows and (self.cache_rows < 0 or not self.staleness):
+        if self.cache_rows and not self.staleness:
             raise ConfigError(
                 f"strategy.cache_rows={self.cache_rows}: rows may be read again where reads may be stale. Set "
                 "strategy.consistency=bounded and strategy.staleness, or strategy.cache_rows=0."
             )
-        if not 0 < self.top_share <= 1:
-            raise ConfigError(f"strategy.top_share={self.top_share} must be above 0 and at most 1.")
 
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.precision == "fp16":

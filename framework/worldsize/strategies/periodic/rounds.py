@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 
-from worldsize.core import ConfigError, StateDict
+from worldsize.core import Range, StateDict
 from worldsize.strategies.periodic.fragment import Fragment
 from worldsize.strategies.periodic.replica import OuterOptimizer
+
+# of Nesterov SGD of outer gradients
+OuterRate = Annotated[float, Range(above=0, hint="0.7 is usual, 1 with no momentum averages")]
+OuterMomentum = Annotated[float, Range(least=0, below=1, hint="0.9 is usual")]
 
 
 @final
@@ -54,19 +57,3 @@ class Rounds(OuterOptimizer):
     def load(self, state: StateDict) -> None:
         for fragment, kept in zip(self._fragments, state["fragments"], strict=True):
             fragment.load(kept)
-
-
-@dataclass(frozen=True)
-class OuterRule:
-    """Nesterov SGD of outer gradients."""
-
-    lr: float
-    momentum: float
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ConfigError(
-                f"strategy.outer_lr={self.lr} must be positive; 0.7 is usual, 1 with no momentum averages."
-            )
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"strategy.outer_momentum={self.momentum} must be at least 0 and below 1; 0.9 is usual.")

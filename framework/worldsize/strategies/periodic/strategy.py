@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch.distributed as dist
 from torch import nn
 
-from worldsize.core import Cluster, ConfigError, Recipe, Replica, Role, RunContext, Strategy, World
+from worldsize.core import Cluster, ConfigError, Range, Recipe, Replica, Role, RunContext, Strategy, World
 from worldsize.strategies.periodic.replica import OuterOptimizer, PeriodicSyncReplica
 from worldsize.strategies.synchronous import alone
 from worldsize.strategies.train_state import TrainState
@@ -19,11 +20,10 @@ from worldsize.strategies.train_state import TrainState
 class PeriodicSyncStrategy(Strategy):
     """Abstract: each worker takes ``inner_steps`` optimizer steps on its share of the batches, as if it were alone."""
 
-    inner_steps: int = 8
+    inner_steps: Annotated[int, Range(least=1)] = 8
 
     def __post_init__(self) -> None:
-        if self.inner_steps < 1:
-            raise ConfigError(f"strategy.inner_steps={self.inner_steps} must be 1 or more.")
+        super().__post_init__()
         if self.reduce == "ordered":
             raise ConfigError(
                 "reduce=ordered promises the same bits at any world size, but where workers train apart the result "

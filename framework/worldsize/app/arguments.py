@@ -1,0 +1,31 @@
+"""Types of the numbers on a command's own command line, with the limits that settings have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from worldsize.core.limits import Limit
+
+T = TypeVar("T", int, float)
+
+
+def number(limit: Limit) -> Callable[[str], float]:
+    """Return what reads a number within ``limit``, as ``type`` of an argument."""
+    return lambda text: _read(text, float, limit)
+
+
+def whole(limit: Limit) -> Callable[[str], int]:
+    """Return what reads a whole number within ``limit``, as ``type`` of an argument."""
+    return lambda text: _read(text, int, limit)
+
+
+def _read(text: str, kind: Callable[[str], T], limit: Limit) -> T:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number.") from None
+    if refusal := limit.refusal(value):
+        raise argparse.ArgumentTypeError(f"{text} {refusal}")
+    return value

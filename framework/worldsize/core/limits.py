@@ -1,0 +1,184 @@
+"""What a setting may be, written into the annotation of its field and checked in one place.
+
+What is outside ``keep: Annotated[float, Range(least=0, most=1)] = 1.0`` is refused with one sentence before a run
+exists, whether the field belongs to the schema, a strategy, a launcher, a recipe or a plugin.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, final, get_args, get_origin, get_type_hints
+
+from worldsize.errors import ConfigError, neighbours
+
+_INFINITE = (math.inf, -math.inf)
+
+
+class Limit(ABC):
+    """What a value may be. Put an instance into ``Annotated``; null is not asked about."""
+
+    @abstractmethod
+    def refusal(self, value: Any) -> str | None:
+        """Say what is wrong with ``value``, as the end of a sentence that begins with it; None: nothing is."""
+
+
+@final
+class Range(Limit):
+    """Numbers within bounds. NaN is in no range, and infinity only in one that is not ``finite``.
+
+    Args:
+        least: the smallest number that is taken.
+        above: a number that is too small by itself.
+        most: the largest number that is taken.
+        below: a number that is too large by itself.
+        finite: whether infinity is refused.
+        hint: ends the sentence of a refusal, e.g. "it is in seconds".
+    """
+
+    def __init__(
+        self,
+        *,
+        least: float | None = None,
+        above: float | None = None,
+        most: float | None = None,
+        below: float | None = None,
+        finite: bool = True,
+        hint: str = "",
+    ) -> None:
+        self._least, self._above, self._most, self._below = least, above, most, below
+        self._finite, self._hint = finite, hint
+
+    def refusal(self, value: Any) -> str | None:
+        if not isinstance(value, int | float) or isinstance(value, bool) or self._takes(value):
+            return None
+        return f"must be {self._bounds(value)}{self._hint and f'; {self._hint}'}."
+
+    def _takes(self, value: float) -> bool:
+        return (
+            value == value  # NaN is not
+            and not (self._finite and value in _INFINITE)
+            and (self._least is None or value >= self._least)
+            and (self._above is None or value > self._above)
+            and (self._most is None or value <= self._most)
+            and (self._below is None or value < self._below)
+        )
+
+    def _bounds(self, value: float) -> str:
+        if self._most is None and self._below is None:
+            lower = "positive" if self._above == 0 else f"above {self._above}"
+            number = (
+                "" if value == value and value not in _INFINITE else " and finite" if self._finite else ", and a number"
+            )
+            return (lower if self._least is None else f"{self._least} or more") + number
+        upper = f"at most {self._most:,}" if self._below is None else f"below {self._below}"
+        if self._least is None and self._above is None:
+            return upper
+        if self._least is not None and self._below is None:
+            return f"between {self._least} and {self._most:,}"
+        lower = f"at least {self._least}" if self._above is None else f"above {self._above}"
+        return f"{lower} and {upper}"
+
+
+@final
+class OneOf(Limit):
+    """One of a few words, of which a refusal names the nearest."""
+
+    def __init__(self, *known: str) -> None:
+        self._known = known
+
+    def refusal(self, value: Any) -> str | None:
+        return None if value in self._known else f"is unknown{neighbours(str(value), self._known)}"
+
+
+@final
+class FolderName(Limit):
+    """The name of one folder, which no part of a path and no option of a command can be mistaken for."""
+
+    def refusal(self, value: Any) -> str | None:
+        if not isinstance(value, str):
+            return None
+        if value in ("", ".", "..") or value.startswith("-") or any(each in value for each in "/\\\0"):
+            return "cannot be a folder's name. Use letters, digits, '_', '-' and '.', and no '-' at the beginning."
+        return None
+
+
+@final
+class FilePath(Limit):
+    """A path that the operating system can be asked for."""
+
+    def refusal(self, value: Any) -> str | None:
+        return "holds a NUL character, which no path can. Leave it out." if "\0" in str(value) else None
+
+
+SECONDS = Range(above=0, most=10**9, hint="it is in seconds")
+GRACE = Range(least=0, most=10**9, hint="it is in seconds")
+MEBIBYTES = Range(above=0, most=2**20, hint="it is in MiB")
+PORT = Range(least=1, most=65535)
+
+
+def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
+    """Check the values of fields or arguments by name; ``key`` is where they stand, e.g. "strategy".
+
+    Args:
+        target: a class or function whose annotations say what each may be.
+        values: plain values; a name that ``target`` does not know is left alone.
+        key: the dotted place of the values in the configuration; empty: at its top.
+
+    Raises:
+        ConfigError: a value is outside what its annotation says, or NaN.
+    """
+    for name, hint in _hints(target).items():
+        if name in values:
+            _check(f"{key}.{name}" if key else name, values[name], hint)
+
+
+@cache
+def _hints(target: Any) -> Mapping[str, Any]:
+    annotated = target if is_dataclass(target) or not isinstance(target, type) else target.__init__  # type: ignore[misc]
+    try:
+        return get_type_hints(annotated, include_extras=True)
+    except (NameError, TypeError):  # names for type checkers alone, or a callable without annotations
+        return {}
+
+
+def _check(key: str, value: Any, hint: Any) -> None:
+    """Check a value and what it consists of: items, values by name, fields of a section."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if value is None:
+        return
+    if origin is Annotated:
+        for limit in hint.__metadata__:
+            if isinstance(limit, Limit) and (refusal := limit.refusal(value)) is not None:
+                raise ConfigError(f"{key}={value!r} {refusal}")
+        _check(key, value, arguments[0])
+    elif origin in (Union, UnionType):
+        _check_union(key, value, arguments)
+    elif origin is Literal and value not in arguments:
+        raise ConfigError(f"{key}={value!r} is unknown. Known: {', '.join(map(str, arguments))}.")
+    elif isinstance(value, Mapping):
+        _check_mapping(key, value, hint)
+    elif isinstance(value, Sequence) and isinstance(origin, type) and issubclass(origin, Sequence):
+        for place, item in enumerate(value):
+            _check(f"{key}[{place}]", item, arguments[0])
+    elif isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{key}=nan must be a number.")
+
+
+def _check_union(key: str, value: Any, options: Sequence[Any]) -> None:
+    """Check against every option but words, where the value may be something else than a word."""
+    others = [option for option in options if get_origin(option) is not Literal and option is not NoneType]
+    for option in others or options:
+        _check(key, value, option)
+
+
+def _check_mapping(key: str, values: Mapping[str, Any], hint: Any) -> None:
+    if is_dataclass(hint):
+        check_limits(hint, values, key=key)
+    elif len(arguments := get_args(hint)) == 2:
+        for name, value in values.items():
+            _check(f"{key}.{name}", value, arguments[1])

@@ -1,0 +1,71 @@
+"""Builds what a recipe describes on the meta device, so that what no process could build is refused before a run."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+from worldsize.config.instantiate import described_failure
+from worldsize.core import ConfigError, Recipe
+
+_logger = logging.getLogger(__name__)
+
+# what depends on the host: files, packages and memory may be there where the processes run
+_OF_THIS_HOST = (OSError, ImportError, MemoryError, NotImplementedError)
+_OF_A_DEVICE = re.compile(r"\b(meta|cuda|device|gpu|memory)\b", re.IGNORECASE)
+
+
+def check_construction(recipe: Recipe) -> None:
+    """Build the model, its optimizer and its schedule on the meta device, where tensors take no memory.
+
+    What fails there is built once more on the CPU, as every process builds it. Only what fails in the same way on both
+    is refused; a failure that may be due to this host or to the kind of device is left to the processes.
+
+    Raises:
+        ConfigError: the recipe's arguments, or the optimizer's or the schedule's, cannot be used.
+    """
+    failed = _failure(recipe, "meta")
+    if failed is None or not _is_certain(failed):
+        return
+    again = _failure(recipe, "cpu")
+    if again is None or (type(again), str(again)) != (type(failed), str(failed)):
+        _logger.debug("the recipe can be built on the CPU alone: %s", failed)
+        return
+    if isinstance(again, ConfigError):
+        raise again
+    raise ConfigError(
+        f"{type(recipe).__name__} cannot be built: {described_failure(again)}. "
+        "Change the options below recipe, optimizer or schedule; nothing was started."
+    ) from again
+
+
+def _failure(recipe: Recipe, device: str) -> Exception | None:
+    try:
+        with _generators_kept(), torch.device(device):
+            optimizer = recipe.optimizer(recipe.model())
+            recipe.schedule(optimizer)
+    except Exception as error:  # any: a recipe is anyone's code
+        return error
+    return None
+
+
+def _is_certain(error: Exception) -> bool:
+    return not isinstance(error, _OF_THIS_HOST) and _OF_A_DEVICE.search(str(error)) is None
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the random numbers of this process as they were: it forks those that train."""
+    python, numbers = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)

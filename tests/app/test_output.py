@@ -1,0 +1,60 @@
+"""Commands end without a word when nobody reads their output any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worldsize.driver.hints import needs_uv
+from worldsize.messages import until_output_closes
+
+
+@pytest.mark.parametrize("words", [("--help",), ("status", "--help"), ("list", "strategy")])
+def test_a_command_whose_reader_has_gone_says_nothing(words: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as output:
+        done = subprocess.run([sys.executable, "-m", "worldsize", *words], stdout=output, stderr=subprocess.PIPE)
+    assert done.stderr == b""
+    assert done.returncode in (0, 141)  # 0: of argparse, which does not care
+
+
+def test_the_help_of_a_run_that_only_its_first_line_is_read_of_says_nothing(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "worldsize", "train", "--help"]
+    with subprocess.Popen(program, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert running.stdout.readline().strip() != b""
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode in (0, 141)  # 0: all was written before it closed
+
+
+def test_another_connection_that_breaks_is_an_error() -> None:
+    with pytest.raises(BrokenPipeError, match="a server"), until_output_closes():
+        raise BrokenPipeError("a server")
+
+
+@pytest.mark.parametrize(
+    ("environ", "files", "prefix", "wanted"),
+    [
+        ({"UV": "/bin/uv", "VIRTUAL_ENV": "{0}/.venv"}, ("uv.lock", "pyproject.toml"), ".venv", True),
+        ({}, ("uv.lock", "pyproject.toml"), ".venv", True),  # .venv/bin/python train.py
+        ({"VIRTUAL_ENV": "{0}/.venv"}, ("uv.lock", "pyproject.toml"), ".venv", False),  # it is activated
+        ({}, ("uv.lock", "pyproject.toml"), "../elsewhere", False),  # installed with pip
+        ({"UV": "/bin/uv"}, ("pyproject.toml",), ".venv", False),  # uv tool run
+        ({"UV": "/bin/uv"}, (), ".venv", False),
+    ],
+)
+def test_a_hint_begins_with_uv_run_where_nothing_else_finds_the_command(
+    tmp_path: Path, environ: dict[str, str], files: tuple[str, ...], prefix: str, wanted: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    (below := tmp_path / "notebooks").mkdir()
+    told = {name: value.format(tmp_path) for name, value in environ.items()}
+    assert needs_uv(told, below, (tmp_path / prefix).resolve()) is wanted

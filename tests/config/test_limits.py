@@ -1,0 +1,113 @@
+"""What an annotation says of a value is checked before anything is built, for our own fields and for a plugin's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from worldsize.config.instantiate import Allowed, build
+from worldsize.config.schema import Schema
+from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
+from worldsize.core.limits import check_limits
+
+
+@dataclass(frozen=True)
+class Options:
+    """Stand for options that a plugin's author has annotated."""
+
+    share: Annotated[float, Range(least=0, below=1, hint="0.5 is usual")] = 0.5
+    rate: Annotated[float, Range(above=0)] = 0.1
+    size: Literal["all"] | Annotated[int, Range(least=1)] = "all"
+    norm: Annotated[float | None, Range(above=0, finite=False)] = None
+    widths: Sequence[Annotated[int, Range(least=1)]] = ()
+    costs: Mapping[str, Annotated[float, Range(least=0)]] | None = None
+    kind: Annotated[str, OneOf("slow", "fast")] = "fast"
+    sums: Literal["flat", "tree"] = "flat"
+    plain: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("share", 1.0, "strategy.share=1.0 must be at least 0 and below 1; 0.5 is usual."),
+        ("share", math.nan, "strategy.share=nan must be at least 0 and below 1; 0.5 is usual."),
+        ("rate", 0, "strategy.rate=0 must be positive."),
+        ("rate", math.inf, "strategy.rate=inf must be positive and finite."),
+        ("size", 0, "strategy.size=0 must be 1 or more."),
+        ("norm", math.nan, "strategy.norm=nan must be positive, and a number."),
+        ("widths", [3, 0], "strategy.widths[1]=0 must be 1 or more."),
+        ("costs", {"a": -1.0}, "strategy.costs.a=-1.0 must be 0 or more."),
+        ("kind", "fats", "strategy.kind='fats' is unknown; did you mean 'fast'? Known: fast, slow."),
+        ("plain", math.nan, "strategy.plain=nan must be a number."),
+    ],
+)
+def test_a_plugins_option_outside_its_annotation_is_refused_before_it_is_built(
+    name: str, value: Any, message: str
+) -> None:
+    node = {"_target_": f"{__name__}.Options", name: value}
+    with pytest.raises(ConfigError) as refused:
+        build(node, Options, allowed=Allowed((__name__,)), key="strategy")
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"share": 0, "rate": 1e-300, "norm": math.inf, "widths": [], "costs": {"a": 0}, "kind": "slow"},
+        {"size": 10**400, "norm": None, "costs": None, "plain": math.inf},
+        {"size": "all", "sums": "tree", "unknown": math.nan},
+    ],
+)
+def test_what_an_annotation_allows_is_taken(values: dict[str, Any]) -> None:
+    check_limits(Options, values, key="strategy")
+
+
+def test_words_of_a_literal_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"^key.sums='ring' is unknown. Known: flat, tree.$"):
+        check_limits(Options, {"sums": "ring"}, key="key")
+
+
+def scaled(_: object, *, factor: Annotated[float, Range(least=1)] = 1.0) -> None:
+    """Stand for a schedule: a function with annotated arguments."""
+
+
+def test_arguments_of_a_function_have_limits_too() -> None:
+    with pytest.raises(ConfigError, match="schedule.factor=0.5 must be 1 or more"):
+        check_limits(scaled, {"factor": 0.5}, key="schedule")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "-a", "a\\b", "a\0"])
+def test_what_no_folder_can_be_called_is_refused(name: str) -> None:
+    assert "cannot be a folder's name" in str(FolderName().refusal(name))
+    assert FilePath().refusal(name) == (None if "\0" not in name else FilePath().refusal("\0"))
+
+
+@pytest.mark.parametrize("name", ["mine", "2026-01-01_x", "a b", "..a", "ä"])
+def test_other_names_are_taken(name: str) -> None:
+    assert FolderName().refusal(name) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": math.nan}, "lr=nan must be 0 or more and finite"),
+        ({"lr": -0.1}, "lr=-0.1 must be 0 or more"),
+        ({"epochs": math.nan}, "epochs=nan must be positive and finite"),
+        ({"cluster": {"threads": -1}}, "cluster.threads=-1 must be between 1 and 4,096"),
+        ({"cluster": {"timeout": 0.0}}, "cluster.timeout=0.0 must be above 0 and at most 1,000,000,000; it is in sec"),
+        ({"cluster": {"timeout": math.inf}}, "cluster.timeout=inf must be above 0"),
+        ({"cluster": {"port": 65536}}, "cluster.port=65536 must be between 1 and 65,535"),
+        ({"cluster": {"links": {"node": {"bandwidth": 0.0}}}}, "cluster.links.node.bandwidth=0.0 must be positive"),
+        ({"run": {"name": "../up"}}, "run.name='../up' cannot be a folder's name"),
+        ({"data_workers": 10_000}, "data_workers=10000 must be between 0 and 256"),
+        ({"profile": {"steps": [0, 3]}}, r"profile.steps\[0\]=0 must be 1 or more"),
+        ({"checkpoint": {"every": -1}}, "checkpoint.every=-1 must be between 0"),
+    ],
+)
+def test_the_schema_says_what_its_values_may_be(values: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check_limits(Schema, values, key="")

@@ -1,0 +1,323 @@
+"""Whatever is malformed on a command line is refused: exit code 2, one sentence, no process and no folder."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests.config.golden import REPOSITORY
+from tests.observe.run_folders import attempt, write_run
+from worldsize import app
+from worldsize.config.instantiate import Allowed, resolve
+from worldsize.config.schema import Schema
+from worldsize.core import ConfigError, FolderName, Limit, OneOf, Range
+from worldsize.core.launcher import OF_CLUSTER
+from worldsize.core.limits import check_limits
+
+Option = tuple[tuple[str, ...], str, Any]  # what else is typed, the key, and its annotation
+RUN, PLACE = "RUN", "PLACE"  # stand for a run's folder and for a path that is none
+
+
+# ---------------------------------------------------------------- which options there are
+
+
+def of_schema(section: type, path: str = "") -> Iterator[Option]:
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            if name != "numerics":  # its keys are interpolations of others
+                yield from of_schema(hint, f"{path}{name}.")
+        elif hint is not Any and not name.startswith("_"):
+            yield (), path + name, hint
+
+
+def of_group(group: str, key: str, folder: Path) -> Iterator[Option]:
+    """Yield the options of every dataclass that a YAML of the group names."""
+    for file in sorted(folder.glob(f"conf/{group}/*.yaml")):
+        node = OmegaConf.load(file)
+        node = node if "_target_" in node else node.get(key) or {}
+        if "_target_" not in node:
+            continue
+        target = resolve(str(node["_target_"]), Allowed(), key)
+        hints = get_type_hints(target, include_extras=True)
+        options = (
+            [(each.name, bool(each.metadata.get(OF_CLUSTER))) for each in fields(target)]
+            if is_dataclass(target)
+            else [(name, False) for name in hints if name in node]
+        )
+        for name, of_cluster in options:
+            if group == "cluster" or name in node:
+                chosen = () if group in ("schedule", "reproducibility") else (f"{group}={file.stem}",)
+                yield chosen, f"{'cluster' if of_cluster else key}.{name}", hints[name]
+
+
+def options() -> Iterator[Option]:
+    yield from of_schema(Schema)
+    yield from of_group("cluster", "launcher", REPOSITORY)
+    yield from of_group("strategy", "strategy", REPOSITORY)
+    for plugin in ("diloco", "streaming_diloco", "easgd", "local_sgd"):
+        yield from of_group("strategy", "strategy", REPOSITORY / "plugins" / plugin)
+    for recipe in ("digits", "click_through", "word2vec"):
+        yield from of_group("recipe", "recipe", REPOSITORY / "recipes" / recipe)
+    yield (), "schedule.warmup", Annotated[float, Range(least=0, most=1)]
+    yield (), "schedule.floor", Annotated[float, Range(least=0)]
+    yield (), "checkpoint.keep.last", Annotated[int, Range(least=1)]
+    yield (), "checkpoint.keep.every", Annotated[int, Range(least=0)]
+    yield (), "reproducibility.threads", Annotated[int | None, Range(least=1)]
+    yield (), "logger.mode", Literal["auto", "online", "offline", "disabled"]
+
+
+# ---------------------------------------------------------------- what is wrong for each
+
+
+WORDS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).map(lambda word: f"zz{word}")
+NUMBERS = st.one_of(
+    st.sampled_from([float("nan"), float("inf"), float("-inf"), -1, 0, -0.5, 1.5, 10**30, -(10**30)]),
+    st.integers(-(10**6), 10**6),
+    st.floats(),
+)
+
+
+def malformed(hint: Any) -> st.SearchStrategy[str] | None:
+    """Return words that no value of the annotation is written as; None: everything is one."""
+    kinds, limits = parts(hint)
+    choices: list[st.SearchStrategy[str]] = []
+    if {int, float} & kinds and not {str, Any} & kinds:
+        whole = float not in kinds
+        numbers = NUMBERS.filter(lambda value: is_outside(hint, value, whole=whole)).map(repr)
+        choices += [WORDS, st.just("[1,2]"), *([numbers] if limits or whole or float in kinds else [])]
+    elif bool in kinds and len(kinds) == 1:
+        choices += [WORDS, st.just("[true]")]
+    elif any(isinstance(limit, OneOf) for limit in limits) or Literal in kinds:
+        choices += [WORDS]
+    elif any(isinstance(limit, FolderName) for limit in limits):
+        choices += [st.sampled_from(["..", ".", "a/b", "/a", "-a", "''", "../a"])]
+    elif kinds and kinds <= {list, dict}:
+        choices += [WORDS]
+    return st.one_of(choices) if choices else None
+
+
+def parts(hint: Any) -> tuple[set[Any], list[Limit]]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        kinds, limits = parts(arguments[0])
+        return kinds, [*limits, *(each for each in hint.__metadata__ if isinstance(each, Limit))]
+    if origin is Union or "UnionType" in type(hint).__name__:
+        found = [parts(option) for option in arguments if option is not type(None)]
+        return {kind for kinds, _ in found for kind in kinds}, [limit for _, limits in found for limit in limits]
+    if origin is Literal:
+        return {Literal}, []
+    if isinstance(origin, type):
+        return {dict if "Mapping" in origin.__name__ or origin is dict else list}, []
+    return {hint}, []
+
+
+def is_outside(hint: Any, value: float, *, whole: bool) -> bool:
+    if (whole and value != value) or (whole and isinstance(value, float)):
+        return True  # a fraction, or no number
+    holder = type("Holder", (), {"__annotations__": {"key": hint}})
+    try:
+        check_limits(holder, {"key": value}, key="")
+    except ConfigError:
+        return True
+    return value != value
+
+
+OPTIONS = [option for option in options() if malformed(option[2]) is not None]
+GARBAGE = st.text("abz=[]{}:,'\"$.~+-*? \\\n", max_size=12).map(lambda text: f"zz{text}")
+COMPOSED = (["train"], ["train", "launch=show"], ["plan"], ["doctor"], ["resume", RUN])
+
+
+@st.composite
+def composed(draw: st.DrawFn) -> list[str]:
+    """Draw a command that composes a configuration, with one thing wrong in it."""
+    command = draw(st.sampled_from(COMPOSED))
+    if draw(st.integers(0, 9)) == 0:
+        return [*command, draw(GARBAGE)]
+    chosen, key, hint = draw(st.sampled_from(OPTIONS))
+    wrong = malformed(hint)
+    assert wrong is not None
+    logger = "wandb" if key.startswith("logger.") else "none"
+    return [*command, f"logger={logger}", *chosen, f"{key}={draw(wrong)}"]
+
+
+BAD_WHOLE = st.sampled_from(["-1", "1.5", "many", "nan", ""])
+BAD_NUMBER = st.sampled_from(["-1", "nan", "inf", "many", "-inf", ""])
+PATHS = st.just(PLACE)
+OTHERS: Sequence[Sequence[str | st.SearchStrategy[str]]] = (
+    [WORDS],
+    [st.sampled_from([name for name in app.COMMANDS if name != "train"]), WORDS.map(lambda word: f"--{word}")],
+    [st.sampled_from(["status", "watch", "logs", "cancel", "report", "resume", "reproduce", "agent"]), PATHS],
+    ["cancel", RUN],
+    ["logs", RUN, "--rank", BAD_WHOLE],
+    ["compare", PATHS, RUN],
+    ["compare", RUN, PATHS],
+    ["compare", RUN],
+    ["compare", RUN, RUN, "--tolerance", BAD_NUMBER],
+    ["resume", RUN, "--ignore"],
+    ["workers", st.sampled_from(["list", "add", "remove"]), "--run", st.sampled_from([RUN, PLACE])],
+    ["workers", "add", BAD_WHOLE, "--run", RUN],
+    ["workers", WORDS, "--run", RUN],
+    ["plan", "--compute", "250ms", "--model-size", BAD_NUMBER],
+    ["plan", "--compute", st.sampled_from(["1", "-1s", "nans", "ms", "many"])],
+    ["plan", "--overlap", st.sampled_from(["-1", "2", "nan", "many"])],
+    ["plan", "--links", PATHS],
+    ["plan", "--strategies", WORDS],
+    ["plan", "--model-size", "1e9"],
+    ["doctor", "--patience", BAD_NUMBER],
+    ["doctor", "--json", "/nowhere/at/all"],
+    ["scale", "--links", PATHS],
+    ["scale", "--mode", WORDS],
+    ["scale", st.sampled_from(["world_sizes=0", "world_sizes=x", "world_sizes=", "accumulations=-1"])],
+    ["scale", "lr=nan"],
+    ["list", WORDS],
+    ["new", WORDS, "mine"],
+    ["new", "strategy", st.sampled_from(["Bad", "no-dash", "class", "", "a.b", "ddp"])],
+    ["init", st.sampled_from(["a b", "-", "ä", "_x"])],
+    ["reproduce", RUN, "--tolerance", BAD_NUMBER],
+    ["reproduce", RUN],
+)
+
+
+@st.composite
+def other(draw: st.DrawFn) -> list[str]:
+    """Draw a command that composes none, or is wrong before that."""
+    words = draw(st.sampled_from(OTHERS))
+    return [word if isinstance(word, str) else draw(word) for word in words]
+
+
+# ---------------------------------------------------------------- calling a command
+
+
+class Place:
+    """A working directory with a run's folder and with paths that are no run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ended = attempt(1, steps=[0, 20])
+        config = {"run": {"import_path": [str(folder)]}}
+        self.run = write_run(
+            folder / "kept" / "digits" / "one", steps=20, attempts=[ended], overrides=["recipe=digits"], config=config
+        )
+        (folder / "empty").mkdir()
+        (folder / "file").write_text("no run")
+        for name, manifest in (("cut", "{"), ("foreign", "{}"), ("list", "[]"), ("binary", "\0\x01")):
+            (folder / name).mkdir()
+            (folder / name / "run_manifest.json").write_text(manifest)
+        self.places = ("nowhere", "empty", "file", "cut", "foreign", "list", "binary")
+
+    def files(self) -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in sorted(self.folder.rglob("*")) if path.is_file()}
+
+
+def stop(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("a process was about to start")
+
+
+@contextmanager
+def nothing_starts(folder: Path) -> Iterator[None]:
+    """Work in ``folder``, where an exit is a SystemExit and a new process an error; all is as before afterwards."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    logger = logging.getLogger("worldsize")
+    kept = logger.handlers, logger.level, logger.propagate
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        for name in ("HYDRA_FULL_ERROR", "WORLDSIZE_PLUGINS"):
+            patch.setenv(name, os.environ.get(name, ""))
+        patch.delenv("WORLDSIZE_PLUGINS")
+        patch.setattr(atexit, "_run_exitfuncs", lambda: None)
+        patch.setattr(os, "_exit", leave)
+        patch.setattr(os, "fork", stop)
+        patch.setattr(subprocess, "Popen", stop)
+        yield
+    logger.handlers, logger.level, logger.propagate = kept
+
+
+def called(words: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Call ``worldsize WORDS`` in this process; exit code, standard output and standard error."""
+    output, error = io.StringIO(), io.StringIO()
+    before = sys.argv
+    sys.argv = ["worldsize", *words]
+    code: Any = 0
+    try:
+        with nothing_starts(folder), redirect_stdout(output), redirect_stderr(error):
+            app.main()
+    except SystemExit as exit:
+        code = exit.code
+    finally:
+        sys.argv = before
+    return code, output.getvalue(), error.getvalue()
+
+
+def check_refused(words: Sequence[str], place: Place) -> None:
+    before = place.files()
+    code, _, error = called(words, place.folder)
+    assert code == 2, (code, words, error)
+    assert "Traceback" not in error
+    lines = [line for line in error.splitlines() if line.strip()]
+    sentence = lines[-1]
+    assert lines == [sentence] or lines[0].startswith("usage:"), (words, error)
+    assert len(sentence) > 10, (words, error)
+    assert place.files() == before, words
+    assert not (place.folder / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("place"))
+
+
+LIGHT = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+
+
+@LIGHT
+@given(words=composed())
+def test_a_malformed_configuration_is_refused(place: Place, words: list[str]) -> None:
+    check_refused([str(place.run) if word == RUN else word for word in words], place)
+
+
+@LIGHT
+@given(words=other(), name=st.integers(0, 6))
+def test_a_malformed_command_is_refused(place: Place, words: list[str], name: int) -> None:
+    there = {RUN: str(place.run), PLACE: str(place.folder / place.places[name])}
+    check_refused([there.get(word, word) for word in words], place)
+
+
+@pytest.mark.heavy
+@settings(LIGHT, max_examples=250)
+@given(words=composed())
+def test_many_malformed_configurations_are_refused(place: Place, words: list[str]) -> None:
+    check_refused([str(place.run) if word == RUN else word for word in words], place)
+
+
+@pytest.mark.heavy
+@settings(LIGHT, max_examples=150)
+@given(words=other(), name=st.integers(0, 6))
+def test_many_malformed_commands_are_refused(place: Place, words: list[str], name: int) -> None:
+    there = {RUN: str(place.run), PLACE: str(place.folder / place.places[name])}
+    check_refused([there.get(word, word) for word in words], place)

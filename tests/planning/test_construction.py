@@ -1,0 +1,99 @@
+"""A recipe that no process could build is refused, and one that this host alone cannot build is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
+
+from recipes.digits.recipe import Digits
+from worldsize.core import ConfigError
+from worldsize.planning.construction import check_construction
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Digits(-1, 0.1, SGD), "Digits cannot be built: RuntimeError: Trying to create tensor with negative dimension"),
+        (Digits(4, 1.5, SGD), r"ValueError: dropout probability has to be between 0 and 1.*recipe.py, line \d+"),
+        (Digits(4, 0.1, partial(torch.optim.SGD, lr=0.1, momentum=-1)), "ValueError: Invalid momentum value: -1"),
+        (Digits(4, 0.1, partial(torch.optim.AdamW, lr=0.1, betas=(2, 1))), "Invalid beta parameter at index 0: 2"),
+        (Digits(4, 0.1, SGD, partial(ConstantLR, factor=7)), "ConstantLR|multiplicative factor"),
+    ],
+)
+def test_arguments_that_nothing_can_be_built_with_are_refused_in_one_line(recipe: Digits, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_construction(recipe)
+    assert len(str(refused.value).splitlines()) == 1
+    assert "nothing was started" in str(refused.value)
+
+
+class Made(Digits):
+    """Build a model by a function."""
+
+    make: Callable[[], nn.Module]
+
+    def model(self) -> nn.Module:
+        return self.make()
+
+
+def made(make: Callable[[], nn.Module], optimizer: Callable[..., Optimizer] = SGD) -> Digits:
+    recipe = Made(4, 0.1, optimizer)
+    object.__setattr__(recipe, "make", make)
+    return recipe
+
+
+def from_values() -> nn.Module:
+    """Compute with initial values, which the meta device does not have."""
+    layer = nn.Linear(2, 2)
+    assert float(layer.weight.sum()) != 0.123
+    return layer
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raised(*_: object, **__: object) -> Any:
+        raise error
+
+    return raised
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        made(from_values),
+        made(raising(FileNotFoundError("weights.bin"))),
+        made(raising(ImportError("no module flash"))),
+        made(raising(RuntimeError("no CUDA GPUs are available"))),
+        made(partial(nn.Linear, 2, 2), raising(ValueError("fused needs parameters on a GPU"))),
+    ],
+)
+def test_what_may_work_where_the_processes_run_is_left_to_them(recipe: Digits) -> None:
+    check_construction(recipe)
+
+
+def test_random_numbers_of_this_process_stay_as_they_were() -> None:
+    def drawing() -> nn.Module:
+        random.random()
+        return nn.Linear(2, int(torch.randint(1, 5, ())))
+
+    before = random.getstate(), torch.get_rng_state()
+    check_construction(made(drawing))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_the_schedule_is_built_too() -> None:
+    def none(optimizer: Optimizer) -> LRScheduler:
+        raise ConfigError("schedule.steps is missing.")
+
+    with pytest.raises(ConfigError, match="^schedule.steps is missing.$"):
+        check_construction(Digits(4, 0.1, SGD, none))
