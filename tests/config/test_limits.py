@@ -105,7 +105,7 @@ def test_other_names_are_taken(name: str) -> None:
         ({"run": {"name": "../up"}}, "run.name='../up' cannot be a folder's name"),
         ({"data_workers": 10_000}, "data_workers=10000 must be between 0 and 256"),
         ({"profile": {"steps": [0, 3]}}, r"profile.steps\[0\]=0 must be 1 or more"),
-        ({"checkpoint": {"every": -1}}, "checkpoint.every=-1 must be between 0"),
+        ({"checkpoint": {"every": -1}}, "checkpoint.every=-1 must be 0 or more; 0: never"),
     ],
 )
 def test_the_schema_says_what_its_values_may_be(values: Mapping[str, Any], message: str) -> None:

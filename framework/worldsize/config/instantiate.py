@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -164,6 +164,11 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
+    origin = get_origin(hint)
+    if origin is Callable:
+        return isinstance(value, Mapping)  # that names a target
+    if isinstance(origin, type) and issubclass(origin, Mapping | Sequence):
+        return isinstance(value, Mapping if issubclass(origin, Mapping) else list)
     if hint not in _SCALARS:
         return True
     if hint is float:

@@ -11,8 +11,9 @@ from omegaconf import MISSING
 from worldsize.core.limits import PORT, SECONDS, FilePath, FolderName, OneOf, Range
 from worldsize.world.environments import ENVIRONMENTS
 
-_COUNT = Range(least=1, most=2**63 - 1)
-_INTERVAL = Range(least=0, most=2**63 - 1, hint="0: never")
+_LARGEST = Range(most=2**63 - 1)  # what tensors and other languages take
+_COUNT = Range(least=1)
+_INTERVAL = Range(least=0, hint="0: never")
 
 
 @dataclass
@@ -82,7 +83,7 @@ class CheckpointSchema:
     (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one.
     """
 
-    every: Annotated[int, _INTERVAL] = 0
+    every: Annotated[int, _INTERVAL, _LARGEST] = 0
     at_end: bool = True
     keep: Any = None
     signals: list[str] = field(default_factory=list)
@@ -120,18 +121,18 @@ class Schema:
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
     """
 
-    steps: Annotated[int, _COUNT] = MISSING
+    steps: Annotated[int, _COUNT, _LARGEST] = MISSING
     epochs: Annotated[float | None, Range(above=0)] = None
-    batch_size: Annotated[int, _COUNT] = MISSING
+    batch_size: Annotated[int, _COUNT, _LARGEST] = MISSING
     lr: Annotated[float, Range(least=0)] = MISSING
     seed: int = 0
-    logical_ranks: Annotated[int | None, _COUNT] = None
+    logical_ranks: Annotated[int | None, _COUNT, _LARGEST] = None
     precision: str = "fp32"
     clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null: no clipping")] = None
     nonfinite: str = "stop"
-    log_every: Annotated[int, _COUNT] = 10
-    evaluate_every: Annotated[int, _INTERVAL] = 0
-    evaluate_batch_size: Annotated[int, _COUNT] = 256
+    log_every: Annotated[int, _COUNT, _LARGEST] = 10
+    evaluate_every: Annotated[int, _INTERVAL, _LARGEST] = 0
+    evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256
     data_workers: Annotated[int, Range(least=0, most=256, hint="so many processes for each worker")] = 0
     length_balanced: bool = False
     launch: Annotated[str, OneOf("run", "show", "write")] = "run"
