@@ -48,8 +48,8 @@ def of_schema(section: type, path: str = "") -> Iterator[Option]:
 def of_group(group: str, key: str, folder: Path) -> Iterator[Option]:
     """Yield the options of every dataclass that a YAML of the group names."""
     for file in sorted(folder.glob(f"conf/{group}/*.yaml")):
-        node = OmegaConf.load(file)
-        node = node if "_target_" in node else node.get(key) or {}
+        whole: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        node = whole if "_target_" in whole else whole.get(key) or {}
         if "_target_" not in node:
             continue
         target = resolve(str(node["_target_"]), Allowed(), key)

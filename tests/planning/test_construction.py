@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from recipes.digits.recipe import Digits
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, Recipe
 from worldsize.planning.construction import check_construction
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -37,19 +38,27 @@ def test_arguments_that_nothing_can_be_built_with_are_refused_in_one_line(recipe
     assert "nothing was started" in str(refused.value)
 
 
-class Made(Digits):
+@dataclass(frozen=True)
+class Made(Recipe):
     """Build a model by a function."""
 
     make: Callable[[], nn.Module]
+    make_optimizer: Callable[..., Optimizer] = SGD
 
     def model(self) -> nn.Module:
         return self.make()
 
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return self.make_optimizer(model.parameters())
 
-def made(make: Callable[[], nn.Module], optimizer: Callable[..., Optimizer] = SGD) -> Digits:
-    recipe = Made(4, 0.1, optimizer)
-    object.__setattr__(recipe, "make", make)
-    return recipe
+    def data(self, split: str) -> Any:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        raise NotImplementedError
 
 
 def from_values() -> nn.Module:
@@ -69,14 +78,14 @@ def raising(error: Exception) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "recipe",
     [
-        made(from_values),
-        made(raising(FileNotFoundError("weights.bin"))),
-        made(raising(ImportError("no module flash"))),
-        made(raising(RuntimeError("no CUDA GPUs are available"))),
-        made(partial(nn.Linear, 2, 2), raising(ValueError("fused needs parameters on a GPU"))),
+        Made(from_values),
+        Made(raising(FileNotFoundError("weights.bin"))),
+        Made(raising(ImportError("no module flash"))),
+        Made(raising(RuntimeError("no CUDA GPUs are available"))),
+        Made(partial(nn.Linear, 2, 2), raising(ValueError("fused needs parameters on a GPU"))),
     ],
 )
-def test_what_may_work_where_the_processes_run_is_left_to_them(recipe: Digits) -> None:
+def test_what_may_work_where_the_processes_run_is_left_to_them(recipe: Recipe) -> None:
     check_construction(recipe)
 
 
@@ -86,7 +95,7 @@ def test_random_numbers_of_this_process_stay_as_they_were() -> None:
         return nn.Linear(2, int(torch.randint(1, 5, ())))
 
     before = random.getstate(), torch.get_rng_state()
-    check_construction(made(drawing))
+    check_construction(Made(drawing))
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
