@@ -20,7 +20,7 @@ _INFINITE = (math.inf, -math.inf)
 
 
 class Limit(ABC):
-    """What a value may be. Put an instance into ``Annotated``; null is not asked about."""
+    """Decides whether a value is taken. An instance goes into ``Annotated``; null is taken without asking it."""
 
     @abstractmethod
     def refusal(self, value: Any) -> str | None:
