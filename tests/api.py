@@ -18,6 +18,7 @@ EVERYTHING = (
     "worldsize.core.context",
     "worldsize.core.events",
     "worldsize.core.launcher",
+    "worldsize.core.limits",
     "worldsize.core.numerics",
     "worldsize.core.recipe",
     "worldsize.core.strategy",
