@@ -28,6 +28,14 @@ class _StandardError(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)
 
 
+def printable(text: str) -> str:
+    r"""Escape what a terminal would obey or hide: control characters, line ends, marks of direction.
+
+    What comes from files and hosts that others may write is shown through it: ``"a\nb"`` is shown as ``a\\nb``.
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def show_messages() -> None:
     """Show what worldsize's modules log; called once by each program, and inherited by what it forks."""
     logger, handler = logging.getLogger("worldsize"), _StandardError()

@@ -12,7 +12,7 @@ from pathlib import Path
 from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
-from worldsize.records.lock import is_locked
+from worldsize.records.lock import holder_of, is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
 
@@ -41,8 +41,13 @@ def cancel(run: RunDirectory) -> str:
     if view.exit_reason != "running":
         raise WorldsizeError(f"the run {run.path} is not being trained.")
     attempt = view.attempts[-1]
-    host = attempt["hosts"][0]
-    if host != socket.gethostname() or not is_locked(run.path):
+    host, process = attempt["hosts"][0], holder_of(run.path)
+    if process is None and view.is_own and is_locked(run.path):  # where the kernel does not say who holds it
+        process = attempt["pid"]
+    if host != socket.gethostname() or process is None:
         raise WorldsizeError(f"the run {run.path} was launched on {host}; cancel it there.")
-    os.kill(attempt["pid"], signal.SIGTERM)
-    return f"process {attempt['pid']} was asked to save and to end"
+    try:
+        os.kill(process, signal.SIGTERM)
+    except PermissionError:
+        raise WorldsizeError(f"the run {run.path} is trained by process {process} of another user.") from None
+    return f"process {process} was asked to save and to end"

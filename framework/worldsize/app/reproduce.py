@@ -6,8 +6,8 @@ import argparse
 import getpass
 import json
 import os
-import re
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,19 +20,18 @@ from rich.console import Console
 
 from worldsize.app import exit_process, refuse
 from worldsize.app.compare import EXIT_CODES, add_report_options, show
-from worldsize.config.installed import installed
-from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
 from worldsize.config.search_path import bundle
+from worldsize.driver.trust import ask, check_recorded_targets, key_of, recorded_overrides, targets_of
 from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import view
+from worldsize.records.run_record import RunView, view
 from worldsize.records.strict_json import strict
-from worldsize.reproducibility.checkout import checked_out, read_patch
+from worldsize.reproducibility.checkout import checked_out, patched_files, read_patch
 from worldsize.reproducibility.compare import compare_runs
 from worldsize.reproducibility.level import recorded_level
 from worldsize.reproducibility.plugins import check_kept
-from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt
+from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt, to_be_installed
 
 
 @dataclass(frozen=True)
@@ -80,61 +79,47 @@ def reproduce(options: Options) -> int:
     recorded = view(options.manifest)
     original, manifest = recorded.directory, recorded.manifest
     code, own = manifest["code"], recorded.is_own
-    _check_targets(manifest, options, own=own)
-    check_kept(manifest.get("plugins", ()), original.plugins)
+    check_recorded_targets(manifest, options.overrides, own=own)
+    has_plugins = check_kept(manifest["plugins"], original.plugins)
     patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
     if not own:
-        _ask(manifest, options)
+        _ask(recorded, patch, options)
     overrides = _overrides(manifest, options, own=own)
     clones = [Path(place) for place in (code["checkout"], original.path, Path.cwd(), bundle()) if place]
     with tempfile.TemporaryDirectory(prefix="worldsize_") as name:
-        root = Path(name) / "code"
+        root, plugins = Path(name) / "code", Path(name) / "kept"
+        if has_plugins:
+            shutil.copytree(original.plugins, plugins)
+            check_kept(manifest["plugins"], plugins)  # of what is run, whatever has become of the record meanwhile
         with checked_out(code, patch, root, clones) as folder:
             python = _python(manifest, original, options, folder, root=root, clones=clones)
-            new, exit_code = _run(options, original, python, folder, overrides, _plugins(manifest, original))
+            new, exit_code = _run(options, original, python, folder, overrides, plugins)
     return exit_code or _report(options, original, new)
 
 
-def _check_targets(manifest: Mapping[str, Any], options: Options, *, own: bool) -> None:
-    """A stranger's manifest cannot widen the allow-list; only this command line can."""
-    added = [word.partition("=")[2] for word in options.overrides if word.startswith("allow_targets=")]
-    prefixes = [prefix for words in added for prefix in re.findall(r"[\w.]+", words)]
-    here = [plugin.module for plugin in installed()]
-    config = manifest["config"]
-    recorded = [*config["allow_targets"], *config["run"].get("packages", ())] if own else []
-    check_targets(config, Allowed((*ALLOWED, *here, *recorded, *prefixes)))
-
-
-def _ask(manifest: Mapping[str, Any], options: Options) -> None:
-    code, changed = manifest["code"], different_packages(manifest["environment"])
+def _ask(recorded: RunView, patch: bytes, options: Options) -> None:
+    """Show everything of another user's record that would be fetched, installed or run here, and ask."""
+    manifest, code = recorded.manifest, recorded.manifest["code"]
+    changed = different_packages(manifest["environment"])
     facts = {
-        "run": manifest["run_id"],
-        "code": f"{code['commit']} from {code['remote']}" if code["commit"] else "only what the record holds",
-        "with changes": code["patch_sha256"] or "none",
-        "options": " ".join(manifest["overrides"]) or "none",
-        "to be installed": ", ".join(changed[:10]) + (f" and {len(changed) - 10} more" if len(changed) > 10 else ""),
-        "data": ", ".join(list(manifest["data"]["files"])[:5]) or "none",
+        "run": [manifest["run_id"]],
+        "code": [f"{code['commit']} from {code['remote']}" if code["commit"] else "only what the record holds"],
+        "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *patched_files(patch)] if patch else [],
+        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest["plugins"]],
+        "targets": sorted(set(targets_of(manifest["config"]))),
+        "options": manifest["overrides"],
+        "other packages": changed,
+        "to be installed": to_be_installed(recorded.directory.environment) if changed or options.rebuild else [],
+        "data": list(manifest["data"]["files"]),
     }
-    for name, value in facts.items():
-        print(f"{name:16} {value or 'nothing'}", file=sys.stderr)
-    if options.yes:
-        return
-    if not sys.stdin.isatty():
-        raise WorldsizeError("this manifest was not written by this user on this machine. Look at it, then pass --yes.")
-    print("This manifest was not written by you. Install and run this code? [y/N] ", end="", file=sys.stderr)
-    if input().strip().lower() not in ("y", "yes"):
-        raise WorldsizeError("nothing was installed or run.")
+    ask(facts, yes=options.yes, deed="Install and run this code?")
 
 
 def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> list[str]:
-    """The recorded ones, but for those that the command line replaces, with lost secrets asked for by name."""
-    given = {_key(word) for word in options.overrides} | (set() if own else {"allow_targets"})
-    kept = [word for word in manifest["overrides"] if _key(word) not in given]
+    """Return the recorded ones that the command line does not replace, with lost secrets asked for by name."""
+    given = {key_of(word) for word in options.overrides}
+    kept = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in given]
     return [*(_revealed(word) if REDACTED in word else word for word in kept), *options.overrides]
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
 
 
 def _revealed(word: str) -> str:
@@ -166,22 +151,17 @@ def _python(
 _CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.app import main; main()"
 
 
-def _plugins(manifest: Mapping[str, Any], original: RunDirectory) -> dict[str, str]:
-    """Return variables by which the run finds plugins in the record's copies, and nowhere else."""
-    if "plugins" not in manifest:  # of a worldsize that did not record them
-        return {}
-    return {"WORLDSIZE_PLUGINS": str(original.plugins.resolve()) if original.plugins.is_dir() else ""}
-
-
 def _run(
     options: Options,
     original: RunDirectory,
     python: Interpreter,
     folder: Path,
     overrides: Sequence[str],
-    plugins: Mapping[str, str],
+    plugins: Path,
 ) -> tuple[RunDirectory, int]:
-    """Train in the checkout; the new run's folder and its exit code.
+    """Train in the checkout, with the copies of plugins in the folder ``plugins``, if it exists, and no others.
+
+    Returns the new run's folder and its exit code.
 
     Raises:
         WorldsizeError: the run was refused; its reason has been shown.
@@ -197,7 +177,11 @@ def _run(
     done = subprocess.run(
         [str(python.python), "-c", _CHILD],
         cwd=folder,
-        env={**os.environ, **plugins, "PYTHONPATH": path.strip(os.pathsep)},
+        env={
+            **os.environ,
+            "WORLDSIZE_PLUGINS": str(plugins) if plugins.is_dir() else "",
+            "PYTHONPATH": path.strip(os.pathsep),
+        },
         input=json.dumps(["train", *overrides, *own]),
         stdout=sys.stderr if options.json else None,
         text=True,

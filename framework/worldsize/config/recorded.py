@@ -1,18 +1,26 @@
-"""The settings of a run that has a folder already."""
+"""The settings, or the launcher alone, of a run that has a folder already."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from worldsize.config.instantiate import Allowed, check_arguments, resolve
 from worldsize.config.search_path import make_importable
-from worldsize.config.settings import Settings, load_settings
+from worldsize.config.settings import AnyLauncher, Settings, launcher_of, load_settings
+from worldsize.core import BatchLauncher
 from worldsize.errors import ConfigError
+from worldsize.messages import printable
 from worldsize.records.redaction import missing, restore
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunView
+from worldsize.reproducibility.plugins import check_kept
 from worldsize.world.environments import withheld_secrets
 
 
@@ -29,3 +37,42 @@ def read_settings(run: RunDirectory) -> Settings:
         raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
     make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
     return load_settings(config)
+
+
+def read_launcher(view: RunView) -> AnyLauncher:
+    """Build the launcher of a recorded run, to ask a scheduler about it.
+
+    The record of another user chooses among the launchers of worldsize itself, and gives them names to look for, but
+    no command and no code of its own.
+
+    Raises:
+        ConfigError: another user's record names another launcher, or one that does not exist.
+        WorldsizeError: the plugins in the run folder are not those of the record.
+    """
+    config = view.manifest["config"]
+    node = config["launcher"]
+    if not view.is_own:
+        return _bundled_launcher(node)
+    check_kept(view.manifest["plugins"], view.directory.plugins)
+    make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
+    return launcher_of(node, config)
+
+
+def _bundled_launcher(node: Mapping[str, Any]) -> AnyLauncher:
+    target = str(node.get("_target_"))
+    if not re.fullmatch(r"worldsize\.launch\.[a-z_]+\.[A-Za-z]+", target):
+        raise ConfigError(
+            f"another user's run was launched by {printable(target)}, which is not imported for that. "
+            "Ask its scheduler yourself."
+        )
+    kind = resolve(target, Allowed(("worldsize.launch",)), "launcher")
+    if not (inspect.isclass(kind) and issubclass(kind, AnyLauncher) and not inspect.isabstract(kind)):
+        raise ConfigError(f"another user's run was launched by {target}, which is no launcher.")
+    names = kind.finds_job_by if issubclass(kind, BatchLauncher) else ()
+    given = {name: node[name] for name in names if name in node}
+    for name, value in given.items():
+        if not isinstance(value, bool) and not re.fullmatch(r"\w[\w.-]*", str(value), re.ASCII):
+            raise ConfigError(f"another user's run has launcher.{name}={value!r}, which is no name.")
+    check_arguments(kind, given, "launcher")
+    launcher: AnyLauncher = kind(**given)
+    return launcher

@@ -132,7 +132,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         recipe=build(config["recipe"], Recipe, allowed=allowed, key="recipe"),  # type: ignore[type-abstract]
         determinism=determinism,
         roles=roles,
-        launcher=_launcher(config["launcher"], allowed),
+        launcher=launcher_of(config["launcher"], config),
         faults=Faults.parsed(config["faults"]),
         logical_ranks=logical_ranks,
     )
@@ -142,8 +142,13 @@ def _logger(node: Mapping[str, Any] | None, allowed: Allowed) -> Callable[..., L
     return build(node, partial, allowed=allowed, key="logger") if node else None
 
 
-def _launcher(node: Mapping[str, Any], allowed: Allowed) -> AnyLauncher:
-    launcher = build(node, LaunchMethod, allowed=allowed, key="launcher")  # type: ignore[type-abstract]
+def launcher_of(node: Mapping[str, Any], config: Mapping[str, Any]) -> AnyLauncher:
+    """Build the launcher that ``node`` describes, inside the allow-list of the whole ``config``.
+
+    Raises:
+        ConfigError: it is no launcher, or outside the allow-list.
+    """
+    launcher = build(node, LaunchMethod, allowed=_allowed(config), key="launcher")  # type: ignore[type-abstract]
     if not isinstance(launcher, AnyLauncher):
         raise ConfigError(f"launcher: {type(launcher).__name__} is no Launcher, AgentLauncher or BatchLauncher.")
     return launcher

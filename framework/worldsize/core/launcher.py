@@ -148,6 +148,7 @@ class BatchLauncher(LaunchMethod):
     wait: bool = False  # come back when the job has ended
     exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
     shares_run_folder: ClassVar[bool] = True  # its processes write into the run folder that this process has made
+    finds_job_by: ClassVar[Sequence[str]] = ()  # options that ``state`` and ``cancel`` need: names, never a command
 
     @abstractmethod
     def submit(self, plan: Plan) -> str | None:

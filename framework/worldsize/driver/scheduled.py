@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 from worldsize.errors import WorldsizeError
 from worldsize.records.lock import is_locked
 from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import RunView, look
+from worldsize.records.run_record import RunView, look, view
 
 if TYPE_CHECKING:
     from worldsize.config.settings import AnyLauncher
@@ -46,12 +46,12 @@ class Scheduler:
         """Return the launcher that submitted the run's jobs; None if the run has gone on without a scheduler since.
 
         Raises:
-            WorldsizeError: the run's own settings cannot be read.
+            WorldsizeError: the record's launcher cannot be built, or not without another user's code.
         """
-        from worldsize.config.recorded import read_settings  # imports torch, which takes seconds
+        from worldsize.config.recorded import read_launcher  # imports torch, which takes seconds
         from worldsize.core import BatchLauncher
 
-        self._launcher = self._launcher or read_settings(self.run).launcher
+        self._launcher = self._launcher or read_launcher(view(self.run.path))
         return self._launcher if isinstance(self._launcher, BatchLauncher) else None
 
     def _answer(self, job: str) -> str | None:
@@ -62,22 +62,22 @@ class Scheduler:
             return SILENT
 
 
-def state_of(view: RunView, scheduler: Scheduler) -> str:
+def state_of(record: RunView, scheduler: Scheduler) -> str:
     """Say how the run ended, or what its scheduler says as long as it has not."""
-    if view.exit_reason not in ("running", None) or view.job is None:
-        return view.exit_reason or "not started"
-    told = scheduler.state(view.job)
+    if record.exit_reason not in ("running", None) or record.job is None:
+        return record.exit_reason or "not started"
+    told = scheduler.state(record.job)
     if told == SILENT:
-        return f"{view.exit_reason or 'submitted'}; {SILENT}"
-    return told or view.exit_reason or "its job is over, and no attempt is noted here"
+        return f"{record.exit_reason or 'submitted'}; {SILENT}"
+    return told or record.exit_reason or "its job is over, and no attempt is noted here"
 
 
 def is_alive(scheduler: Scheduler) -> bool:
     """Whether the scheduler's run is being trained, waits in a queue, or is about to be started again."""
-    view = look(scheduler.run)
-    if view.job and view.exit_reason in (None, "preempted"):
-        return scheduler.state(view.job) is not None
-    return view.exit_reason == "running" or (view.exit_reason != "completed" and is_locked(scheduler.run.path))
+    record = look(scheduler.run)
+    if record.job and record.exit_reason in (None, "preempted"):
+        return scheduler.state(record.job) is not None
+    return record.exit_reason == "running" or (record.exit_reason != "completed" and is_locked(scheduler.run.path))
 
 
 def wait_for(launcher: BatchLauncher, jobs: Sequence[str]) -> None:

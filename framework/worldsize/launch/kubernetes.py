@@ -46,6 +46,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
     python: str = "python"  # interpreter in the image
     kubectl: Sequence[str] = ("kubectl",)  # with its options, e.g. [kubectl, --context, mine]
     shares_run_folder = False
+    finds_job_by = ("namespace",)
 
     def check(self, cluster: Cluster) -> None:
         if not self.image:

@@ -55,6 +55,7 @@ class SkyPilot(NodeLauncher, BatchLauncher):
     managed: bool = True  # a managed job, which is recovered; False: a cluster that is left when the run ends
     sky: Sequence[str] = ("sky",)  # the command, which may live in an environment of its own
     shares_run_folder = False
+    finds_job_by = ("managed",)
 
     def check(self, cluster: Cluster) -> None:
         if self.spot_recovery is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 from worldsize.errors import WorldsizeError
 
 _NAME = ".lock"
+_FLOCK = struct.Struct("hhqqixxxx")  # struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid
 
 # A process loses a record lock as soon as it closes any descriptor of the file, so a folder that this
 # process has locked must not be opened again. The pid tells a forked child that the lock is not its own.
@@ -62,6 +65,21 @@ def is_locked(run_dir: Path) -> bool:
         except OSError:
             return True
     return False
+
+
+def holder_of(run_dir: Path) -> int | None:
+    """Return the process on this host that holds the run's lock, as the kernel knows it; None if there is none.
+
+    What the run folder says of it may be what another user has written there.
+    """
+    if _is_own(run_dir):
+        return os.getpid()
+    if sys.platform != "linux" or not (run_dir / _NAME).exists():
+        return None
+    with (run_dir / _NAME).open("rb") as file:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else None
 
 
 def _is_own(run_dir: Path) -> bool:

@@ -18,16 +18,17 @@ from worldsize.records.strict_json import strict
 SCHEMA_VERSION = 1
 
 
-def write_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
     """Write the manifest whole or not at all, and return it as it was written.
 
     A temporary file beside it is written, synced, then renamed.
 
-    Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``.
+    Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. It is signed if it is
+    this user's ``own``: to note something in another user's record must not make that record one's own.
     """
     facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
     digest = _digest(facts)
-    written = {**facts, "digest": digest, "signature": _signature(digest)}
+    written = {**facts, "digest": digest, "signature": _signature(digest) if own else None}
     temporary = path.with_name(f".manifest_{secrets.token_hex(4)}")
     try:
         with temporary.open("x") as file:  # tempfile would make it unreadable for other users
@@ -80,8 +81,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def is_own(manifest: Mapping[str, Any]) -> bool:
     """Whether this user has written the manifest: a key that only that user can read made its signature."""
-    expected, signed = _signature(manifest["digest"]), manifest["signature"]
-    return bool(expected and signed and hmac.compare_digest(expected, signed))
+    expected, signed = _signature(manifest["digest"]), manifest.get("signature")
+    return bool(expected and isinstance(signed, str) and hmac.compare_digest(expected.encode(), signed.encode()))
 
 
 def _signature(digest: str) -> str | None:

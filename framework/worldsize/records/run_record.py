@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,9 +61,16 @@ class RunView:
 
     @property
     def job(self) -> str | None:
-        """The last job that the run was submitted as."""
+        """The last job that the run was submitted as.
+
+        Raises:
+            WorldsizeError: a scheduler's command would take its name for an option.
+        """
         jobs = self.manifest.get("jobs")
-        return str(jobs[-1]["id"]) if jobs else None
+        name = str(jobs[-1]["id"]) if jobs else None
+        if name is not None and not re.fullmatch(r"\w[\w./-]*", name, re.ASCII):
+            raise WorldsizeError(f"{self.directory.manifest} names the job {name!r}, which is no job. Do not trust it.")
+        return name
 
 
 def view(path: Path) -> RunView:
@@ -116,7 +124,8 @@ def note_job(directory: RunDirectory, name: str) -> None:
     """Note that a scheduler has taken the run as the job ``name``; without the lock, which the job may hold already."""
     manifest = read_manifest(directory.manifest)
     job = {"id": name, "submitted": _now()}
-    write_manifest(directory.manifest, {**manifest, "jobs": [*manifest.get("jobs", ()), job]})
+    jobs = [*manifest.get("jobs", ()), job]
+    write_manifest(directory.manifest, {**manifest, "jobs": jobs}, own=is_own(manifest))
 
 
 @final
@@ -125,7 +134,7 @@ class RunRecord:
 
     def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack) -> None:
         self.directory = directory
-        self._manifest, self._lock = manifest, lock
+        self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
         self._version = self._version_on_disk()
 
     @property
@@ -147,6 +156,15 @@ class RunRecord:
     def is_complete(self) -> bool:
         """Whether the last attempt trained to the end."""
         return bool(self.attempts) and self.attempts[-1]["exit_reason"] == "completed"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user has written the record, or has adopted it."""
+        return self._own
+
+    def adopt(self) -> None:
+        """Take over another user's record, whose code this user has agreed to run: from now on it is signed anew."""
+        self._own = True
 
     def amend(self, manifest: Manifest, *, config: str, overrides: str) -> None:
         """Let the record say that the run goes on with another configuration."""
@@ -192,7 +210,7 @@ class RunRecord:
         self._lock.close()
 
     def _write(self, manifest: Manifest) -> None:
-        self._manifest = write_manifest(self.directory.manifest, manifest)
+        self._manifest = write_manifest(self.directory.manifest, manifest, own=self._own)
         self._version = self._version_on_disk()
 
     def _version_on_disk(self) -> tuple[int, int]:
@@ -219,8 +237,8 @@ def _settle(directory: RunDirectory) -> Manifest:
     if _says_running(manifest):
         last = _last_written(directory.path)
         end = datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
-        manifest = _with_end(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
-        manifest = write_manifest(directory.manifest, manifest)
+        ended = _with_end(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
+        manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
     return manifest
 
 

@@ -73,6 +73,13 @@ def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
     return patch
 
 
+def patched_files(patch: bytes) -> list[str]:
+    """Return the names of the files that git would change if it applied ``patch``."""
+    done = _run(Path("/"), "apply", "--numstat", "-z", "-", stdin=patch)
+    rows = os.fsdecode(done.stdout).split("\0")
+    return [row.split("\t", 2)[-1] for row in rows if row]
+
+
 def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path) -> Path:
     commit, remote = code["commit"], code["remote"]
     for folder in candidates:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
+from worldsize.messages import printable
 from worldsize.reproducibility.code import LARGEST
 
 
@@ -49,16 +51,39 @@ def keep(folder: Path, target: Path, clean: Callable[[str], str]) -> None:
 
 
 def kept_folder(root: Path, name: str) -> Path:
-    """Return the folder of the plugin ``name``, such as "plugins.diloco", below ``root``."""
+    """Return where the plugin ``name``, such as "plugins.diloco", lies below ``root``.
+
+    Raises:
+        WorldsizeError: it is no name of a module.
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+        raise WorldsizeError(f"the record lists the plugin {name!r}, which is no name of a module. Do not trust it.")
     return root.joinpath(*name.split("."))
 
 
-def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> None:
-    """Raise WorldsizeError unless the copies below ``root`` are those of the record."""
-    for plugin in plugins:
-        folder = kept_folder(root, plugin["name"])
-        if plugin["kept"] and (found := digest_of(folder)) != plugin["sha256"]:
+def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
+    """Check that below ``root`` lie the recorded copies of ``plugins`` and nothing else; return whether there are any.
+
+    Compiled files are removed: they would be imported in place of the sources whose digests are recorded.
+
+    Raises:
+        WorldsizeError: a copy is lost or was changed, or a file is there that the record does not list.
+    """
+    for cache in list(root.rglob("__pycache__")):
+        shutil.rmtree(cache, ignore_errors=True)
+    folders = [kept_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]
+    recorded = [plugin["sha256"] for plugin in plugins if plugin["kept"]]
+    for folder, wanted in zip(folders, recorded, strict=True):
+        if (digest := digest_of(folder)) != wanted:
             raise WorldsizeError(
-                f"{folder} is lost or was changed: its digest is {found}, the record says {plugin['sha256']}. "
+                f"{folder} is lost or was changed: its digest is {digest}, the record says {wanted}. "
                 "Restore it from a copy of the run folder."
             )
+    listed = {file for folder in folders for file in files_of(folder)}
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() or (not path.is_dir() and path not in listed):
+            raise WorldsizeError(
+                f"{printable(str(path))} is not in the record of the run, and would be imported. "
+                "Take it away, if you do not know it; nothing was started."
+            )
+    return bool(folders)

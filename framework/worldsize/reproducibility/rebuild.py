@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,31 @@ def _framework() -> tuple[Path, ...]:
     """Return the folder that this worldsize is imported from, if that is a clone: no lock can install it."""
     source = Path(__file__).resolve().parents[2]
     return (source,) if source.name == "framework" else ()
+
+
+def to_be_installed(files: Path) -> list[str]:
+    """Return what the lock in ``files`` would install that is not here already in the same version, with its source.
+
+    What comes from elsewhere than an index of packages is always named.
+    """
+    here, lock = packages(), files / "uv.lock"
+    if not lock.exists():
+        pins = files / "requirements.txt"
+        lines = pins.read_text().splitlines() if pins.exists() else []
+        return [line for line in lines if tuple(line.split("==")) not in here.items()]
+    try:
+        locked = tomllib.loads(lock.read_text()).get("package", [])
+        return [text for package in locked if (text := _described(package, here))]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise WorldsizeError(f"{lock} cannot be read: {error}. Restore it from a copy of the run folder.") from error
+
+
+def _described(package: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
+    name, version, source = package["name"], package.get("version"), package.get("source", {})
+    kind, place = next(iter(source.items()), ("unknown", ""))
+    if kind == "registry" and here.get(name) == version:
+        return None
+    return f"{name} {version or 'without a version'} from {kind} {place}"
 
 
 def different_packages(environment: Mapping[str, Any]) -> list[str]:

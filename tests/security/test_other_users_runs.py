@@ -1,0 +1,219 @@
+"""A run folder that another user has written runs nothing of its own unless its reader has seen it and agreed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command, Train
+from worldsize.app.cancel import cancel
+from worldsize.config.recorded import read_launcher
+from worldsize.driver.trust import ask, recorded_overrides
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.launch.kubernetes import Kubernetes
+from worldsize.launch.skypilot import SkyPilot
+from worldsize.records.lock import RunLock
+from worldsize.records.manifest import is_own, read_manifest, write_manifest
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look, opened, view
+
+EVIL = """
+import os
+from pathlib import Path
+Path(os.environ["MARK"]).touch()
+from worldsize.launch.slurm import Slurm as Mine
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, train_in: Callable[[Path], Train]) -> Path:
+    """The folder of a run of this user's own that has ended."""
+    done = train_in(tmp_path_factory.mktemp("trained"))("steps=2", "recipe=digits")
+    assert done.folder, done.error
+    return done.folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, as another user might have put it under a shared root."""
+    shutil.copytree(trained, tmp_path / "runs" / "digits" / "theirs")
+    return tmp_path / "runs" / "digits" / "theirs"
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that appears if code of the record is run."""
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+    return tmp_path / "mark"
+
+
+def forge(run: Path, **changes: Any) -> None:
+    """Write the run's manifest as another user would: with a digest that is right, and no signature of ours."""
+    path = run / "run_manifest.json"
+    write_manifest(path, {**read_manifest(path), **changes}, own=False)
+
+
+def with_launcher(run: Path, launcher: dict[str, Any], folder: Path) -> None:
+    config = read_manifest(run / "run_manifest.json")["config"]
+    config = {**config, "launcher": launcher, "run": {**config["run"], "import_path": [str(folder)]}}
+    forge(run, config=config, jobs=[{"id": "7", "submitted": "today"}], attempts=[])
+
+
+@pytest.mark.parametrize("command_name", ["status", "logs", "cancel", "watch"])
+def test_looking_at_a_run_imports_nothing_that_it_names(
+    run: Path,
+    mark: Path,
+    command: Command,
+    command_name: str,
+    tmp_path: Path,
+    environment_without_wandb: dict[str, str],
+) -> None:
+    plugin = tmp_path / "theirs" / "plugins" / "evil"
+    plugin.mkdir(parents=True)
+    (plugin / "launcher.py").write_text(EVIL)
+    with_launcher(run, {"_target_": "plugins.evil.launcher.Mine"}, tmp_path / "theirs")
+    done = command(command_name, str(run), cwd=tmp_path, environment={**environment_without_wandb, "MARK": str(mark)})
+    assert not mark.exists()
+    assert "Traceback" not in done.stderr
+    assert "not imported" in "".join((done.stdout + done.stderr).split("\n")).replace("│", "") or done.returncode
+
+
+def test_another_users_record_gives_a_scheduler_names_but_no_command(run: Path, mark: Path, tmp_path: Path) -> None:
+    evil = [sys.executable, "-c", "import os, pathlib; pathlib.Path(os.environ['MARK']).touch()"]
+    with_launcher(
+        run, {"_target_": "worldsize.launch.kubernetes.Kubernetes", "kubectl": evil, "namespace": "team"}, tmp_path
+    )
+    launcher = read_launcher(view(run))
+    assert isinstance(launcher, Kubernetes)
+    assert (launcher.namespace, launcher.kubectl) == ("team", ("kubectl",))
+    with_launcher(run, {"_target_": "worldsize.launch.skypilot.SkyPilot", "sky": evil, "managed": False}, tmp_path)
+    assert read_launcher(view(run)) == SkyPilot(managed=False)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "worldsize.launch.kubernetes.Kubernetes", "namespace": "--kubeconfig=/tmp/evil"},
+        {"_target_": "worldsize.launch.control.request"},
+        {"_target_": "worldsize.launch.slurm.subprocess.run", "args": ["touch", "mark"]},
+        {"_target_": "os.system"},
+        {},
+    ],
+)
+def test_a_launcher_of_another_user_that_is_none_of_ours_is_refused(run: Path, tmp_path: Path, node: Any) -> None:
+    with_launcher(run, node, tmp_path)
+    with pytest.raises(ConfigError):
+        read_launcher(view(run))
+
+
+def test_a_job_whose_name_is_an_option_of_the_scheduler_is_refused(run: Path) -> None:
+    forge(run, jobs=[{"id": "--user=root", "submitted": "today"}])
+    with pytest.raises(WorldsizeError, match="is no job"):
+        _ = view(run).job
+
+
+def test_cancel_ends_the_process_that_holds_the_lock_and_not_the_one_that_is_written_down(run: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from worldsize.records.lock import RunLock\n"
+    code += "with RunLock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout
+        holder.stdout.readline()
+        last = {**view(run).attempts[-1], "exit_reason": "running", "pid": os.getpid()}
+        forge(run, attempts=[last])
+        assert str(holder.pid) in cancel(RunDirectory(run))
+        assert holder.wait() == -15
+
+
+def test_looking_at_another_users_run_does_not_make_it_ones_own(run: Path) -> None:
+    forge(run, attempts=[{**view(run).attempts[-1], "exit_reason": "running"}])
+    assert look(RunDirectory(run)).exit_reason == "killed"
+    assert not is_own(read_manifest(run / "run_manifest.json"))
+    with opened(RunDirectory(run)) as record:
+        assert not record.is_own
+        record.begin_attempt([], world_size=1)
+    assert not is_own(read_manifest(run / "run_manifest.json"))
+
+
+def test_another_users_run_is_resumed_only_if_that_was_agreed_to(
+    run: Path, command: Command, environment_without_wandb: dict[str, str], tmp_path: Path
+) -> None:
+    forge(run)
+    words = ("resume", str(run), "steps=4")
+    refused = command(*words, cwd=tmp_path, environment=environment_without_wandb)
+    assert refused.returncode == 2
+    assert "not written by this user" in refused.stderr
+    assert "recipes.digits" in refused.stderr, "what would be run is shown"
+    done = command(*words, "--yes", cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert is_own(read_manifest(run / "run_manifest.json")), "who agreed has taken it over"
+
+
+def test_code_of_another_user_that_is_not_the_recorded_one_is_not_imported(
+    run: Path, mark: Path, command: Command, environment_without_wandb: dict[str, str], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "theirs" / "plugins" / "diloco_too"
+    (plugin / "conf" / "strategy").mkdir(parents=True)
+    (plugin / "conf" / "strategy" / "diloco_too.yaml").write_text("_target_: plugins.diloco_too.strategy.Mine\n")
+    (plugin / "strategy.py").write_text(EVIL)
+    manifest = read_manifest(run / "run_manifest.json")
+    config = {**manifest["config"], "run": {**manifest["config"]["run"], "import_path": [str(tmp_path / "theirs")]}}
+    forge(run, config=config, overrides=[*manifest["overrides"], "strategy=diloco_too"])
+    environment = {**environment_without_wandb, "MARK": str(mark)}
+    done = command("resume", str(run), "steps=4", "--yes", cwd=tmp_path, environment=environment)
+    assert (done.returncode, mark.exists()) == (2, False)
+    assert "is not the plugins.diloco_too that the record lists" in done.stderr
+
+
+@pytest.mark.parametrize("word", ["--experimental-rerun=job.pickle", "-m", "hydra.run.dir=/tmp", "+hydra.x=1"])
+@pytest.mark.parametrize("own", [True, False])
+def test_recorded_overrides_are_overrides_only(word: str, own: bool) -> None:
+    with pytest.raises(WorldsizeError, match="sets no key of a configuration"):
+        recorded_overrides({"overrides": ["steps=3", word]}, own=own)
+
+
+def test_another_users_record_cannot_widen_the_allow_list() -> None:
+    manifest = {"overrides": ["allow_targets=[os]", "steps=3"]}
+    assert recorded_overrides(manifest, own=False) == ["steps=3"]
+    assert recorded_overrides(manifest, own=True) == manifest["overrides"]
+
+
+@pytest.mark.parametrize("command_name", ["resume", "reproduce"])
+def test_a_file_among_the_plugins_that_no_record_lists_is_not_imported(
+    run: Path, command: Command, command_name: str, environment_without_wandb: dict[str, str], tmp_path: Path
+) -> None:
+    (run / "plugins" / "plugins" / "extra").mkdir(parents=True)
+    (run / "plugins" / "plugins" / "extra" / "strategy.py").touch()
+    forge(run)
+    done = command(command_name, str(run), "steps=4", "--yes", cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 2
+    assert "is not in the record of the run" in done.stderr
+
+
+def test_what_is_asked_about_cannot_forge_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"run": ["harmless\ndata  none\x1b[2K\u202e"], "options": ["a=1", "b=2"]}
+    ask(facts, yes=True, deed="Run it?")
+    shown = capsys.readouterr().err
+    assert shown.splitlines() == [
+        "run      harmless\\ndata  none\\x1b[2K\\u202e",
+        "options  a=1",
+        "         b=2",
+    ]
+    assert "\x1b" not in shown
+
+
+def test_a_lock_knows_its_holder(tmp_path: Path) -> None:
+    from worldsize.records.lock import holder_of
+
+    assert holder_of(tmp_path) is None
+    with RunLock(tmp_path):
+        assert holder_of(tmp_path) == os.getpid()
+        assert holder_of(tmp_path) == os.getpid(), "to ask does not end the lock"
+    assert holder_of(tmp_path) is None
