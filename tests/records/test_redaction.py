@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from worldsize.records.redaction import is_secret, redacted, redacted_arguments, without_credentials
+from worldsize.records.redaction import (
+    REDACTED,
+    is_secret,
+    is_secret_variable,
+    redacted,
+    redacted_arguments,
+    scrubber,
+    without_credentials,
+)
 
 
 @pytest.mark.parametrize("name", ["HFToken", "APIKey", "Authorization", "passwords", "secrets", "x.passphrase"])
@@ -55,3 +65,35 @@ def test_an_override_with_a_secret_inside_braces_is_hidden_whole(word: str) -> N
 def test_other_overrides_are_kept_as_they_were_typed() -> None:
     typed = ["optimizer={lr:0.1,max_tokens:3}", "strategy=ddp", "~logger", "lr=0.1,0.2", "--multirun"]
     assert redacted_arguments(typed) == typed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PGPASSWORD", "MYSQL_PWD", "GITHUB_PAT", "DB_PASS", "dbpassword", "AZURE_STORAGE_KEY", "STRIPE_KEY"),
+        *("CONNECTION_STRING", "SLACK_WEBHOOK", "JWT", "SENTRY_DSN", "WANDB_API_KEY", "hf_authtoken"),
+    ],
+)
+def test_secrets_are_recognised_by_the_names_that_services_give_them(name: str) -> None:
+    assert is_secret(name)
+    assert is_secret_variable(name)
+
+
+@pytest.mark.parametrize("name", ["pad_token", "tokenizer.eos_token", "image_key", "text_key", "forward_pass", "pwd"])
+def test_keys_of_data_and_tokens_of_text_are_not_secret(name: str) -> None:
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("LAMBDA_KEY", True), ("PWD", False), ("SORT_KEY", False)])
+def test_a_variable_that_ends_in_key_is_secret(name: str, expected: bool) -> None:
+    assert is_secret_variable(name) is expected
+
+
+def test_what_the_configuration_takes_from_the_environment_is_kept_out_but_for_places(tmp_path: Path) -> None:
+    environ = {"PLAIN": "opaque-value", "DATA_DIR": "/data/of/mine", "OTHER": "other-value"}
+    clean = scrubber({"a": "opaque-value"}, environ, tmp_path / "none", interpolated=["PLAIN", "DATA_DIR"])
+    assert clean.tree({"a": "opaque-value", "b": "/data/of/mine", "c": "other-value"}) == {
+        "a": REDACTED,
+        "b": "/data/of/mine",
+        "c": "other-value",
+    }

@@ -141,7 +141,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     assert isinstance(launcher, NodeLauncher)
     launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
-    with created(run):
+    with created(run, is_private=True):
         write_configuration(run, config=config_text(clean.tree(settings.config)))
     with redirect_stdout(sys.stderr):  # what the agents say
         if isinstance(launcher, BatchLauncher):

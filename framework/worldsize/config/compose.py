@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -89,6 +90,11 @@ def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str) -> None
     for name in plain:
         if OmegaConf.is_dict(child := node._get_node(name)) and isinstance(plain[name], Mapping):
             _check_values(cast("DictConfig", child), plain[name], f"{path}.{name}" if path else str(name))
+
+
+def variables_of(cfg: DictConfig) -> set[str]:
+    """Return the names of the environment variables that a composed configuration takes by ``${oc.env:NAME}``."""
+    return set(re.findall(r"\$\{oc\.env:\s*(\w+)", OmegaConf.to_yaml(cfg, resolve=False)))
 
 
 def _check_keys(node: DictConfig, path: str) -> None:

@@ -63,6 +63,8 @@ class RunSchema:
     """A run's folder and purpose; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
 
     ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing downgrades its level.
+    ``include``: patterns of untracked files that are recorded although they seem to be private (``.env``, ``*.pem``).
+    ``private``: the run's folder is for the eyes of its user alone.
     ``examine``: the cluster is examined instead: its links by tier ("tiers") or between all nodes ("pairs").
     """
 
@@ -71,6 +73,8 @@ class RunSchema:
     group: str | None = None
     reproduces: Annotated[str | None, FilePath()] = None
     strict: bool = False
+    include: list[str] = field(default_factory=list)
+    private: bool = True
     examine: Annotated[str | None, OneOf("tiers", "pairs")] = None
 
 

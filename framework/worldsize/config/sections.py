@@ -22,6 +22,8 @@ class RunConfig:
     group: str | None  # under which wandb shows the runs of one experiment or sweep
     reproduces: Path | None  # manifest of the run that this one re-creates
     strict: bool  # re-create it exactly or not at all
+    include: Sequence[str]  # patterns of untracked files that are recorded although they seem to be private
+    private: bool  # its folder is for the eyes of its user alone
     examine: Literal["tiers", "pairs"] | None  # measure the cluster's links instead of training
 
     @staticmethod
@@ -32,6 +34,8 @@ class RunConfig:
             group=node["group"],
             reproduces=None if reproduces is None else Path(reproduces),
             strict=node["strict"],
+            include=tuple(node["include"]),
+            private=node["private"],
             examine=node["examine"],
         )
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.checkpoints.format import complete, step_of
-from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
+from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, variables_of
 from worldsize.config.installed import installed
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings
@@ -29,7 +29,7 @@ from worldsize.driver.scheduled import wait_for
 from worldsize.errors import ConfigError
 from worldsize.observe.summary import summary_table
 from worldsize.planning.construction import check_construction
-from worldsize.records.redaction import scrubber
+from worldsize.records.redaction import Scrubber, scrubber
 from worldsize.records.run_directory import RunDirectory, created, planned
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
 
@@ -60,9 +60,9 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     if cfg.launch == "show":
         return _show(settings, plan)
     settings.launcher.check(settings.cluster)
-    clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
+    clean = _scrubber(cfg, settings)
     plan = with_secrets(settings, plan, clean)
-    with created(run):
+    with created(run, is_private=settings.run.private):
         write_record(settings, plan, run, clean)
     if cfg.launch == "write":
         settings.launcher.write(plan)
@@ -147,7 +147,7 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
             name; or the run has more steps behind it already than it shall have.
     """
     settings, run = _checked(cfg), record.directory
-    clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
+    clean = _scrubber(cfg, settings)
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, record, clean, ignore)
@@ -194,6 +194,10 @@ def _with_profile_in_run(settings: Settings) -> Settings:
     if profiled is not None and profiled[1] > steps:
         raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
     return settings
+
+
+def _scrubber(cfg: DictConfig, settings: Settings) -> Scrubber:
+    return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
 
 
 def shape_of(cfg: DictConfig) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
 
 def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
     """Describe the checkout, with the bytes of its patch; ``framework`` is worldsize's own, where it is another one."""
-    code = capture_code(Path.cwd(), exclude=settings.run.root.resolve())
+    code = capture_code(Path.cwd(), exclude=settings.run.root.resolve(), include=settings.run.include)
     patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
     own = Code() if _is_inside(bundle(), code.checkout) else capture_code(bundle(), exclude=bundle() / "runs")

@@ -13,9 +13,21 @@ from typing import Any, final
 REDACTED = "<redacted>"
 Keys = tuple[str | int, ...]  # from the root of a configuration to a leaf
 _SECRET_WORDS = {
-    *("token", "secret", "secrets", "password", "passwords", "passwd", "passphrase"),
-    *("credential", "credentials", "apikey", "auth", "authorization"),
+    *("token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pat", "jwt", "webhook", "dsn"),
+    *("credential", "credentials", "apikey", "auth", "authorization", "pgpass"),
 }
+_SECRET_PARTS = ("password", "passwd", "passphrase", "secret", "apikey", "credential", "authtoken", "accesstoken")
+_NO_SECRETS = {"secretary"}
+_TEXT_TOKENS = {*("bos", "cls", "eos", "eot", "image", "mask", "pad", "sep", "special", "start", "stop", "unk")}
+# what stands before "key", "pass" or "pwd" if these are secret; a key of data, such as image_key, is none
+_OWNERS = {
+    *("access", "account", "admin", "api", "app", "auth", "aws", "azure", "client", "database", "db", "deploy"),
+    *("encryption", "gcp", "hf", "key", "license", "login", "master", "mysql", "openai", "pg", "postgres", "priv"),
+    *("private", "redis", "root", "secret", "service", "signing", "smtp", "ssh", "storage", "stripe", "user", "wandb"),
+}
+_PAIRS = {("connection", "string"), ("connection", "str"), ("conn", "string"), ("conn", "str")}
+_PUBLIC = {*("cache", "foreign", "group", "index", "partition", "primary", "public", "sort")}
+_PLACES = re.compile(r"HOME|USER|LOGNAME|PWD|OLDPWD|HOSTNAME|SCRATCH|WORK|TMPDIR|SLURM_\w+|\w+_(DIR|HOME|PATH|ROOT)")
 _SIGNATURES = {"sig", "signature"}  # of URLs that carry their own permission
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")  # up to the last @: a password may contain one
 _URL_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s]*)@")
@@ -24,10 +36,25 @@ _KEY_IN_BRACES = re.compile(r"[\w.-]+(?=['\"]?\s*:)")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key or variable is named like a secret; by whole words: ``token`` is, ``tokens`` is not."""
+    """Return whether a key or variable is named like a secret.
+
+    By whole words, so that ``token`` is and ``tokens`` is not; a few words also inside of others, as in ``PGPASSWORD``.
+    """
     words = _words(name)
-    pairs = {"_".join(pair) for pair in pairwise(words)}
-    return bool(_SECRET_WORDS & set(words)) or bool({"api_key", "access_key", "private_key", "secret_key"} & pairs)
+    if any(part in word for word in words if word not in _NO_SECRETS for part in _SECRET_PARTS):
+        return True
+    pairs = set(pairwise(words))
+    if any(last in ("key", "keys", "pass", "pwd") and first in _OWNERS for first, last in pairs) or _PAIRS & pairs:
+        return True
+    texts = {last for first, last in pairs if first in _TEXT_TOKENS}
+    return bool((_SECRET_WORDS - texts) & set(words))
+
+
+def is_secret_variable(name: str) -> bool:
+    """Return whether an environment variable is named like a secret; there every ``..._KEY`` and ``..._PASS`` is."""
+    *before, last = _words(name)
+    owned = bool(before) and last in ("key", "pass", "pwd") and before[-1] not in _PUBLIC
+    return owned or is_secret(name)
 
 
 def _words(name: str) -> list[str]:
@@ -96,12 +123,16 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def scrubber(config: Any, environ: Mapping[str, str], netrc: Path) -> Scrubber:
-    """Knows the values of secret-looking variables and keys, and the passwords of a netrc file.
+def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolated: Iterable[str] = ()) -> Scrubber:
+    """Know the values of secret-looking variables and keys, and the passwords of a netrc file.
+
+    Variables that the configuration takes by ``${oc.env:NAME}`` are ``interpolated``: who does not want to write a
+    value down has a reason, unless it is a place, such as ``HOME`` or ``DATA_DIR``.
 
     Values of fewer than 8 characters are not looked for: they would also be found where they mean nothing.
     """
-    found = {value for name, value in environ.items() if is_secret(name)}
+    found = {value for name, value in environ.items() if is_secret_variable(name)}
+    found |= {environ.get(name, "") for name in interpolated if not _PLACES.fullmatch(name)}
     kept_out = [str(value) for _, value in withheld(config, redacted(config))]
     found |= {value for value in kept_out if "://" not in value}
     found |= {password for value in kept_out for password in _URL_PASSWORD.findall(value)}

@@ -78,8 +78,10 @@ def runs_below(root: Path) -> list[RunDirectory]:
 
 
 @contextmanager
-def created(run: RunDirectory) -> Iterator[RunDirectory]:
+def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
     """Create the folder exclusively; if its filling fails, nothing of it is left.
+
+    A private one is for the eyes of this user alone.
 
     Raises:
         ConfigError: it exists, or cannot be written.
@@ -87,7 +89,7 @@ def created(run: RunDirectory) -> Iterator[RunDirectory]:
     before = _existing_parent(run.path)
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
-        run.path.mkdir()
+        run.path.mkdir(mode=0o700 if is_private else 0o777)
         yield run
     except FileExistsError:
         raise ConfigError(f"the run folder {run.path} exists. Choose another run.name, or leave it out.") from None

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from worldsize.errors import WorldsizeError
+from worldsize.messages import printable
 from worldsize.records.redaction import without_credentials
+from worldsize.reproducibility.private_files import why_private
+
+_logger = logging.getLogger(__name__)
 
 LARGEST = 1 << 20  # bytes of an untracked file that still goes into the patch
 
@@ -36,8 +42,8 @@ class Code:
     """State of a checkout. ``patch`` re-creates it with ``git apply`` on ``commit``, or on nothing if there is none.
 
     ``checkout`` is its root on the machine of the run, ``folder`` the working directory inside it.
-    ``left_out`` names what is untracked and not in the patch: files that are too large or cannot be read,
-    and other repositories inside this one (their names end in a slash).
+    ``left_out`` names what is untracked and not in the patch: files that are too large, cannot be read or seem to
+    be private, and other repositories inside this one (their names end in a slash).
     """
 
     checkout: str | None = None
@@ -56,20 +62,22 @@ class Code:
         return {**facts, "left_out": list(self.left_out), "patch_sha256": digest}
 
 
-def capture_code(folder: Path, *, exclude: Path) -> Code:
+def capture_code(folder: Path, *, exclude: Path, include: Sequence[str] = ()) -> Code:
     """The checkout that ``folder`` belongs to, files below ``exclude`` (the runs) left out.
 
     Outside git, or before the first commit, there is only a patch, with the folder's own recipes, plugins
     and configuration; without git not even that.
+
+    Untracked files that seem to be private are left out with a warning, unless a pattern of ``include`` names them.
 
     Raises:
         WorldsizeError: git cannot compare the checkout with its commit.
     """
     top = _git(folder, "rev-parse", "--show-toplevel", "HEAD")
     if top is None:
-        return _capture_folder(folder)
+        return _capture_folder(folder, include)
     root, commit = os.fsdecode(top).rstrip("\n").rsplit("\n", 1)
-    untracked, left_out = _untracked(Path(root), exclude)
+    untracked, left_out = _untracked(Path(root), exclude, include)
     patch = _patch(Path(root), untracked)
     remote = _text(Path(root), "config", "--get", "remote.origin.url")
     return Code(
@@ -84,14 +92,15 @@ def capture_code(folder: Path, *, exclude: Path) -> Code:
     )
 
 
-def _capture_folder(folder: Path) -> Code:
+def _capture_folder(folder: Path, include: Sequence[str]) -> Code:
     """Capture a folder outside git by way of a repository that exists only for that."""
     with tempfile.TemporaryDirectory() as name:
         database = Path(name) / "git"
         if shutil.which("git") is None or not any((folder / own).exists() for own in _OWN):
             return Code()
         _needed(folder, "init", "--quiet", "--bare", str(database))
-        names, left_out = _kept(folder, _git(folder, *_OTHERS, "--", *_OWN, database=database))
+        listed = _names(_git(folder, *_OTHERS, "--", *_OWN, database=database))
+        names, left_out = _kept(folder, listed, include)
         if not names:
             return Code(left_out=left_out)
         _needed(folder, *_ADD, stdin=_lines(names), database=database)
@@ -99,16 +108,26 @@ def _capture_folder(folder: Path) -> Code:
         return Code(dirty=True, patch=patch, left_out=left_out)
 
 
-def _untracked(root: Path, exclude: Path) -> tuple[list[str], tuple[str, ...]]:
-    kept, left_out = _kept(root, _git(root, *_OTHERS))
-    inside = tuple(name for name in left_out if not (root / name).is_relative_to(exclude))
-    return [name for name in kept if not (root / name).is_relative_to(exclude)], inside
+def _untracked(root: Path, exclude: Path, include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    listed = [name for name in _names(_git(root, *_OTHERS)) if not (root / name).is_relative_to(exclude)]
+    return _kept(root, listed, include)
 
 
-def _kept(root: Path, listed: bytes | None) -> tuple[list[str], tuple[str, ...]]:
-    """Names that go into the patch, and those that do not."""
-    names = [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
-    kept = [name for name in names if _fits(root, name)]
+def _names(listed: bytes | None) -> list[str]:
+    return [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
+
+
+def _kept(root: Path, names: Sequence[str], include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Divide names into those that go into the patch, and those that do not; say which seem to be private."""
+    fitting = [name for name in names if _fits(root, name)]
+    reasons = {name: why_private(root / name, name, include=include) for name in fitting}
+    if private := [f"{printable(name)} ({reason})" for name, reason in reasons.items() if reason]:
+        _logger.warning(
+            "left out of the record, as they seem to be private: %s. A run that needs them cannot be re-created "
+            "from it; name those that may be kept: run.include='[PATTERN]'.",
+            ", ".join(private),
+        )
+    kept = [name for name in fitting if reasons[name] is None]
     return kept, tuple(sorted(set(names) - set(kept)))
 
 

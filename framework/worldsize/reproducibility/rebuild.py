@@ -104,7 +104,8 @@ def to_be_installed(files: Path) -> list[str]:
     if not lock.exists():
         pins = files / "requirements.txt"
         lines = pins.read_text().splitlines() if pins.exists() else []
-        return [line for line in lines if tuple(line.split("==")) not in here.items()]
+        present = {f"{name}=={version}" for name, version in here.items()}
+        return [line for line in lines if line not in present]
     try:
         locked = tomllib.loads(lock.read_text()).get("package", [])
         return [text for package in locked if (text := _described(package, here))]

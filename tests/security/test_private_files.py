@@ -1,0 +1,93 @@
+"""Files that hold secrets are not copied into a run folder, which is for the eyes of its user alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Train
+from worldsize.reproducibility.code import capture_code
+
+SECRETS = {  # each in a format that its issuer has published; none was ever valid
+    "notes.txt": "-----BEGIN OPENSSH PRIVATE KEY-----\n",
+    "deploy.py": "token = 'ghp_" + "a1B2" * 9 + "'\n",
+    "bucket.py": "key = 'AKIA" + "ABCDEFGH12345678" + "'\n",
+    "hub.py": "token = 'hf_" + "a" * 34 + "'\n",
+    "pay.py": "token = 'sk_live_" + "a" * 24 + "'\n",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A checkout with one commit."""
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "train.py").write_text("print()\n")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-c", "user.name=T", "-c", "user.email=t@example.org", *words], cwd=root, check=True)
+    return root
+
+
+@pytest.mark.parametrize(
+    "name", [".env", ".env.local", "server.pem", "id_ed25519", "my_secrets.txt", "Credentials.json"]
+)
+def test_a_file_with_the_name_of_a_private_one_is_left_out_and_named(
+    project: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (project / name).write_text("canary\n")
+    (project / "mine.py").write_text("pass\n")
+    with caplog.at_level(logging.WARNING, logger="worldsize"):
+        logging.getLogger("worldsize").propagate = True
+        code = capture_code(project, exclude=project / "runs")
+    assert code.left_out == (name,)
+    assert b"canary" not in code.patch
+    assert b"mine.py" in code.patch
+    assert f"{name} (its name)" in caplog.text
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_file_with_a_key_in_it_is_left_out(project: Path, name: str) -> None:
+    (project / name).write_text(SECRETS[name])
+    code = capture_code(project, exclude=project / "runs")
+    assert (code.left_out, code.patch) == ((name,), b"")
+
+
+def test_a_file_that_nobody_else_may_read_is_left_out(project: Path) -> None:
+    (project / "plain.txt").write_text("canary\n")
+    (project / "plain.txt").chmod(0o600)
+    assert capture_code(project, exclude=project / "runs").left_out == ("plain.txt",)
+
+
+def test_where_nobody_else_may_read_any_file_a_mode_shows_nothing(project: Path) -> None:
+    (project / "plain.txt").write_text("text\n")
+    (project / "plain.txt").chmod(0o600)
+    code = "import os, sys; os.umask(0o077); from pathlib import Path; p = Path(sys.argv[1])\n"
+    code += (
+        "from worldsize.reproducibility.code import capture_code; print(capture_code(p, exclude=p / 'runs').left_out)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, project], capture_output=True, text=True, check=True)
+    assert done.stdout == "()\n"
+
+
+def test_the_user_may_overrule(project: Path) -> None:
+    (project / ".env").write_text("canary\n")
+    (project / "deploy.py").write_text(SECRETS["deploy.py"])
+    code = capture_code(project, exclude=project / "runs", include=[".env"])
+    assert (code.left_out, b"canary" in code.patch) == (("deploy.py",), True)
+
+
+@pytest.mark.parametrize(("words", "mode"), [([], 0o700), (["run.private=false"], 0o755)])
+def test_a_run_folder_is_private_unless_it_is_asked_not_to_be(
+    tmp_path: Path, train_in: Callable[[Path], Train], words: list[str], mode: int
+) -> None:
+    assert os.umask(0o022) == 0o022
+    done = train_in(tmp_path)("steps=1", "recipe=digits", *words)
+    assert done.folder, done.error
+    assert stat.S_IMODE(done.folder.stat().st_mode) == mode
