@@ -6,11 +6,11 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from detect_secrets.plugins.base import RegexBasedDetector
@@ -67,7 +67,8 @@ def _known_formats() -> Iterator[tuple[str, Callable[[str], bool]]]:
 
     yield "Hugging Face token", lambda text: bool(_HUGGING_FACE.search(text))
     yield "Google key", lambda text: bool(_GOOGLE.search(text))
-    for kind, detector in get_mapping_from_secret_type_to_class().items():
+    known: Mapping[str, type[Any]] = get_mapping_from_secret_type_to_class()
+    for kind, detector in known.items():
         if issubclass(detector, RegexBasedDetector) and kind != "Public IP (ipv4)":
             yield kind, partial(_finds, detector())
 
