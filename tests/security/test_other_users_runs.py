@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command, Train
+from worldsize.app import ask
 from worldsize.app.cancel import cancel
 from worldsize.config.recorded import read_launcher
-from worldsize.driver.trust import ask, recorded_overrides
+from worldsize.driver.trust import recorded_overrides
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.kubernetes import Kubernetes
 from worldsize.launch.skypilot import SkyPilot
-from worldsize.records.lock import RunLock
+from worldsize.records.lock import run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look, opened, view
@@ -121,8 +122,8 @@ def test_a_job_whose_name_is_an_option_of_the_scheduler_is_refused(run: Path) ->
 
 
 def test_cancel_ends_the_process_that_holds_the_lock_and_not_the_one_that_is_written_down(run: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from worldsize.records.lock import RunLock\n"
-    code += "with RunLock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from worldsize.records.lock import run_lock\n"
+    code += "with run_lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
         holder.stdout.readline()
@@ -213,7 +214,7 @@ def test_a_lock_knows_its_holder(tmp_path: Path) -> None:
     from worldsize.records.lock import holder_of
 
     assert holder_of(tmp_path) is None
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         assert holder_of(tmp_path) == os.getpid()
         assert holder_of(tmp_path) == os.getpid(), "to ask does not end the lock"
     assert holder_of(tmp_path) is None

@@ -1,4 +1,4 @@
-"""The commands, one file each, and how every one of them composes, refuses and exits.
+"""The commands, one file each, and how every one of them composes, asks, refuses and exits.
 
 The file of a command is imported when the command is called.
 """
@@ -9,11 +9,11 @@ import atexit
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
-from worldsize.messages import show_messages, until_output_closes
+from worldsize.messages import printable, show_messages, until_output_closes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -89,6 +89,27 @@ def refuse(error: WorldsizeError) -> int:
     """Say why; return the exit code."""
     print(error, file=sys.stderr)
     return CONFIG_ERROR
+
+
+def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
+    """Show ``facts``, every value on a line of its own and escaped, and ask whether ``deed`` shall be done.
+
+    ``yes``: it was agreed to on the command line; the facts are shown all the same.
+
+    Raises:
+        WorldsizeError: it was not agreed to, or nobody is there to ask.
+    """
+    width = max(map(len, facts))
+    for name, values in facts.items():
+        for label, value in zip([name, *[""] * len(values)], values or ["none"], strict=False):
+            print(f"{label:{width}}  {printable(value)}", file=sys.stderr)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise WorldsizeError("this record was not written by this user on this machine. Look at it, then pass --yes.")
+    print(f"This record was not written by you. {deed} [y/N] ", end="", file=sys.stderr, flush=True)
+    if input().strip().lower() not in ("y", "yes"):
+        raise WorldsizeError("nothing was installed or run.")
 
 
 def exit_process(code: int) -> NoReturn:

@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
-from worldsize.app import exit_process, refuse
+from worldsize.app import ask, exit_process, refuse
 from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.search_path import bundle
-from worldsize.driver.trust import ask, check_recorded_targets, key_of, recorded_overrides, targets_of
+from worldsize.driver.trust import check_recorded_targets, key_of, recorded_overrides, targets_of
 from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from worldsize.app import call_composed, exit_process, refuse
+from worldsize.app import ask, call_composed, exit_process, refuse
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.catalogue import used
 from worldsize.config.compose import GROUPS, choices, resolved
-from worldsize.driver.trust import ask, check_plugins, check_recorded_targets, key_of, recorded_overrides, targets_of
+from worldsize.driver.trust import check_plugins, check_recorded_targets, key_of, recorded_overrides, targets_of
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, opened

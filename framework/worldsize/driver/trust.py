@@ -1,4 +1,4 @@
-"""Decide what of a run's record may be used, and ask before anything of another user's record is run.
+"""Decide what of a run's record may be used.
 
 A record is one's own if one's own key made its signature (:func:`worldsize.records.manifest.is_own`). A record of
 another user may name any code; nothing that it names is imported, installed or run before its reader has seen it and
@@ -8,7 +8,6 @@ agreed.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,24 +85,3 @@ def targets_of(config: Any) -> Iterator[str]:
     elif isinstance(config, list):
         for child in config:
             yield from targets_of(child)
-
-
-def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
-    """Show ``facts``, every value on a line of its own and escaped, and ask whether ``deed`` shall be done.
-
-    ``yes``: it was agreed to on the command line; the facts are shown all the same.
-
-    Raises:
-        WorldsizeError: it was not agreed to, or nobody is there to ask.
-    """
-    width = max(map(len, facts))
-    for name, values in facts.items():
-        for label, value in zip([name, *[""] * len(values)], values or ["none"], strict=False):
-            print(f"{label:{width}}  {printable(value)}", file=sys.stderr)
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise WorldsizeError("this record was not written by this user on this machine. Look at it, then pass --yes.")
-    print(f"This record was not written by you. {deed} [y/N] ", end="", file=sys.stderr, flush=True)
-    if input().strip().lower() not in ("y", "yes"):
-        raise WorldsizeError("nothing was installed or run.")
