@@ -51,7 +51,7 @@ def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *,
     prefixes = [prefix for words in added for prefix in re.findall(r"[\w.]+", words)]
     here = [plugin.module for plugin in installed()]
     config = manifest["config"]
-    recorded = [*config["allow_targets"], *config["run"].get("packages", ())] if own else []
+    recorded = [*config.get("allow_targets", ()), *config["run"].get("packages", ())] if own else []
     check_targets(config, Allowed((*ALLOWED, *here, *recorded, *prefixes)))
 
 
