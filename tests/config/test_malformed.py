@@ -161,7 +161,7 @@ PATHS = st.just(PLACE)
 OTHERS: Sequence[Sequence[str | st.SearchStrategy[str]]] = (
     [WORDS],
     [st.sampled_from([name for name in app.COMMANDS if name != "train"]), WORDS.map(lambda word: f"--{word}")],
-    [st.sampled_from(["status", "watch", "logs", "cancel", "report", "resume", "reproduce", "agent"]), PATHS],
+    [st.sampled_from(["watch", "logs", "cancel", "report", "resume", "reproduce", "agent"]), PATHS],
     ["cancel", RUN],
     ["logs", RUN, "--rank", BAD_WHOLE],
     ["compare", PATHS, RUN],

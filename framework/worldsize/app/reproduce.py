@@ -80,7 +80,7 @@ def reproduce(options: Options) -> int:
     original, manifest = recorded.directory, recorded.manifest
     code, own = manifest["code"], recorded.is_own
     check_recorded_targets(manifest, options.overrides, own=own)
-    has_plugins = check_kept(manifest["plugins"], original.plugins)
+    has_plugins = check_kept(manifest.get("plugins", ()), original.plugins)
     patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
     if not own:
         _ask(recorded, patch, options)
@@ -90,7 +90,7 @@ def reproduce(options: Options) -> int:
         root, plugins = Path(name) / "code", Path(name) / "kept"
         if has_plugins:
             shutil.copytree(original.plugins, plugins)
-            check_kept(manifest["plugins"], plugins)  # of what is run, whatever has become of the record meanwhile
+            check_kept(manifest.get("plugins", ()), plugins)  # of what is run, whatever has become of the record meanwhile
         with checked_out(code, patch, root, clones) as folder:
             python = _python(manifest, original, options, folder, root=root, clones=clones)
             new, exit_code = _run(options, original, python, folder, overrides, plugins)
@@ -105,7 +105,7 @@ def _ask(recorded: RunView, patch: bytes, options: Options) -> None:
         "run": [manifest["run_id"]],
         "code": [f"{code['commit']} from {code['remote']}" if code["commit"] else "only what the record holds"],
         "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *patched_files(patch)] if patch else [],
-        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest["plugins"]],
+        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
         "targets": sorted(set(targets_of(manifest["config"]))),
         "options": manifest["overrides"],
         "other packages": changed,

@@ -51,7 +51,7 @@ def _ask(record: RunRecord, *, yes: bool) -> None:
     facts = {
         "run": [manifest["run_id"]],
         "code": [f"what lies in {manifest['config']['run']['import_path'][0]}"],
-        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest["plugins"]],
+        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
         "targets": sorted(set(targets_of(manifest["config"]))),
         "options": manifest["overrides"],
     }
@@ -81,7 +81,7 @@ def resume(record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *
         raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
     recorded = recorded_overrides(manifest, own=record.is_own)
     check_recorded_targets(manifest, overrides, own=record.is_own)
-    has_plugins = check_kept(manifest["plugins"], run.plugins)
+    has_plugins = check_kept(manifest.get("plugins", ()), run.plugins)
     folder = Path(manifest["config"]["run"]["import_path"][0])
     if folder.is_dir():
         os.chdir(folder)  # its recipes and plugins are found from there

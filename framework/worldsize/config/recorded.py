@@ -53,7 +53,7 @@ def read_launcher(view: RunView) -> AnyLauncher:
     node = config["launcher"]
     if not view.is_own:
         return _bundled_launcher(node)
-    check_kept(view.manifest["plugins"], view.directory.plugins)
+    check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
     return launcher_of(node, config)
 
