@@ -90,7 +90,7 @@ def reproduce(options: Options) -> int:
         root, plugins = Path(name) / "code", Path(name) / "kept"
         if has_plugins:
             shutil.copytree(original.plugins, plugins)
-            check_kept(manifest.get("plugins", ()), plugins)  # of what is run, whatever has become of the record meanwhile
+            check_kept(manifest.get("plugins", ()), plugins)  # what is run, though the record may have changed since
         with checked_out(code, patch, root, clones) as folder:
             python = _python(manifest, original, options, folder, root=root, clones=clones)
             new, exit_code = _run(options, original, python, folder, overrides, plugins)
