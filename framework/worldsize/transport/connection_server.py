@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from worldsize.transport.certificates import Credentials
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.endpoints import accept_channel, accept_join
 from worldsize.transport.frames import CommonOperation, RefusedError
+
+_logger = logging.getLogger(__name__)
 
 _HANDSHAKE = 10.0  # seconds
 _LOGGED = 100
@@ -84,7 +87,7 @@ class ConnectionServer:
     def _refuse(self, channel: Channel | None, peer: str, error: RefusedError) -> None:
         self.refused += 1
         if self.refused <= _LOGGED or self.refused % _LOGGED == 0:  # a flood of them must not fill the disk
-            print(f"refused {peer}: {error} ({self.refused} so far)", flush=True)
+            _logger.info("refused %s: %s (%d so far)", peer, error, self.refused)
         if channel is not None:
             with suppress(LostError):
                 channel.send_message(CommonOperation.REFUSED, str(error))

@@ -33,7 +33,8 @@ OPEN: list[Any] = []  # sockets and channels that the test has opened
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
+def closed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level("INFO", logger="worldsize")
     yield
     while OPEN:
         OPEN.pop().close()
@@ -117,7 +118,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_frame_that_does_not_fit_is_refused_and_changes_nothing(
-    server: ShardServer, case: str, capfd: pytest.CaptureFixture[str]
+    server: ShardServer, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     header, message = BAD[case]
     before = weights(server)
@@ -127,7 +128,7 @@ def test_a_frame_that_does_not_fit_is_refused_and_changes_nothing(
     assert message in str(error.value)
     assert torch.equal(weights(server), before)
     assert_it_serves(server)
-    assert f"refused worker-0: {error.value}" in capfd.readouterr().out
+    assert f"refused worker-0: {error.value}" in caplog.text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -177,7 +178,7 @@ def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
 
 
 def test_a_hundred_thousand_frames_of_noise_change_nothing(
-    server: ShardServer, capfd: pytest.CaptureFixture[str]
+    server: ShardServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, noise, hello = weights(server), random.Random(7), b"".join(_join_bytes())
     address = address_of(server.connections.listener).removeprefix("unix:")
@@ -196,7 +197,7 @@ def test_a_hundred_thousand_frames_of_noise_change_nothing(
     assert torch.equal(weights(server), before)
     assert_it_serves(server)
     assert server.connections.refused > 50_000  # the other frames were too short to be refused
-    assert "not a frame" in capfd.readouterr().out
+    assert "not a frame" in caplog.text
 
 
 def _join_bytes() -> list[bytes]:
@@ -244,7 +245,7 @@ def test_members_of_the_run_are_served_over_tls(keys: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in keys.glob("*.key")} == {0o600}
 
 
-def test_strangers_are_refused(keys: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_strangers_are_refused(keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
     before = weights(server)
     create_authority(tmp_path / "other")
@@ -256,7 +257,7 @@ def test_strangers_are_refused(keys: Path, tmp_path: Path, capfd: pytest.Capture
         joined(server, issue_certificate(keys, "worker-1"), name="worker-0")
     push(joined(server, issue_certificate(keys, "worker-0")), torch.ones(20))
     assert torch.allclose(weights(server), before - 0.1)
-    assert "no certificate of this run" in capfd.readouterr().out
+    assert "no certificate of this run" in caplog.text
 
 
 def test_a_client_does_not_talk_to_a_server_that_is_somebody_else(keys: Path) -> None:

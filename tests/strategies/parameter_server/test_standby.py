@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from worldsize.messages import show_messages
 from worldsize.strategies.parameter_server.mastership import RegisteredMastership
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
@@ -53,7 +54,8 @@ class Counters:
 
     def _body(self, name: str, founds: bool) -> None:
         torch.set_num_threads(1)
-        sys.stdout = (self.folder / "log").open("a")
+        sys.stderr = (self.folder / "log").open("a")
+        show_messages()
         model = nn.Linear(CELLS, 1, bias=False)
         nn.init.zeros_(model.weight)
         learning = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from worldsize.strategies.parameter_server.mastership import Mastership
 from worldsize.strategies.parameter_server.state_transfer import send_tree
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.frames import CommonOperation, Header, RefusedError
+
+_logger = logging.getLogger(__name__)
 
 _FENCED = 70  # exit code
 
@@ -89,7 +92,7 @@ class ReplicationLog:
             send_tree(channel, image())
             self._standby = standby
         self._is_followed.set()
-        print(f"{name} stands by", flush=True)
+        _logger.info("%s stands by", name)
         with suppress(LostError, RefusedError):
             while True:
                 channel.answer(CommonOperation.DONE)
@@ -130,9 +133,9 @@ class ReplicationLog:
                 _end_fenced()
             self._standby = None
             self.changed.notify_all()
-        print("there is no standby any more", flush=True)
+        _logger.info("there is no standby any more")
 
 
 def _end_fenced() -> NoReturn:
-    print("another server is master of this shard now", flush=True)
+    _logger.info("another server is master of this shard now")
     os._exit(_FENCED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import final
 
@@ -14,6 +15,8 @@ from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.dialer import Dialer
 from worldsize.transport.frames import CommonOperation, Header, RefusedError
 from worldsize.transport.registry import Entry
+
+_logger = logging.getLogger(__name__)
 
 _POLL = 0.02  # seconds
 
@@ -57,7 +60,7 @@ class Succession:
         while not self._becomes_master():
             pass
         master = self.mastership
-        print(f"{self._dialer.name} is master of {master.service} in epoch {master.epoch}", flush=True)
+        _logger.info("%s is master of %s in epoch %d", self._dialer.name, master.service, master.epoch)
 
     def _becomes_master(self) -> bool:
         service = self.mastership.service
@@ -89,12 +92,12 @@ class Succession:
         self.receiver.shard.restore(image["shard"])
         self.sessions.restore(image["sessions"])
         channel.wait_at_most(self._lease)
-        print(f"{self._dialer.name} stands by for {entry.name}", flush=True)
+        _logger.info("%s stands by for %s", self._dialer.name, entry.name)
         try:
             self._follow(channel)
         except LostError as error:
             self._registry.check_open()
-            print(f"{entry.name} is gone: {error}", flush=True)
+            _logger.info("%s is gone: %s", entry.name, error)
         finally:
             channel.close()
         return True
@@ -116,7 +119,7 @@ class Succession:
             try:
                 self._make(channel, header)
             except RefusedError as error:
-                print(f"as the master, refused: {error}", flush=True)
+                _logger.info("as the master, refused: %s", error)
             channel.send(Header(CommonOperation.DONE))
 
     def _make(self, channel: Channel, header: Header) -> None:
