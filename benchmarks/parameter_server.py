@@ -40,11 +40,13 @@ from worldsize.strategies.parameter_server.operations import Operation, shard_se
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
 from worldsize.strategies.parameter_server.replication import ReplicationLog
 from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table
+from worldsize.strategies.parameter_server.row_updates import update_of
 from worldsize.strategies.parameter_server.server import ShardServer
 from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.shard_master import ShardMaster
+from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
 from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.hosts import running
@@ -73,8 +75,10 @@ def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
     model = nn.ParameterList([torch.zeros(0 if sparse else EACH) for _ in range(1 if sparse else PARAMETERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
-    tables = [Rows(TABLE, RowRule(seed=0), 0, optimizer, optimizer.param_groups[0])] if sparse else []
-    shard = Shard(TrainState(model, optimizer, None), owned, Rule(1, requires_commit=not sparse), tables=tables)
+    update = update_of(optimizer, optimizer.param_groups[0], TABLE.name)
+    tables = [Rows(TABLE, RowRule(seed=0), 0, update)] if sparse else []
+    parameters = ShardParameters(TrainState(model, optimizer, None), owned, tables)
+    shard = Shard(parameters, Rule(1, requires_commit=not sparse))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     server = ShardServer(ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=60.0), listener, keys)
     server.start()

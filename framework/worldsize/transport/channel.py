@@ -134,7 +134,7 @@ class Channel:
         if self._later and not self._stream.has_arrived():
             self._flush()
         if self._is_quick:
-            self._spin(begun + SPIN_SECONDS)
+            self._stream.spin(begun + SPIN_SECONDS)
         self.fill([memoryview(self._header)])
         self._is_quick = time.perf_counter() - begun < SPIN_SECONDS
         return parse(self._header, self._known)
@@ -146,12 +146,6 @@ class Channel:
             self._stream.send([heads])
         except OSError as error:
             raise LostError(str(error)) from error
-
-    def _spin(self, until: float) -> None:
-        """Stay awake until something comes: to be woken takes longer than a peer that is awake does to answer."""
-        with phase("communication"):
-            while time.perf_counter() < until and not self._stream.has_arrived():
-                pass
 
     def fill(self, parts: Sequence[memoryview]) -> None:
         """Receive one payload into ``parts``, which hold it exactly. Raises LostError.
@@ -228,6 +222,12 @@ class _Stream:
         if self._arrivals.poll(0):
             return True
         return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
+
+    def spin(self, until: float) -> None:
+        """Stay awake until something comes: to be woken takes longer than a peer that is awake does to answer."""
+        with phase("communication"):
+            while time.perf_counter() < until and not self.has_arrived():
+                pass
 
     def send(self, parts: list[memoryview]) -> None:
         if self._is_tls:

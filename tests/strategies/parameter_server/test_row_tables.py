@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError, RowValues
-from worldsize.strategies.parameter_server.remote_embedding import RemoteTable, made_remote, remotes
-from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table, initial_rows
+from worldsize.strategies.parameter_server.remote_embedding import RemoteTable, remotes, replace_tables
+from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table, find_tables, initial_rows
+from worldsize.strategies.parameter_server.row_updates import update_of
 from worldsize.strategies.parameter_server.slot_index import Sharding
 
 ROWS, DIM = 200, 8
@@ -28,7 +29,7 @@ RULE = RowRule(seed=3)
 
 def rows(make: Callable[..., Optimizer], rule: RowRule = RULE, shard: int = 0, **options: Any) -> Rows:
     optimizer = make([nn.Parameter(torch.empty(0, DIM))], **options)
-    return Rows(TABLE, rule, shard, optimizer, optimizer.param_groups[0])
+    return Rows(TABLE, rule, shard, update_of(optimizer, optimizer.param_groups[0], TABLE.name))
 
 
 def touches(count: int, most: int = ROWS) -> list[tuple[Tensor, Tensor]]:
@@ -106,13 +107,13 @@ def test_a_row_that_is_evicted_between_pull_and_push_does_not_shift_its_neighbou
     before_nd = server.pull(ids_n)
     server.pull(torch.arange(20, 40))  # rows 0 to 19 are now the oldest
     server.pull(torch.arange(100, 120))
-    assert server.evicted >= 10
+    assert server.store.evicted >= 10
     gradients_nd = ids_n[:, None].float().expand(-1, DIM).contiguous()
     server.push(ids_n, gradients_nd)
     after_nd = server.pull(torch.arange(20, 40))
     torch.testing.assert_close(after_nd, (before_nd - gradients_nd)[20:])
-    assert server.missed == server.evicted
-    assert server.count <= 50
+    assert server.missed == server.store.evicted
+    assert server.store.count <= 50
 
 
 def test_an_evicted_row_begins_anew() -> None:
@@ -131,21 +132,21 @@ def test_a_row_is_kept_once_it_was_pushed_often_enough() -> None:
     for _ in range(2):
         server.push(ids_n, gradient_nd)
         assert torch.equal(server.pull(ids_n), initial_nd)
-    assert server.count == 0
+    assert server.store.count == 0
     server.push(ids_n, gradient_nd)
     assert torch.equal(server.pull(ids_n), initial_nd - 1)
-    assert server.count == 1
+    assert server.store.count == 1
 
 
 def test_a_huge_range_of_ids_needs_memory_for_touched_rows_alone() -> None:
     table = Table("words.weight", 1 << 60, DIM, None, RowValues())
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0, DIM))], lr=1.0)
-    server = Rows(table, RowRule(seed=3), 0, optimizer, optimizer.param_groups[0])
+    server = Rows(table, RowRule(seed=3), 0, update_of(optimizer, optimizer.param_groups[0], table.name))
     ids_n = torch.tensor([0, 5, (1 << 60) - 1])
     before_nd = server.pull(ids_n)
     server.push(ids_n, torch.ones(3, DIM))
     torch.testing.assert_close(server.pull(ids_n), before_nd - 1)
-    assert server.count == 3
+    assert server.store.count == 3
 
 
 def test_rows_come_back_from_a_checkpoint_on_another_number_of_servers() -> None:
@@ -157,7 +158,7 @@ def test_rows_come_back_from_a_checkpoint_on_another_number_of_servers() -> None
     new = [rows(torch.optim.Adagrad, rule, shard, lr=0.1) for shard in range(2)]
     for server in new:
         server.load(old.state())
-    assert sum(server.count for server in new) == old.count
+    assert sum(server.store.count for server in new) == old.store.count
     for shard, server in enumerate(new):
         mine_n = torch.arange(shard, ROWS, 2)
         assert torch.equal(server.pull(mine_n), old.pull(mine_n))
@@ -178,10 +179,9 @@ def test_an_optimizer_that_cannot_update_single_rows_is_refused(optimizer: Any) 
 
 def remote(local: nn.Module) -> RemoteTable:
     """Return the remote module that replaces ``local``, with the same rows."""
-    model = made_remote(nn.ModuleList([local]), {})
-    (table,) = remotes(model)
+    model = nn.ModuleList([local])
     weight_rd: Tensor = local.weight.detach()  # type: ignore[operator]
-    table.pull = lambda _, ids_n: weight_rd[ids_n].clone()
+    (table,) = remotes(replace_tables(model, find_tables(model, {}), lambda _, ids_n: weight_rd[ids_n].clone()))
     return table
 
 

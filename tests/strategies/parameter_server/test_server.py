@@ -22,6 +22,7 @@ from worldsize.strategies.parameter_server.server import ShardServer
 from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.shard_master import ShardMaster
+from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
 from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.train_state import TrainState
 from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
@@ -50,7 +51,7 @@ def served(listener: socket.socket, keys: Credentials | None = None, **rule: Any
     learned = learning()
     (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
-    receiver = PushReceiver(Shard(learned, owned, Rule(1, **rule)), None)
+    receiver = PushReceiver(Shard(ShardParameters(learned, owned), Rule(1, **rule)), None)
     server = ShardServer(ShardMaster(receiver, Sessions(), log, timeout=5.0), listener, keys)
     server.start()
     OPEN.append(listener)
@@ -85,7 +86,7 @@ def push(channel: Channel, gradient: Tensor, header: Header = GOOD) -> None:
 
 
 def weights(server: ShardServer) -> Tensor:
-    return server.master.shard.values[0].clone()
+    return server.master.shard.parameters.values[0].clone()
 
 
 def assert_it_serves(server: ShardServer) -> None:

@@ -25,6 +25,7 @@ from worldsize.strategies.parameter_server.server_group import PendingServer
 from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.shard_link import ShardLink
+from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
 from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.train_state import TrainState
@@ -61,7 +62,7 @@ class Counters:
         learning = TrainState(model, torch.optim.SGD(model.parameters(), lr=1.0), None)
         (owned,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
         listener = listen(f"unix:{self.folder}/{name}_{os.getpid()}", None)
-        shard = Shard(learning, owned, Rule(1, synchronous=False))
+        shard = Shard(ShardParameters(learning, owned), Rule(1, synchronous=False))
         dialer = Dialer(name, self.registry, None, PATIENCE, Operation)
         mastership = RegisteredMastership(self.registry, shard_service(0), address=address_of(listener), name=name)
         receiver, options = PushReceiver(shard, None), {"founds": founds, "has_standbys": True}

@@ -18,7 +18,7 @@ from recipes.word2vec.recipe import Word2Vec
 from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import read_tensors
 from worldsize.data.loader import Order, drawn
-from worldsize.strategies.parameter_server.row_tables import initial_rows, tables
+from worldsize.strategies.parameter_server.row_tables import find_tables, initial_rows
 
 WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")
 MOVING = ("schedule=cosine", "schedule.steps=8")  # a schedule that does not depend on the run's length
@@ -48,7 +48,7 @@ def reference(
     sparse = Word2Vec(16, 5, 5, 20, True, partial(torch.optim.Adagrad, lr=0.1))
     local = sparse.model()
     with torch.no_grad():
-        for table in tables(local, sparse.row_values(local)):
+        for table in find_tables(local, sparse.row_values(local)):
             model.get_parameter(table.name).copy_(initial_rows(3, table, torch.arange(table.rows)))
     optimizer = recipe.optimizer(model)
     base = optimizer.param_groups[0]["lr"]
@@ -183,4 +183,4 @@ def test_the_load_of_each_server_its_hottest_rows_and_the_times_of_each_worker_a
 
 
 def test_an_embedding_that_is_not_sparse_stays_dense() -> None:
-    assert tables(nn.Sequential(nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), {}) == []
+    assert find_tables(nn.Sequential(nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), {}) == []

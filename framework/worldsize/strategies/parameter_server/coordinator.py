@@ -15,7 +15,7 @@ from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.model_state import full_state, joined_rows
 from worldsize.strategies.parameter_server.row_tables import RowRule
-from worldsize.strategies.parameter_server.shard import assembled
+from worldsize.strategies.parameter_server.shard_parameters import gather_states
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.strategies.train_state import TrainState
 from worldsize.transport.registry import Registry
@@ -55,7 +55,7 @@ class Coordinator(Replica):
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Have the workers compute the next step, who draw its data themselves."""
         assert self.step_reached is not None
-        step, lr = self.step_reached + 1, self._shard.lr
+        step, lr = self.step_reached + 1, self._shard.parameters.lr
         if self._synchronous:
             self._scheduler.open(step)
         with phase("communication"):
@@ -93,7 +93,7 @@ class Coordinator(Replica):
     def state(self) -> StateDict:
         """Put the states of all shards together."""
         states = self._shards.states()
-        assembled(states, self._learning)
+        gather_states(states, self._learning)
         return full_state(self._learning, joined_rows([state["tables"] for state in states]), self._rows)
 
     def load(self, state: StateDict) -> None:

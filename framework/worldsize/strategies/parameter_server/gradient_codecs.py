@@ -95,13 +95,13 @@ class Feedback:
     """Adds to each gradient what earlier ones have lost on the wire, by key (error feedback, arXiv 1901.09847)."""
 
     def __init__(self, codec: GradientCodec) -> None:
-        self._codec = codec
+        self.codec = codec
         self._lost: dict[object, Tensor] = {}
 
     def encode(self, key: object, gradient_n: Tensor) -> Tensor:
         whole_n = gradient_n if key not in self._lost else self._lost[key].add_(gradient_n)
-        payload = self._codec.encode(whole_n)
-        self._lost[key] = whole_n - self._codec.decode(payload, len(whole_n))
+        payload = self.codec.encode(whole_n)
+        self._lost[key] = whole_n - self.codec.decode(payload, len(whole_n))
         return payload
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, final
 
 import torch
@@ -33,13 +33,14 @@ from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.parameter_server.all_shards import Peer
 from worldsize.strategies.parameter_server.model_state import joined_rows, learning_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
-from worldsize.strategies.parameter_server.remote_embedding import TableLinks, remote_model
+from worldsize.strategies.parameter_server.remote_embedding import remotes, take_gradients
 from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.slot_index import Sharding
+from worldsize.strategies.parameter_server.table_links import linked_model
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
@@ -161,12 +162,14 @@ class _HybridReplica(Replica):
         world = context.world
         self._world, self._dialer, self._rule = world, dialer, rule
         self._synchronous = strategy.consistency == "sync"
-        model = remote_model(recipe).to(world.device)
-        self._tables = TableLinks(model, rule)
+        model, self._tables = linked_model(recipe, rule)
+        model.to(world.device)
         self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
         module = self._wrapped(model)
         sums = gradient_reducer(strategy.reduce, module, world.group)
-        self._capture = RowGradientCapture(sums, self._tables.take, self._rows_norm, self._approve)
+        self._capture = RowGradientCapture(
+            sums, partial(take_gradients, list(remotes(model))), self._rows_norm, self._approve
+        )
         self._inner = SynchronousReplica(
             recipe,
             context,

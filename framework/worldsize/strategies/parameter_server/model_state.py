@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.parameter_server.remote_embedding import remote_model, remotes
-from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, initial_rows
+from worldsize.strategies.parameter_server.remote_embedding import RemoteTable, remotes, rowless_model
+from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table, initial_rows
+from worldsize.strategies.parameter_server.row_updates import RowUpdate, update_of
 from worldsize.strategies.train_state import TrainState
 
 _DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the initial values of untouched rows
@@ -19,22 +20,18 @@ RowStates = Mapping[str, Mapping[str, Tensor]]
 
 def learning_of(recipe: Recipe) -> TrainState:
     """Make what a recipe trains, without the rows of its tables."""
-    return TrainState.of(recipe, remote_model(recipe))
+    return TrainState.of(recipe, rowless_model(recipe))
 
 
 def tables_of(learning: TrainState, rule: RowRule, shard: int) -> list[Rows]:
     """Make what a server has of each table. The optimizer's group that holds a table says how its rows are updated."""
-    groups = learning.optimizer.param_groups
-    return [
-        Rows(
-            remote.table,
-            rule,
-            shard,
-            learning.optimizer,
-            next((group for group in groups if any(each is remote.weight for each in group["params"])), groups[0]),
-        )
-        for remote in remotes(learning.model)
-    ]
+    return [Rows(each.table, rule, shard, _update_of(learning.optimizer, each)) for each in remotes(learning.model)]
+
+
+def _update_of(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
+    groups = optimizer.param_groups
+    own = next((group for group in groups if any(each is remote.weight for each in group["params"])), groups[0])
+    return update_of(optimizer, own, remote.table.name)
 
 
 def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
@@ -65,7 +62,7 @@ def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRu
     return {**state, "model": {**state["model"], **dense}, "tables": {name: dict(each) for name, each in rows.items()}}
 
 
-def _dense(table: Any, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
+def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
     values_rd = initial_rows(rule.seed, table, torch.arange(table.rows))
     values_rd[state["ids"]] = state["rows"][:, : table.dim]
     return values_rd

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import final
@@ -12,65 +13,62 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.step_timer import phase
-from worldsize.strategies.parameter_server.sharding import ShardLayout
+from worldsize.strategies.parameter_server.sharding import BucketKey, ShardLayout
 
-Place = tuple[int, int]  # server, and bucket there
-Send = Callable[[Place, Mapping[str, Tensor]], None]
+Push = Callable[[BucketKey, Mapping[str, Tensor]], None]  # a bucket, and the gradients in it by name
 
 
 @final
-class Overlap:
-    """Sends a bucket as soon as all gradients in it are there, from a thread of its own."""
+class OverlappedPush:
+    """Pushes a bucket as soon as all gradients in it are there, from a thread of its own."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Sequence[ShardLayout]) -> None:
         self._parameters = parameters
-        self._names: dict[Place, set[str]] = {
+        self._names: dict[BucketKey, set[str]] = {
             (server, table): {piece.name for piece in bucket.pieces}
             for server, shard in enumerate(shards)
             for table, bucket in enumerate(shard)
         }
-        self._places = {name: [place for place, names in self._names.items() if name in names] for name in parameters}
-        self._missing: dict[Place, set[str]] = {}
-        self._queue: SimpleQueue[Place | None] = SimpleQueue()
+        self._buckets = {name: [key for key, names in self._names.items() if name in names] for name in parameters}
+        self._missing: dict[BucketKey, set[str]] = {}
+        self._queue: SimpleQueue[BucketKey | None] = SimpleQueue()
         self._error: Exception | None = None
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
 
-    def begin(self, send: Send) -> None:
-        """Send the gradients of the next backward pass by ``send(place, gradients by name)``.
+    @contextmanager
+    def during_backward(self, push: Push) -> Iterator[None]:
+        """Push the gradients of the backward pass within the block; at its end, with zeros where none came.
 
-        Until :meth:`finish` nobody else may use what ``send`` uses.
+        Within the block nobody else may use what ``push`` uses. An exception of ``push`` is raised at its end.
         """
-        self._send = send
-        self._missing = {place: set(names) for place, names in self._names.items()}
-        self._thread = threading.Thread(target=self._work, daemon=True, name="push")
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Send what is left, with zeros where no gradient came. Raises what a send has raised."""
-        for place in list(self._missing):
-            self._queue.put(place)
+        self._missing = {key: set(names) for key, names in self._names.items()}
+        thread = threading.Thread(target=self._work, args=(push,), daemon=True, name="push")
+        thread.start()
+        yield
+        for key in list(self._missing):
+            self._queue.put(key)
         self._missing = {}
         self._queue.put(None)
         with phase("communication"):
-            self._thread.join()
+            thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def _arrived(self, name: str, _: Tensor) -> None:
-        for place in self._places[name]:
-            names = self._missing.get(place, set())
+        for key in self._buckets[name]:
+            names = self._missing.get(key, set())
             if name in names:
                 names.remove(name)
                 if not names:
-                    del self._missing[place]
-                    self._queue.put(place)
+                    del self._missing[key]
+                    self._queue.put(key)
 
-    def _work(self) -> None:
+    def _work(self, push: Push) -> None:
         try:
-            while (place := self._queue.get()) is not None:
-                self._send(place, {name: self._gradient(name) for name in self._names[place]})
+            while (key := self._queue.get()) is not None:
+                push(key, {name: self._gradient(name) for name in self._names[key]})
         except Exception as error:  # raised again where the step waits for it
             self._error = error
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from worldsize.strategies.parameter_server.gradient_codecs import GradientCodec
 from worldsize.strategies.parameter_server.operations import Fields, Operation
 from worldsize.strategies.parameter_server.row_tables import Rows
-from worldsize.strategies.parameter_server.shard import Gradient, Shard
+from worldsize.strategies.parameter_server.shard import Shard
+from worldsize.strategies.parameter_server.step_gradients import Gradient
 from worldsize.transport.channel import Channel
 from worldsize.transport.frames import Header, RefusedError, view
 
@@ -33,7 +34,7 @@ class PushReceiver:
         """
         if header.operation == Operation.PUSH_ROWS:
             return self._receive_rows(channel, header)
-        table, buckets, codec = Fields._make(header.fields).table, self.shard.buckets, self._codec
+        table, buckets, codec = Fields._make(header.fields).table, self.shard.parameters.buckets, self._codec
         if table >= len(buckets):
             raise RefusedError(f"PUSH of table {table}; there are {len(buckets)}")
         bucket = buckets[table]
@@ -64,7 +65,7 @@ class PushReceiver:
         return rows, ids_n
 
     def _rows(self, header: Header) -> Rows:
-        table, tables = Fields._make(header.fields).table, self.shard.tables
+        table, tables = Fields._make(header.fields).table, self.shard.parameters.tables
         if table >= len(tables):
             raise RefusedError(f"rows of table {table}; there are {len(tables)}")
         return tables[table]
@@ -72,7 +73,7 @@ class PushReceiver:
     def take(self, header: Header, gradient: Gradient) -> None:
         """Give the shard a gradient that was received. Raises RefusedError as :meth:`Shard.push` does."""
         fields = Fields._make(header.fields)
-        first = len(self.shard.buckets) if header.operation == Operation.PUSH_ROWS else 0
+        first = len(self.shard.parameters.buckets) if header.operation == Operation.PUSH_ROWS else 0
         part = {"step": fields.step, "width": fields.width, "node": fields.node, "seen": fields.seen}
         self.shard.push(first + fields.table, gradient, **part)
 

@@ -15,11 +15,14 @@ from worldsize.core import ConfigError
 class RowUpdate(ABC):
     """An optimizer's update of single rows, whose state lies beside their values.
 
-    A row is ``dim`` values, then ``row_state`` parts of the optimizer's state of the same size, then ``scalar_state``
-    single numbers.
+    A row is ``dim`` values, then the ``row_state`` parts of its state, then the ``scalar_state`` numbers.
 
     Args:
         group: The optimizer's parameter group, with its options.
+
+    Attributes:
+        row_state: Parts of the state that are as large as the row's values.
+        scalar_state: Parts of the state that are one number.
     """
 
     row_state: ClassVar[int] = 0
@@ -28,13 +31,17 @@ class RowUpdate(ABC):
     def __init__(self, group: Mapping[str, Any]) -> None:
         self.group = group
 
+    def width(self, dim: int) -> int:
+        """Compute how many numbers a row of ``dim`` values takes with its state."""
+        return dim * (1 + self.row_state) + self.scalar_state
+
     def initial_state(self) -> float:
         """Give what every number of a new row's state is."""
         return 0.0
 
     @abstractmethod
     def apply(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
-        """Update the rows of ``data`` in ``slots_n``, each of which is there once."""
+        """Update the rows of ``data`` (float32 [slots, width]) in ``slots_n``, each of which is there once."""
 
 
 def _read_change_write(data: Tensor, slots_n: Tensor, change: Callable[[Tensor], None]) -> None:

@@ -20,6 +20,7 @@ from worldsize.strategies.parameter_server.server import SERVER_PREFIX, ShardSer
 from worldsize.strategies.parameter_server.sessions import Sessions
 from worldsize.strategies.parameter_server.shard import Rule, Shard
 from worldsize.strategies.parameter_server.shard_master import ShardMaster, ignore_step
+from worldsize.strategies.parameter_server.shard_parameters import ShardParameters
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.standby import Succession
 from worldsize.strategies.train_state import TrainState
@@ -169,7 +170,7 @@ class ServerGroup:
         if state is not None:
             for each in tables:
                 each.load(state["tables"][each.table.name])
-        return Shard(learning, plan.shards[index], rule, step=step, tables=tables), full
+        return Shard(ShardParameters(learning, plan.shards[index], tables), rule, step=step), full
 
     def _listener(self, credentials: Credentials | None, address: str) -> socket.socket:
         if self.wire == "unix":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -13,8 +14,10 @@ from worldsize.strategies.parameter_server.replication import ReplicationLog
 from worldsize.strategies.parameter_server.row_tables import Rows
 from worldsize.strategies.parameter_server.server_load import ServerLoad
 from worldsize.strategies.parameter_server.sessions import Session, Sessions
-from worldsize.strategies.parameter_server.shard import Gradient
+from worldsize.strategies.parameter_server.step_gradients import Gradient
 from worldsize.transport.frames import Header, RefusedError, message
+
+_logger = logging.getLogger(__name__)
 
 _HOTTEST = 5  # rows of a table that are told
 
@@ -57,10 +60,8 @@ class ShardMaster:
             missing = seen - self.shard.updates - self._lost
             if missing > 0:  # this server has come back from a checkpoint
                 self._lost += missing
-                print(
-                    f"{self._lost} updates are lost, which {name} has seen; going on at step {self.shard.step}",
-                    flush=True,
-                )
+                text = "%d updates are lost, which %s has seen; going on at step %d"
+                _logger.info(text, self._lost, name, self.shard.step)
             return session
 
     def push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
@@ -142,14 +143,6 @@ class ShardMaster:
         """Give the load since the last call, and the updates lost and frames ``refused`` since the start."""
         with self.log.changed:
             load, self._load = self._load, ServerLoad(waiting=self._load.waiting)
-            tables = {
-                rows.table.name: {
-                    "rows": rows.count,
-                    "evicted": rows.evicted,
-                    "missed": rows.missed,
-                    "hottest": rows.hottest(_HOTTEST),
-                }
-                for rows in self.shard.tables
-            }
+            tables = {rows.table.name: rows.facts(hottest=_HOTTEST) for rows in self.shard.parameters.tables}
         state = {"step": self.shard.step, "lost_updates": self._lost, "refused": refused}
         return {**state, **load.facts(), **({"tables": tables} if tables else {})}

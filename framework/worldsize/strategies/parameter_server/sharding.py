@@ -62,6 +62,7 @@ class Bucket:
 
 
 ShardLayout = tuple[Bucket, ...]
+BucketKey = tuple[int, int]  # the server, and the bucket's index there
 
 
 @final

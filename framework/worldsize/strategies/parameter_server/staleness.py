@@ -68,11 +68,6 @@ class StalenessScheduler:
         """The slowest clock; a dead worker's counts until what it had begun is done."""
         return min([*(member.clock for member in self.members.values()), *self._orphans.values()], default=math.inf)
 
-    @property
-    def spread(self) -> int:
-        clocks = [member.clock for member in self.members.values()]
-        return max(clocks) - min(clocks) if clocks else 0
-
     def open(self, last: int) -> None:
         """Let steps up to ``last`` begin."""
         self.last = max(self.last, last)

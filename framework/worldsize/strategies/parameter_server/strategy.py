@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,23 +25,19 @@ from worldsize.core import (
     Workload,
 )
 from worldsize.core.limits import MEBIBYTES, SECONDS
-from worldsize.strategies.parameter_server.all_shards import AllShards, Peer
-from worldsize.strategies.parameter_server.coordinator import Coordinator
 from worldsize.strategies.parameter_server.cost import served_cost
-from worldsize.strategies.parameter_server.gradient_codecs import Compression, GradientCodec, codec_of
+from worldsize.strategies.parameter_server.gradient_codecs import Compression, codec_of
+from worldsize.strategies.parameter_server.leading_server import run_server
 from worldsize.strategies.parameter_server.model_state import learning_of
-from worldsize.strategies.parameter_server.operations import shard_service
 from worldsize.strategies.parameter_server.row_tables import RowRule
-from worldsize.strategies.parameter_server.server_group import PendingServer, ServerGroup, Transport
+from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.sharding import ShardingPlan, ShardLayout, plan_shards
 from worldsize.strategies.parameter_server.slot_index import Sharding
-from worldsize.strategies.parameter_server.staleness import StalenessScheduler
-from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
-from worldsize.strategies.parameter_server.task_service import TaskService
 from worldsize.strategies.parameter_server.worker import Worker, WorkerOptions
 from worldsize.strategies.train_state import TrainState
-from worldsize.transport.registry import EndedError
+
+_logger = logging.getLogger(__name__)
 
 Consistency = Literal["sync", "bounded", "async"]
 
@@ -111,10 +108,6 @@ class ParameterServer(Strategy):
         return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
 
     @property
-    def _codec(self) -> GradientCodec | None:
-        return codec_of(self.compression, share=self.top_share)
-
-    @property
     def _rows(self) -> RowRule:
         return RowRule(self.seed, self.servers, self.sharding, self.admit_after, self.capacity)
 
@@ -136,7 +129,7 @@ class ParameterServer(Strategy):
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         numel = round(work.parameter_bytes / 4)
-        codec = self._codec
+        codec = codec_of(self.compression, share=self.top_share)
         pushed_bytes = codec.length(numel) * codec.dtype.itemsize if codec else work.parameter_bytes
         return served_cost(
             work,
@@ -153,26 +146,16 @@ class ParameterServer(Strategy):
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         learning = learning_of(recipe)
-        plan = ShardingPlan(self._shards(learning, context.numerics), self._rows, self._codec)
+        codec = codec_of(self.compression, share=self.top_share)
+        plan = ShardingPlan(self._shards(learning, context.numerics), self._rows, codec)
         if context.world.role == "server":
             pending = self._group.server(recipe, learning, context, plan=plan, rule=self._rule(context))
-            self._warn(pending.learning)
-            return self._lead(pending, context)
+            _warn_of_momentum(pending.learning, staleness=self.staleness)
+            return run_server(pending, context, bound=self.bound, rows=self._rows)
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         options = WorkerOptions(self.bound == 0, staleness=self.staleness, cache_rows=self.cache_rows)
         Worker(recipe, context, dialer, plan, options).run(self.lease)
         return None
-
-    def _warn(self, learning: TrainState) -> None:
-        """Warn of momentum with stale weights: with a delay of 4, 0.9 is ten times slower; with 8 it diverges."""
-        for group in learning.optimizer.param_groups:
-            momentum = float(group.get("momentum") or 0.0)
-            if momentum / (1 - momentum) * self.staleness >= _DIVERGES:
-                print(
-                    f"warning: momentum {momentum} with strategy.staleness={self.staleness} may diverge. "
-                    "Lower one of them, or set strategy.by_staleness=true.",
-                    flush=True,
-                )
 
     def _shards(self, learning: TrainState, numerics: Numerics) -> list[ShardLayout]:
         _check_buffers(learning)
@@ -180,28 +163,6 @@ class ParameterServer(Strategy):
         clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
         cut = type(learning.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
         return plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
-
-    def _lead(self, pending: PendingServer, context: RunContext) -> Replica | None:
-        """Serve a shard from when this server is its master, if ever, to the end; lead the run if it is the first."""
-        try:
-            pending.succession.run()
-        except EndedError:
-            return None
-        if pending.succession.mastership.service != shard_service(0):
-            server = pending.serve(on_step=context.faults.enter)  # where training leads, its loop tells the steps
-            server.master.log.ended.wait()
-            return None
-        staleness = StalenessScheduler(self.bound, context.logical_ranks, self.lease, first=pending.shard.closed)
-        scheduler = TaskScheduler(staleness, timeout=pending.dialer.timeout)
-        tasks = TaskService(scheduler)
-        server = pending.serve(services={"control": tasks.control, "beat": tasks.beat})
-        scheduler.meet(context.workers, seconds=self.lease)
-        if self.bound:
-            scheduler.open(context.steps)
-        dialer = pending.dialer
-        shards = AllShards(server, [Peer(dialer, shard) for shard in range(1, self.servers)])
-        learning, registry = pending.learning, dialer.registry
-        return Coordinator(shards, scheduler, registry, learning, context, rows=self._rows)
 
     def _rule(self, context: RunContext) -> Rule:
         synchronous = self.bound == 0
@@ -219,6 +180,19 @@ _DIVERGES = 36  # momentum / (1 - momentum) × staleness, from which training sl
 
 # optimizers that treat each element by itself, so that a parameter can be cut between servers
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+
+
+def _warn_of_momentum(learning: TrainState, *, staleness: int) -> None:
+    """Warn of momentum with stale weights: with a delay of 4, 0.9 is ten times slower; with 8 it diverges."""
+    for group in learning.optimizer.param_groups:
+        momentum = float(group.get("momentum") or 0.0)
+        if momentum / (1 - momentum) * staleness >= _DIVERGES:
+            _logger.warning(
+                "momentum %s with strategy.staleness=%d may diverge. "
+                "Lower one of them, or set strategy.by_staleness=true.",
+                momentum,
+                staleness,
+            )
 
 
 def _check_buffers(learning: TrainState) -> None:

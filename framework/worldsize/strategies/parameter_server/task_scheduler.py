@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, final
 
-import torch
-
 from worldsize.collectives.exact import Sums
 from worldsize.errors import WorldsizeError
-from worldsize.strategies.parameter_server.staleness import StalenessScheduler, Unit
+from worldsize.strategies.parameter_server.staleness import StalenessScheduler
+from worldsize.strategies.parameter_server.task_pool import EvaluationTasks, TaskPool
 
-
-@final
-class _Evaluation:
-    """One evaluation, cut into ``parts`` that are dealt like units of training."""
-
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
-        self.done = 0
-        self.sums: dict[int, Sums] = {}
-        self.names: tuple[str, ...] = ()
-        self.hands: dict[str, int] = {}  # the part that each worker has in hand
-        self._todo = deque(range(parts))
-
-    def deal(self, name: str) -> int | None:
-        """Give a worker a part; None: there is none left."""
-        if not self._todo:
-            return None
-        self.hands[name] = part = self._todo.popleft()
-        return part
-
-    def give_back(self, name: str) -> None:
-        """Deal the part of a worker that has gone to another."""
-        if (part := self.hands.pop(name, None)) is not None:
-            self._todo.append(part)
-
-    def take(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Take a part that a worker has done, if it is the one that it has in hand."""
-        if self.hands.get(name) == facts["part"]:
-            del self.hands[name]
-            self.done += 1
-            self.names = tuple(facts["names"])
-            self.sums.update({int(index): _sums(pairs) for index, pairs in facts["sums"].items()})
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -54,30 +22,26 @@ class TaskScheduler:
     """Decides what each worker does next. Safe for threads: workers' connections on one side, the loop on the other.
 
     Args:
-        staleness: Which worker may begin what.
+        staleness: Decides which worker may begin what.
         timeout: Seconds to go on without any worker.
     """
 
     def __init__(self, staleness: StalenessScheduler, *, timeout: float) -> None:
-        self._staleness, self._timeout = staleness, timeout
+        self._staleness, self._pool, self._timeout = staleness, TaskPool(staleness), timeout
         self._epochs = count(time.time_ns())  # later than those of whoever led before
         self._changed = threading.Condition()
         self._epoch_of: dict[str, int] = {}
-        self._losses: dict[tuple[int, int], float] = {}
-        self._recent: deque[float] = deque(maxlen=staleness.logical_ranks)
-        self._evaluation: _Evaluation | None = None
         self._ended: str | None = None
 
     # ------------------------------------------------------------ for connections
 
     def admit(self, name: str) -> int:
-        """Make a worker a member of the run; the epoch of its membership."""
+        """Make a worker a member of the run; gives the epoch of its membership."""
         with self._changed:
-            clock = self._staleness.join(name, time.monotonic())
-            self._give_back(name)
+            clock = self._pool.join(name, time.monotonic())
             self._epoch_of[name] = epoch = next(self._epochs)
             self._changed.notify_all()
-        print(f"{name} joins at clock {clock}", flush=True)
+        _logger.info("%s joins at clock %d", name, clock)
         return epoch
 
     def expects(self, name: str) -> bool:
@@ -95,50 +59,27 @@ class TaskScheduler:
             if self._epoch_of.get(name) != epoch:
                 return
             del self._epoch_of[name]
-            unit = self._staleness.retire(name)
-            self._give_back(name)
+            unit = self._pool.retire(name)
             self._changed.notify_all()
-        print(f"{name} is retired: {why}{f'; {unit} is dealt again' if unit else ''}", flush=True)
-
-    def _give_back(self, name: str) -> None:
-        if self._evaluation:
-            self._evaluation.give_back(name)
+        _logger.info("%s is retired: %s%s", name, why, f"; {unit} is dealt again" if unit else "")
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Take what a worker has done, and wait until there is something to do for it."""
         with self._changed:
             if self._epoch_of.get(name) != epoch:
                 return {"do": "join"}  # it was retired meanwhile
-            self._take(name, facts)
+            self._pool.take(name, facts)
+            self._changed.notify_all()
             leaves = facts.get("leaves") and len(self._staleness.members) > 1
             while not leaves and self._ended is None:
                 if self._epoch_of.get(name) != epoch:
                     return {"do": "join"}
-                if task := self._deal(name):
+                if task := self._pool.deal(name, time.monotonic()):
                     return task
                 self._changed.wait()
             why = self._ended or "asked to leave"
             self.retire(name, epoch, why)
             return {"do": "stop", "why": why}
-
-    def _take(self, name: str, facts: Mapping[str, Any]) -> None:
-        if "unit" in facts:
-            step, ranks = facts["unit"]
-            if self._staleness.finish(name, Unit(step, tuple(ranks))):
-                self._losses.update({(step, rank): loss for rank, loss in zip(ranks, facts["losses"], strict=True)})
-                self._recent.extend(facts["losses"])
-        if "part" in facts and self._evaluation:
-            self._evaluation.take(name, facts)
-        self._changed.notify_all()
-
-    def _deal(self, name: str) -> dict[str, Any] | None:
-        now = time.monotonic()
-        evaluation = self._evaluation
-        if evaluation and (part := evaluation.deal(name)) is not None:
-            self._staleness.renew(name, now)
-            return {"do": "evaluate", "part": part, "parts": evaluation.parts}
-        unit = self._staleness.next(name, now)
-        return {"do": "train", "step": unit.step, "ranks": unit.logical_ranks} if unit else None
 
     # ------------------------------------------------------------ for the training loop
 
@@ -159,23 +100,22 @@ class TaskScheduler:
             self._changed.notify_all()
 
     def finished(self, step: int) -> list[float]:
-        """Wait for ``step``, and give its losses by logical rank, or the last ones where steps overlap.
+        """Wait for ``step``, and give its losses by logical rank, or the last ones if steps overlap.
 
         Raises:
             WorldsizeError: No worker has been there for too long.
         """
         self._wait_for(lambda: self._staleness.complete >= step)
         with self._changed:
-            losses = [self._losses.pop((step, rank), None) for rank in range(self._staleness.logical_ranks)]
-            return [loss for loss in losses if loss is not None] if None not in losses else list(self._recent)
+            return self._pool.pop_losses(step)
 
     def evaluate(self, parts: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
         """Have workers evaluate, each part by one; sums and counts of each batch by its index, and metrics' names."""
         with self._changed:
-            self._evaluation = evaluation = _Evaluation(parts)
+            self._pool.evaluation = evaluation = EvaluationTasks(parts)
             self._changed.notify_all()
         self._wait_for(lambda: evaluation.done == parts)
-        self._evaluation = None
+        self._pool.evaluation = EvaluationTasks(0)
         return evaluation.sums, evaluation.names
 
     def end(self, why: str) -> None:
@@ -192,8 +132,7 @@ class TaskScheduler:
             while not done():
                 self._changed.wait(self._staleness.lease / 4)
                 now = time.monotonic()
-                busy = self._evaluation.hands if self._evaluation else ()
-                late = [(name, self._epoch_of[name]) for name in self._staleness.expired(now, busy)]
+                late = [(name, self._epoch_of[name]) for name in self._pool.expired(now)]
                 since = now if self._staleness.members else since
                 if now - since > self._timeout and not alone:
                     raise WorldsizeError(
@@ -202,7 +141,3 @@ class TaskScheduler:
                     )
                 for name, epoch in late:
                     self.retire(name, epoch, f"no sign of life within its lease of {self._staleness.lease:g} s")
-
-
-def _sums(pairs: Mapping[str, Any]) -> Sums:
-    return {name: (torch.tensor(a, dtype=torch.float64), torch.tensor(b)) for name, (a, b) in pairs.items()}

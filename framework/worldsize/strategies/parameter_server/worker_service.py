@@ -59,10 +59,11 @@ class WorkerService:
         """Send all buckets, once the updates of steps up to the one that the header names have been made."""
         shard = self._master.shard
         seen = self._master.wait_for(Fields._make(header.fields).step) % _SEEN_MODULUS
-        for index, (bucket, values_n) in enumerate(zip(shard.buckets, shard.values, strict=True)):
+        parameters = shard.parameters
+        for index, (bucket, values_n) in enumerate(zip(parameters.buckets, parameters.values, strict=True)):
             fields = Fields(index, seen=seen, step=shard.step)
             channel.send(Header(Operation.WEIGHTS, bucket.dtype, (bucket.numel,), fields), [view(values_n)])
-        self._master.count_pull(sum(values_n.nbytes for values_n in shard.values))
+        self._master.count_pull(sum(values_n.nbytes for values_n in parameters.values))
 
     def _pull_rows(self, channel: Channel, header: Header) -> None:
         """Send rows by their ids, once the updates of steps up to the one that the header names have been made."""

@@ -1,0 +1,51 @@
+"""The life of one server of a run; the one that has the first shard also leads the training."""
+
+from __future__ import annotations
+
+from worldsize.core import RunContext
+from worldsize.strategies.parameter_server.all_shards import AllShards, Peer
+from worldsize.strategies.parameter_server.coordinator import Coordinator
+from worldsize.strategies.parameter_server.operations import shard_service
+from worldsize.strategies.parameter_server.row_tables import RowRule
+from worldsize.strategies.parameter_server.server_group import PendingServer
+from worldsize.strategies.parameter_server.staleness import StalenessScheduler
+from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
+from worldsize.strategies.parameter_server.task_service import TaskService
+from worldsize.transport.registry import EndedError
+
+
+def run_server(pending: PendingServer, context: RunContext, *, bound: float, rows: RowRule) -> Coordinator | None:
+    """Serve a shard from when this server is its master, if ever, to the end.
+
+    Args:
+        pending: The server.
+        context: The run as this process knows it.
+        bound: The number of clocks that the fastest worker may be ahead of the slowest.
+        rows: How rows of tables are dealt to the servers and kept.
+
+    Returns:
+        The replica by which the training loop leads the run, as soon as there are workers, if this is the master of the
+        first shard; None when the run is over, if it is not.
+    """
+    try:
+        pending.succession.run()
+    except EndedError:
+        return None
+    if pending.succession.mastership.service == shard_service(0):
+        return _lead(pending, context, bound=bound, rows=rows)
+    server = pending.serve(on_step=context.faults.enter)  # at the server that leads, the training loop tells the steps
+    server.master.log.ended.wait()
+    return None
+
+
+def _lead(pending: PendingServer, context: RunContext, *, bound: float, rows: RowRule) -> Coordinator:
+    dialer, lease = pending.dialer, pending.lease
+    staleness = StalenessScheduler(bound, context.logical_ranks, lease, first=pending.shard.closed)
+    scheduler = TaskScheduler(staleness, timeout=dialer.timeout)
+    tasks = TaskService(scheduler)
+    server = pending.serve(services={"control": tasks.control, "beat": tasks.beat})
+    scheduler.meet(context.workers, seconds=lease)
+    if bound:
+        scheduler.open(context.steps)
+    shards = AllShards(server, [Peer(dialer, shard) for shard in range(1, rows.shards)])
+    return Coordinator(shards, scheduler, dialer.registry, pending.learning, context, rows=rows)

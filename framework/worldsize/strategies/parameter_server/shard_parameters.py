@@ -1,0 +1,181 @@
+"""The parameters that one server owns, with the optimizer and the schedule that update them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from worldsize.strategies.parameter_server.row_tables import Rows
+from worldsize.strategies.parameter_server.sharding import Bucket, Piece
+from worldsize.strategies.parameter_server.step_gradients import Gradient
+from worldsize.strategies.train_state import TrainState
+
+
+@final
+class ShardParameters:
+    """The ``buckets`` of a model that is given whole, with its optimizer and schedule, and the rows of ``tables``.
+
+    Their gradients are numbered: buckets first, then tables.
+
+    Args:
+        train_state: The whole model, whose optimizer and schedule are taken over.
+        buckets: The pieces of parameters that this server owns.
+        tables: The rows that it owns.
+
+    Attributes:
+        values: The numbers of each bucket, flat; the optimizer updates them in place.
+    """
+
+    def __init__(self, train_state: TrainState, buckets: Sequence[Bucket], tables: Sequence[Rows] = ()) -> None:
+        whole = dict(train_state.model.named_parameters())
+        self.buckets, self.tables = buckets, tables
+        self.values = [_flat(bucket, whole) for bucket in buckets]
+        self._optimizer, self._schedule = train_state.optimizer, train_state.schedule
+        pairs = zip(buckets, self.values, strict=True)
+        self._parameters = [[nn.Parameter(view) for view in bucket.views(values)] for bucket, values in pairs]
+        self._take_over(whole)
+        self._optimizer.step()  # without gradients it does nothing; schedules want to have seen one, also of rows alone
+
+    def _take_over(self, whole: Mapping[str, Tensor]) -> None:
+        """Let the optimizer hold the pieces instead of the whole parameters."""
+        pieces: dict[Tensor, list[tuple[Piece, nn.Parameter]]] = {}
+        for bucket, parameters in zip(self.buckets, self._parameters, strict=True):
+            for piece, parameter in zip(bucket.pieces, parameters, strict=True):
+                pieces.setdefault(whole[piece.name], []).append((piece, parameter))
+        before, self._optimizer.state = self._optimizer.state, type(self._optimizer.state)(dict)
+        for group in self._optimizer.param_groups:
+            owned = [(tensor, *each) for tensor in group["params"] for each in pieces.get(tensor, [])]
+            group["params"] = [parameter for _, _, parameter in owned]
+            for tensor, piece, parameter in owned:
+                if state := before.get(tensor):
+                    self._optimizer.state[parameter] = {key: _part(value, piece) for key, value in state.items()}
+
+    @property
+    def gradients(self) -> int:
+        """The number of gradients that an update of everything takes."""
+        return len(self.buckets) + len(self.tables)
+
+    @property
+    def lr(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def update(self, index: int, gradient: Gradient, share: float = 1.0) -> None:
+        """Update one bucket or table by its gradient, with ``share`` of the learning rate."""
+        if not isinstance(gradient, Tensor):
+            self.tables[index - len(self.buckets)].push(*gradient, share)
+            return
+        parameters = self._parameters[index]
+        for parameter, view in zip(parameters, self.buckets[index].views(gradient), strict=True):
+            parameter.grad = view
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * share
+        self._optimizer.step()
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter in parameters:
+            parameter.grad = None
+
+    def advance_schedule(self) -> None:
+        """Set the learning rate of the next step."""
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def norms(self, gradients: Mapping[int, Gradient]) -> dict[str, list[float]]:
+        """Compute the norm of each piece of these gradients, by parameter."""
+        norms: dict[str, list[float]] = {}
+        for index, gradient in gradients.items():
+            if isinstance(gradient, Tensor):
+                bucket = self.buckets[index]
+                for piece, view in zip(bucket.pieces, bucket.views(gradient), strict=True):
+                    norms.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
+            else:
+                name = self.tables[index - len(self.buckets)].table.name
+                norms.setdefault(name, []).append(float(torch.linalg.vector_norm(gradient[1])))
+        return norms
+
+    def image(self) -> dict[str, Any]:
+        """Describe all of it by position, for a standby; tensors are not copied."""
+        return {
+            "values": self.values,
+            "states": [[dict(self._optimizer.state.get(each, {})) for each in bucket] for bucket in self._parameters],
+            "groups": self._groups(),
+            "schedule": self._schedule_state(),
+            "tables": [rows.state() for rows in self.tables],
+        }
+
+    def restore(self, image: Mapping[str, Any]) -> None:
+        """Take over the :meth:`image` of the master's parameters."""
+        for mine, theirs in zip(self.values, image["values"], strict=True):
+            mine.copy_(theirs)
+        for parameters, states in zip(self._parameters, image["states"], strict=True):
+            for parameter, state in zip(parameters, states, strict=True):
+                self._optimizer.state[parameter] = dict(state)
+        for group, values in zip(self._optimizer.param_groups, image["groups"], strict=True):
+            group.update(values)
+        if self._schedule is not None:
+            self._schedule.load_state_dict(image["schedule"])
+        for rows, state in zip(self.tables, image["tables"], strict=True):
+            rows.load(state)
+
+    def state(self) -> dict[str, Any]:
+        """Copy all of it by name: each parameter's pieces with their first row, value and optimizer state."""
+        entries: dict[str, Any] = {}
+        for bucket, parameters in zip(self.buckets, self._parameters, strict=True):
+            for piece, parameter in zip(bucket.pieces, parameters, strict=True):
+                state = self._optimizer.state.get(parameter, {})
+                copy = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+                entry = {"first": piece.first, "value": parameter.detach().clone(), "state": copy}
+                entries.setdefault(piece.name, []).append(entry)
+        return {
+            "parameters": entries,
+            "schedule": self._schedule_state(),
+            "groups": self._groups(),
+            "tables": {rows.table.name: rows.state() for rows in self.tables},
+        }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+
+    def _schedule_state(self) -> dict[str, Any]:
+        return self._schedule.state_dict() if self._schedule is not None else {}
+
+
+def _flat(bucket: Bucket, whole: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([piece.of(whole[piece.name]).detach().flatten() for piece in bucket.pieces])
+
+
+def _part(value: Any, piece: Piece) -> Any:
+    return piece.of(value).clone() if isinstance(value, Tensor) else value
+
+
+def gather_states(states: Sequence[Mapping[str, Any]], train_state: TrainState) -> None:
+    """Put the :meth:`ShardParameters.state` of all shards together in a whole model, optimizer and schedule."""
+    pieces: dict[str, list[Any]] = {}
+    for state in states:
+        for name, entries in state["parameters"].items():
+            pieces.setdefault(name, []).extend(entries)
+    for name, parameter in train_state.model.named_parameters():
+        if name in pieces:
+            _gather(parameter, sorted(pieces[name], key=lambda entry: int(entry["first"])), train_state.optimizer)
+    for group, values in zip(train_state.optimizer.param_groups, states[0]["groups"], strict=True):
+        group.update(values)
+    if train_state.schedule is not None:
+        train_state.schedule.load_state_dict(states[0]["schedule"])
+
+
+def _gather(parameter: nn.Parameter, entries: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        parameter.copy_(_joined([entry["value"] for entry in entries]))
+    state = {key: _joined([entry["state"][key] for entry in entries]) for key in entries[0]["state"]}
+    if state:
+        optimizer.state[parameter] = state
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    whole = len(values) > 1 and isinstance(values[0], Tensor) and values[0].ndim
+    return torch.cat(list(values)) if whole else values[0]

@@ -1,0 +1,129 @@
+"""The gradients of one synchronous step, added up as they come in. Pure logic: no sockets, no locks, no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.collectives.ordered import Arrivals
+from worldsize.strategies.parameter_server.row_tables import RowGradients
+from worldsize.transport.frames import RefusedError
+
+Gradient = Tensor | RowGradients
+
+
+@final
+class StepGradients:
+    """Adds up the parts of each gradient in the tree over logical ranks, until its mean is complete.
+
+    Args:
+        step: The step that is being trained.
+        logical_ranks: The number of logical ranks that the mean is over.
+        buckets: The number of the shard's buckets, whose gradients are numbered from 0.
+        tables: The number of its tables, whose gradients are numbered after those of the buckets.
+
+    Attributes:
+        means: The mean gradients that are complete and wait for their update, by number.
+    """
+
+    def __init__(self, step: int, *, logical_ranks: int, buckets: int, tables: int) -> None:
+        self.means: dict[int, Gradient] = {}
+        self._step, self._logical_ranks = step, logical_ranks
+        self._arrivals = [Arrivals(logical_ranks) for _ in range(buckets)]
+        self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in range(tables)]
+        self._covered: list[set[int]] = [set() for _ in range(buckets + tables)]  # logical ranks that have come
+        self._updated = 0  # means that were taken
+
+    def add(self, index: int, gradient: Gradient, *, step: int, width: int, node: int) -> bool:
+        """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in Arrivals.
+
+        Returns:
+            Whether the part is new; False if these logical ranks of the step have come before.
+
+        Raises:
+            RefusedError: There is no such part, it overlaps with what has come, or it is of a later step.
+        """
+        if step < self._step:
+            return False
+        if step != self._step or not 0 <= node < width or self._logical_ranks % width:
+            raise RefusedError(f"part {node} of {width} of step {step} cannot be; the shard is at step {self._step}")
+        ranks, covered = set(range(node, self._logical_ranks, width)), self._covered[index]
+        if ranks <= covered:
+            return False
+        if ranks & covered:
+            raise RefusedError(f"part {node} of {width} of step {step} overlaps with what has come")
+        covered |= ranks
+        mean = self._mean(index, gradient, width, node)
+        if mean is not None:
+            self.means[index] = mean
+        return True
+
+    def _mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
+        """Add the part, and compute the mean over all logical ranks if it was the last one."""
+        if isinstance(gradient, Tensor):
+            self._arrivals[index].add(width, node, [gradient])
+            total = self._arrivals[index].total()
+            return None if total is None else _divided(total[0], self._logical_ranks)
+        parts = self._row_parts[index - len(self._arrivals)]
+        parts[width, node] = gradient
+        return row_mean(parts, self._logical_ranks) if len(self._covered[index]) == self._logical_ranks else None
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether every mean is complete and none was taken."""
+        return len(self.means) == len(self._covered)
+
+    def take(self, index: int) -> Gradient:
+        """Hand over the mean of gradient ``index`` for its update."""
+        self._updated += 1
+        return self.means.pop(index)
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether every mean was taken, so that the step is done."""
+        return self._updated == len(self._covered)
+
+    def image(self) -> dict[str, Any]:
+        """Describe what has come of the step, for a standby; tensors are not copied."""
+        return {
+            "means": [[index, gradient] for index, gradient in self.means.items()],
+            "arrivals": [[[*key, part] for key, part in each.parts.items()] for each in self._arrivals],
+            "row_parts": [[[*key, *part] for key, part in each.items()] for each in self._row_parts],
+            "covered": [sorted(each) for each in self._covered],
+            "updated": self._updated,
+        }
+
+    def restore(self, image: Mapping[str, Any]) -> None:
+        """Take over the :meth:`image` of the same step on the master."""
+        self.means = dict(image["means"])
+        for arrivals, parts in zip(self._arrivals, image["arrivals"], strict=True):
+            arrivals.parts = {(width, node): part for width, node, part in parts}
+        self._row_parts = [{(width, node): (ids, g) for width, node, ids, g in each} for each in image["row_parts"]]
+        self._covered = [set(each) for each in image["covered"]]
+        self._updated = image["updated"]
+
+
+def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:
+    """Compute the mean over all logical ranks of a table's gradient, each row added in the tree's order.
+
+    It has the same bits as the gradient of the whole table, summed in that tree: to add a zero changes nothing.
+    """
+    if len(parts) == 1:
+        ((ids_n, values_nd),) = parts.values()
+        return ids_n, _divided(values_nd, logical_ranks)
+    ids_n = torch.unique(torch.cat([ids for ids, _ in parts.values()]))
+    arrivals = Arrivals(logical_ranks)
+    for (width, node), (ids, values) in parts.items():
+        part_nd = values.new_zeros(len(ids_n), values.shape[1])
+        part_nd[torch.searchsorted(ids_n, ids)] = values
+        arrivals.add(width, node, [part_nd])
+    total = arrivals.total()
+    assert total is not None, "all logical ranks have come"
+    return ids_n, _divided(total[0], logical_ranks)
+
+
+def _divided(total: Tensor, count: int) -> Tensor:
+    return total.div_(count) if count > 1 else total
