@@ -74,7 +74,6 @@ def test_core_imports_only_torch_the_standard_library_and_our_errors(path: Path)
 PRINTS = (
     "messages",
     *("app", "driver/execute.py"),  # a command's own output
-    "strategies",  # what servers say of themselves
 )
 
 
