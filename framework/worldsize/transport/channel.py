@@ -51,7 +51,7 @@ class Channel:
     Args:
         connection: A connected socket. :func:`worldsize.transport.endpoints.connect` and
             :func:`~worldsize.transport.endpoints.accept_channel` authenticate the peer before they make a channel.
-        operations: What the two processes speak; a frame with another operation is refused.
+        operations: The protocol; a frame with another operation is refused.
         identity: The name in the peer's certificate, None where there is none.
     """
 
@@ -267,7 +267,7 @@ def _bound(connection: socket.socket, seconds: float) -> None:
 
 
 def _joined(parts: Sequence[memoryview]) -> list[memoryview]:
-    """Give the same bytes with neighbours below 16 KiB joined."""
+    """Return the same bytes with neighbours below 16 KiB joined."""
     result: list[memoryview] = []
     small = bytearray()
     for part in parts:

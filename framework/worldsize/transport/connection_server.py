@@ -33,10 +33,10 @@ class ConnectionServer:
 
     Args:
         listener: From :func:`worldsize.transport.endpoints.listen`.
-        credentials: Of this process; None without TLS.
+        credentials: The certificate of this process; None without TLS.
         services: By the "kind" that JOIN names. A service answers JOIN by WELCOME.
         timeout: Seconds without progress after which a peer is lost. Until it has joined, 10 s.
-        operations: What the processes speak.
+        operations: The protocol.
     """
 
     def __init__(

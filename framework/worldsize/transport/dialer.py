@@ -1,4 +1,4 @@
-"""Connecting to whoever serves: look a service up, authenticate, join, and try again while it changes hands."""
+"""Connections to services: look one up, authenticate, join, and try again while it changes hands."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Dialer:
     """Connects one process of the run to services, whichever process serves them at the time.
 
     Attributes:
-        name: Of this process, as in its certificate.
-        registry: Where services are looked up.
-        credentials: Of this process; None where the services ask for none.
+        name: The name of this process, as in its certificate.
+        registry: The register of the run's services.
+        credentials: The certificate of this process; None if the services ask for none.
         timeout: Seconds to look for a service, and to wait for a peer without progress.
-        operations: What the processes speak.
+        operations: The protocol.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Dialer:
         """Join ``service`` for the purpose ``kind``, and try again until the timeout if nobody answers.
 
         Args:
-            service: As in the registry.
+            service: The name of the service in the registry.
             kind: What the connection is for; the server chooses by it what to do.
             facts: Further facts for the server, plain values.
 

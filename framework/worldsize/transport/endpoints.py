@@ -1,4 +1,4 @@
-"""Listening, connecting, and who may: how two processes of a run get a channel between them.
+"""Listening, connecting and authentication: two processes of a run get a channel between them.
 
 Addresses are texts, ``unix:/folder/name`` inside a host or ``tcp:host:port``. On a Unix socket the peer must be a
 process of the same user, which the kernel tells. Over TCP with credentials, both sides prove by certificate which
@@ -30,9 +30,9 @@ def listen(address: str, credentials: Credentials | None) -> socket.socket:
     """Open a listening socket.
 
     Args:
-        address: Where. Port 0 takes a free one, see :func:`address_of`. The folder of a Unix socket should be private;
-            a file that is there already is replaced.
-        credentials: What :func:`accept_channel` will ask for; None without TLS.
+        address: The address. Port 0 takes a free one, see :func:`address_of`. The folder of a Unix socket should be
+            private; a file that is there already is replaced.
+        credentials: The certificate that :func:`accept_channel` will use; None without TLS.
 
     Raises:
         ConfigError: The address can be reached from other hosts, and there are no credentials.
@@ -55,7 +55,7 @@ def listen(address: str, credentials: Credentials | None) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Give the address of a listening socket, to be told to others (see :class:`worldsize.transport.registry`)."""
+    """Return the address of a listening socket, to be told to others (see :class:`worldsize.transport.registry`)."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -68,10 +68,10 @@ def accept_channel(
     """Authenticate the peer of a connection that a listener accepted, and make a channel of it.
 
     Args:
-        connection: What ``listener.accept()`` gave.
-        credentials: Of this process; None without TLS.
-        seconds: That the handshake may take.
-        operations: What the two processes speak.
+        connection: The socket that ``listener.accept()`` returned.
+        credentials: The certificate of this process; None without TLS.
+        seconds: The time that the handshake may take.
+        operations: The protocol.
 
     Raises:
         RefusedError: The peer is another user of this host, or has no certificate of this run.
@@ -113,11 +113,11 @@ def connect(
     """Connect to the process named ``peer``, and check with credentials that it is the one that answers.
 
     Args:
-        address: Where the peer listens.
-        credentials: Of this process; None without TLS.
+        address: The address at which the peer listens.
+        credentials: The certificate of this process; None without TLS.
         peer: The name that the peer's certificate must have.
         seconds: To wait for the connection, and again for the handshake.
-        operations: What the two processes speak.
+        operations: The protocol.
 
     Raises:
         RefusedError: Another process answers, or it does not accept this one.

@@ -55,9 +55,9 @@ class Header(NamedTuple):  # which is made three times as fast as a frozen datac
     """The header of a frame, which comes before its payload.
 
     Attributes:
-        operation: What the frame asks for or answers.
-        dtype: Of the payload's numbers, one of :data:`DTYPES`.
-        shape: Of the payload, at most 4 dimensions; ``()`` means that there is no payload.
+        operation: The request or the answer that the frame is.
+        dtype: The type of the payload's numbers, one of :data:`DTYPES`.
+        shape: The shape of the payload, at most 4 dimensions; ``()`` means that there is no payload.
         fields: Exactly 7 numbers of 0 to 2^64 - 1. The protocol that defines ``operation`` says what they mean.
     """
 
@@ -128,7 +128,7 @@ def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) ->
 
 
 def view(tensor: Tensor) -> memoryview:
-    """Give the bytes of a contiguous tensor on the CPU, to send from or receive into without a copy."""
+    """Return the bytes of a contiguous tensor on the CPU, to send from or receive into without a copy."""
     tensor = tensor.detach()
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     data: memoryview = array.reshape(-1).view(numpy.uint8).data

@@ -48,12 +48,12 @@ class Counters:
         self.folder, self.lease = folder, lease
         self.processes: dict[str, BaseProcess] = {}
 
-    def start(self, name: str, *, founds: bool = False) -> None:
-        self.processes[name] = get_context("fork").Process(target=self._body, args=(name, founds))
+    def start(self, name: str, *, is_first: bool = False) -> None:
+        self.processes[name] = get_context("fork").Process(target=self._body, args=(name, is_first))
         with ready_to_fork():
             self.processes[name].start()
 
-    def _body(self, name: str, founds: bool) -> None:
+    def _body(self, name: str, is_first: bool) -> None:
         torch.set_num_threads(1)
         sys.stderr = (self.folder / "log").open("a")
         show_messages()
@@ -65,7 +65,7 @@ class Counters:
         shard = Shard(ShardParameters(learning, owned), Rule(1, synchronous=False))
         dialer = Dialer(name, self.registry, None, PATIENCE, Operation)
         mastership = RegisteredMastership(self.registry, shard_service(0), address=address_of(listener), name=name)
-        receiver, options = PushReceiver(shard, None), {"founds": founds, "has_standbys": True}
+        receiver, options = PushReceiver(shard, None), {"is_first": is_first, "has_standbys": True}
         succession = Succession(dialer, mastership, receiver, Sessions(), lease=self.lease, **options)
         succession.run()
         PendingServer(learning, succession, dialer, listener, self.lease, has_standby=True).serve()
@@ -105,7 +105,7 @@ def counters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Counter
     """Running counters; the parameter is another lease in seconds."""
     running = Counters(tmp_path, getattr(request, "param", LEASE))
     (tmp_path / "directory").mkdir()
-    running.start("server-0", founds=True)
+    running.start("server-0", is_first=True)
     running.master()
     running.start("server-1")
     yield running

@@ -1,4 +1,4 @@
-"""What the server that leads asks of all shards: its own, and those of the other servers."""
+"""Requests of the server that leads to all shards: its own, and those of the other servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Frame = tuple[Header, Sequence[memoryview]]
 
 @final
 class Peer:
-    """A shard's master in another process, whoever that is; each request is made again if the connection breaks."""
+    """Asks the master of a shard, whichever process that is; a request is made again if the connection breaks."""
 
     def __init__(self, dialer: Dialer, shard: int) -> None:
         self._dialer, self._service = dialer, shard_service(shard)
@@ -77,7 +77,7 @@ class AllShards:
         self._ask(lambda peer: peer.command(Operation.APPLY, {"step": step, "factor": factor}))
 
     def norms(self) -> dict[str, list[float]]:
-        """Give the norms of the pieces of the gradient that waits for its commit, by parameter."""
+        """Return the norms of the pieces of the gradient that waits for its commit, by parameter."""
         norms = self._master.norms()
         for others in self._ask(lambda peer: peer.ask(Operation.NORMS)):
             for name, more in others.items():
@@ -89,7 +89,7 @@ class AllShards:
         return [self._master.state(), *self._ask(Peer.state)]
 
     def facts(self) -> list[Mapping[str, Any]]:
-        """Give the load of every server since the last call."""
+        """Return the load of every server since the last call."""
         return [self.own.facts(), *self._ask(lambda peer: peer.ask(Operation.FACTS))]
 
     def stop(self) -> None:

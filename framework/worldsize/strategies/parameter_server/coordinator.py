@@ -26,12 +26,12 @@ class Coordinator(Replica):
     """The replica by which the training loop drives the run.
 
     Args:
-        shards: All of them; this process serves the first.
-        scheduler: Of the workers.
-        registry: Of the run, to end it.
-        learning: Takes up the whole state when it is saved.
-        context: Of the run; its numerics say what is done about the norm of a step's mean gradient.
-        rows: How rows of tables are kept.
+        shards: All shards; this process serves the first.
+        scheduler: Gives the workers their tasks.
+        registry: The register of the run's services, by which the run is ended.
+        train_state: A whole model, optimizer and schedule, which receive the shards' state when it is saved.
+        context: The run as this process knows it; its numerics say what is done about the norm of a mean gradient.
+        rows: The rule by which rows of tables are dealt and kept.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Coordinator(Replica):
         shards: AllShards,
         scheduler: TaskScheduler,
         registry: Registry,
-        learning: TrainState,
+        train_state: TrainState,
         context: RunContext,
         *,
         rows: RowRule,
     ) -> None:
         self._shards, self._scheduler, self._registry = shards, scheduler, registry
-        self._learning, self._world, self._numerics = learning, context.world, context.numerics
+        self._train_state, self._world, self._numerics = train_state, context.world, context.numerics
         self._rows = rows
         self._shard = shards.own.master.shard
         self._synchronous = self._shard.rule.synchronous
@@ -72,16 +72,16 @@ class Coordinator(Replica):
         return norm, factor is None
 
     def _judged(self) -> tuple[Tensor, float | None]:
-        """Give the norm of the mean gradient and the factor to multiply it by; None leaves the step out."""
+        """Return the norm of the mean gradient and the factor to multiply it by; None leaves the step out."""
         norm = torch.linalg.vector_norm(torch.stack(self._norms()))
         if self._numerics.skips(norm):
             return norm, None
         return norm, float(clip_factor(norm, self._numerics.norm_limit))
 
     def _norms(self) -> list[Tensor]:
-        """Give the norm of each parameter's gradient, in the order of the model."""
+        """Return the norm of each parameter's gradient, in the order of the model."""
         pieces = self._shards.norms()
-        names = [name for name, _ in self._learning.model.named_parameters() if name in pieces]
+        names = [name for name, _ in self._train_state.model.named_parameters() if name in pieces]
         norms = [torch.tensor(pieces[name]) for name in names]
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
@@ -93,14 +93,14 @@ class Coordinator(Replica):
     def state(self) -> StateDict:
         """Put the states of all shards together."""
         states = self._shards.states()
-        gather_states(states, self._learning)
-        return full_state(self._learning, joined_rows([state["tables"] for state in states]), self._rows)
+        gather_states(states, self._train_state)
+        return full_state(self._train_state, joined_rows([state["tables"] for state in states]), self._rows)
 
     def load(self, state: StateDict) -> None:
         """Do nothing: each server has loaded its part by itself."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Give the load of each server since the last call, and the number of workers."""
+        """Return the load of each server since the last call, and the number of workers."""
         return {"servers": self._shards.facts(), "workers": len(self._scheduler.workers)}
 
     def close(self, *, complete: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a step costs with parameter servers."""
+"""The cost of a step with parameter servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on servers, everything else by all-reduce (PERSIA, Lian et al. 2022, arXiv 2111.05897)."""
+"""A strategy with tables on servers and everything else by all-reduce (PERSIA, Lian et al. 2022, arXiv 2111.05897)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.parameter_server.all_shards import Peer
-from worldsize.strategies.parameter_server.model_state import joined_rows, learning_of, with_tables
+from worldsize.strategies.parameter_server.model_state import joined_rows, train_state_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.remote_embedding import remotes, take_gradients
 from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule
@@ -96,7 +96,7 @@ class HybridParameterServer(Strategy):
         finite = numerics.nonfinite == "stop"
         rule = Rule(context.logical_ranks, synchronous=synchronous, requires_commit=numerics.needs_norm, finite=finite)
         plan = ShardingPlan([()] * self.servers, self._rows)
-        pending = self._group.server(recipe, learning_of(recipe), context, plan=plan, rule=rule)
+        pending = self._group.server(recipe, train_state_of(recipe), context, plan=plan, rule=rule)
         pending.succession.run()
         pending.serve(leader_prefix="worker-").master.log.ended.wait()
 
@@ -142,11 +142,11 @@ class RowGradientCapture(GradientReducer):
         return norm
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
-        places = {id(batch): place for place, batch in enumerate(batches)}
+        numbers = {id(batch): number for number, batch in enumerate(batches)}
 
         def captured(batch: MicroBatch, scale: float) -> Tensor:
             loss = backward(batch, scale)
-            self.captured[places[id(batch)]] = [(ids_n, values_nd.div_(scale)) for ids_n, values_nd in self._take()]
+            self.captured[numbers[id(batch)]] = [(ids_n, values_nd.div_(scale)) for ids_n, values_nd in self._take()]
             return loss
 
         return self._inner.run(batches, captured)
@@ -194,8 +194,8 @@ class _HybridReplica(Replica):
 
     def _push(self) -> None:
         width = len(self._capture.captured) * self._world.size
-        for place, gradients in sorted(self._capture.captured.items()):
-            rank = place * self._world.size + self._world.rank  # strided, as data are dealt
+        for number, gradients in sorted(self._capture.captured.items()):
+            rank = number * self._world.size + self._world.rank  # strided, as data are dealt
             self._tables.push(gradients, step=self._step, width=width, node=rank)  # answered by the next pull
         self._capture.captured.clear()
 
@@ -204,9 +204,9 @@ class _HybridReplica(Replica):
         self._push()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
-            told = [peer.ask(Operation.NORMS) for peer in self._peers]
+            answers = [peer.ask(Operation.NORMS) for peer in self._peers]
             norm += torch.linalg.vector_norm(
-                torch.tensor([n for each in told for norms in each.values() for n in norms])
+                torch.tensor([n for norms_of in answers for norms in norms_of.values() for n in norms])
             )
         if self._world.group is not None and self._world.size > 1:
             torch.distributed.broadcast(norm, group=self._world.group, group_src=0)
@@ -224,7 +224,7 @@ class _HybridReplica(Replica):
         return self._inner.evaluate(batches)
 
     def facts(self) -> Mapping[str, Any]:
-        """Give the load of each server; only the first worker asks."""
+        """Return the load of each server; only the first worker asks."""
         if self._world.rank:
             return {}
         return {"servers": [peer.ask(Operation.FACTS) for peer in self._peers]}

@@ -1,4 +1,4 @@
-"""What a server does for whoever leads the run: commits, copies of its state, and the end."""
+"""The service of a server for whoever leads the run: commits, copies of its state, and the end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LeaderService:
     """Serves the process that leads the run.
 
     Args:
-        master: Of the shard.
-        facts: Tells the server's load since the last call.
-        leader_prefix: How the names of processes that may lead begin, such as "server-".
+        master: Changes and reads the shard.
+        facts: Returns the server's load since the last call.
+        leader_prefix: The beginning of the names of processes that may lead, such as "server-".
     """
 
     def __init__(self, master: ShardMaster, facts: Callable[[], Mapping[str, Any]], *, leader_prefix: str) -> None:

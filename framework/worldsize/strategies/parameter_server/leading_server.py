@@ -48,4 +48,4 @@ def _lead(pending: PendingServer, context: RunContext, *, bound: float, rows: Ro
     if bound:
         scheduler.open(context.steps)
     shards = AllShards(server, [Peer(dialer, shard) for shard in range(1, rows.shards)])
-    return Coordinator(shards, scheduler, dialer.registry, pending.learning, context, rows=rows)
+    return Coordinator(shards, scheduler, dialer.registry, pending.train_state, context, rows=rows)

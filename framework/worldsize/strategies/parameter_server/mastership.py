@@ -1,4 +1,4 @@
-"""Being the one master of a shard, and knowing whether one still is."""
+"""Mastership: the right of one server at a time to acknowledge pushes to a shard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mastership(ABC):
 
 @final
 class SoleMastership(Mastership):
-    """A server that has no rival, and that nobody looks up."""
+    """The mastership of a server that has no rival and that nobody looks up."""
 
     def renew(self) -> bool:
         return True
@@ -36,13 +36,13 @@ class RegisteredMastership(Mastership):
     """The mastership of whoever has registered for the newest epoch.
 
     Args:
-        registry: Of the run.
-        service: The shard's.
-        address: Where this server listens.
-        name: Of this server, as in its certificate.
+        registry: The register of the run's services.
+        service: The name of the shard there.
+        address: The address at which this server listens.
+        name: The name of this server, as in its certificate.
 
     Attributes:
-        epoch: In which this server is master, or the newest that it has seen as a standby.
+        epoch: The epoch in which this server is master, or the newest that it has seen as a standby.
     """
 
     def __init__(self, registry: Registry, service: str, *, address: str, name: str) -> None:

@@ -18,14 +18,16 @@ _DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the ini
 RowStates = Mapping[str, Mapping[str, Tensor]]
 
 
-def learning_of(recipe: Recipe) -> TrainState:
+def train_state_of(recipe: Recipe) -> TrainState:
     """Make what a recipe trains, without the rows of its tables."""
     return TrainState.of(recipe, rowless_model(recipe))
 
 
-def tables_of(learning: TrainState, rule: RowRule, shard: int) -> list[Rows]:
+def tables_of(train_state: TrainState, rule: RowRule, shard: int) -> list[Rows]:
     """Make what a server has of each table. The optimizer's group that holds a table says how its rows are updated."""
-    return [Rows(each.table, rule, shard, _update_of(learning.optimizer, each)) for each in remotes(learning.model)]
+    return [
+        Rows(each.table, rule, shard, _update_of(train_state.optimizer, each)) for each in remotes(train_state.model)
+    ]
 
 
 def _update_of(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
@@ -45,9 +47,9 @@ def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
     return joined
 
 
-def full_state(learning: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
-    """Give model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
-    return with_tables({**learning.state(), "scaler": {}}, learning.model, rows, rule)
+def full_state(train_state: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
+    """Return model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
+    return with_tables({**train_state.state(), "scaler": {}}, train_state.model, rows, rule)
 
 
 def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
@@ -68,7 +70,7 @@ def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
     return values_rd
 
 
-def load_full_state(learning: TrainState, state: StateDict) -> None:
+def load_full_state(train_state: TrainState, state: StateDict) -> None:
     """Load the part of a :func:`full_state` that is no table."""
-    empty = {remote.table.name: remote.weight for remote in remotes(learning.model)}
-    learning.load({**state, "model": {**state["model"], **empty}})
+    empty = {remote.table.name: remote.weight for remote in remotes(train_state.model)}
+    train_state.load({**state, "model": {**state["model"], **empty}})

@@ -1,4 +1,4 @@
-"""What workers and servers of a parameter server say to each other, beside the operations that every protocol has."""
+"""The protocol of workers and servers: operations of its own, beside those that every protocol has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receiving gradients of one shard: what a worker announces is compared with what the shard has room for first."""
+"""Reception of gradients: what a worker announces is first compared with what the shard has room for."""
 
 from __future__ import annotations
 

@@ -41,22 +41,22 @@ class RemoteTable(nn.Module):
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Pull the rows of a batch, each once; also give each id's index among them, and that of the padding."""
-        ids_n, places = torch.unique(ids, return_inverse=True)
+        ids_n, inverse = torch.unique(ids, return_inverse=True)
         rows_nd = self._pull(self.table, ids_n)
         if self.training:
             self.touched.append(_Touch(ids_n, rows_nd.requires_grad_()))
         padding = (ids_n == self.table.padding).nonzero() if self.table.padding is not None else ids_n[:0]
-        return rows_nd, places, int(padding) if len(padding) else None
+        return rows_nd, inverse, int(padding) if len(padding) else None
 
     def take(self) -> RowGradients:
         """Take ids, sorted and each once, and their gradients since the last call: int64 [n] and float32 [n, dim]."""
         touched, self.touched = [touch for touch in self.touched if touch.rows_nd.grad is not None], []
         if not touched:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.table.dim)
-        ids_n, places = torch.unique(torch.cat([touch.ids_n for touch in touched]), return_inverse=True)
+        ids_n, inverse = torch.unique(torch.cat([touch.ids_n for touch in touched]), return_inverse=True)
         gradients_nd = torch.zeros(len(ids_n), self.table.dim)
         gradients = [touch.rows_nd.grad for touch in touched if touch.rows_nd.grad is not None]
-        gradients_nd.index_add_(0, places, torch.cat(gradients))
+        gradients_nd.index_add_(0, inverse, torch.cat(gradients))
         return ids_n, gradients_nd
 
 
@@ -65,8 +65,8 @@ class RemoteEmbedding(RemoteTable):
     """An nn.Embedding with its rows on servers."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows_nd, places, padding = self.rows(ids)
-        return F.embedding(places, rows_nd, padding_idx=padding)
+        rows_nd, inverse, padding = self.rows(ids)
+        return F.embedding(inverse, rows_nd, padding_idx=padding)
 
 
 @final
@@ -78,9 +78,9 @@ class RemoteEmbeddingBag(RemoteTable):
         self.mode, self.include_last_offset = like.mode, like.include_last_offset
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        rows_nd, places, padding = self.rows(ids)
+        rows_nd, inverse, padding = self.rows(ids)
         return F.embedding_bag(
-            places,
+            inverse,
             rows_nd,
             offsets,
             mode=self.mode,

@@ -22,7 +22,7 @@ _FENCED = 70  # exit code
 
 @dataclass
 class _Standby:
-    """The server that has a copy of the shard: operations that were sent to it, and that it has made too."""
+    """The server that has a copy of the shard, with the numbers of operations that it was sent and that it has made."""
 
     channel: Channel
     sent: int = 0
@@ -75,8 +75,8 @@ class ReplicationLog:
         """Give the standby ``name`` a copy of everything, and every operation from then on, until it has gone.
 
         Args:
-            channel: To the standby.
-            name: Of the standby.
+            channel: The connection to the standby.
+            name: The name of the standby.
             image: Makes the copy; called with the lock held.
 
         Raises:

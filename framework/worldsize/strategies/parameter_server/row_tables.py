@@ -111,7 +111,7 @@ class RowRule:
     capacity: int | None = None
 
     def shard_of(self, ids_n: Tensor, table: Table) -> Tensor:
-        """Give the server of each row: int64 [n]."""
+        """Return the server of each row: int64 [n]."""
         if self.sharding == "hash":
             return ids_n % self.shards
         return ids_n // -(-table.rows // self.shards)
@@ -189,7 +189,7 @@ class Rows:
         self.store.data[slots_n, : self.table.dim] = initial_rows(self.rule.seed, self.table, ids_n)
 
     def facts(self, *, hottest: int) -> dict[str, Any]:
-        """Give counts, and the ``hottest`` rows pushed most often since the last call in a sample: [id, times] each."""
+        """Return counts, and the ``hottest`` rows of a sample of pushes since the last call: [id, times] each."""
         often = [[row, times] for row, times in self._sampled.most_common(hottest)]
         self._sampled.clear()
         return {"rows": self.store.count, "evicted": self.store.evicted, "missed": self.missed, "hottest": often}

@@ -36,7 +36,7 @@ class RowUpdate(ABC):
         return dim * (1 + self.row_state) + self.scalar_state
 
     def initial_state(self) -> float:
-        """Give what every number of a new row's state is."""
+        """Return what every number of a new row's state is."""
         return 0.0
 
     @abstractmethod
@@ -99,7 +99,7 @@ class AdamRows(RowUpdate):
 
 
 def update_of(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> RowUpdate:
-    """Give the row-wise form of ``optimizer`` with the options of ``group``, for the rows of the table ``name``.
+    """Return the row-wise form of ``optimizer`` with the options of ``group``, for the rows of the table ``name``.
 
     Raises:
         ConfigError: There is none.

@@ -26,11 +26,11 @@ class ShardServer:
     refused changes nothing.
 
     Args:
-        master: Of the shard.
-        listener: Where to accept connections.
-        credentials: Of this process; None without TLS.
-        services: What else a connection may be for.
-        leader_prefix: How the names of processes that may lead the run begin.
+        master: Changes and reads the shard.
+        listener: The socket at which to accept connections.
+        credentials: The certificate of this process; None without TLS.
+        services: Further services, by the kind of connection.
+        leader_prefix: The beginning of the names of processes that may lead the run.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ShardServer:
         self.master.log.start()
 
     def facts(self) -> dict[str, Any]:
-        """Give the load since the last call, and what was lost and refused since the start."""
+        """Return the load since the last call, and what was lost and refused since the start."""
         return self.master.facts(refused=self.connections.refused)
 
     def _serve_standby(self, channel: Channel, facts: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, final
 from worldsize.core import Cluster, ConfigError, Recipe, RunContext
 from worldsize.records.run_directory import private
 from worldsize.strategies.parameter_server.mastership import RegisteredMastership
-from worldsize.strategies.parameter_server.model_state import full_state, learning_of, load_full_state, tables_of
+from worldsize.strategies.parameter_server.model_state import full_state, load_full_state, tables_of, train_state_of
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
 from worldsize.strategies.parameter_server.replication import ReplicationLog
@@ -39,15 +39,15 @@ class PendingServer:
     """A server that is not master of its shard yet.
 
     Attributes:
-        learning: The whole model with the newest checkpoint's state, to be saved or warned about.
+        train_state: The whole model with the newest checkpoint's state, to be saved or warned about.
         succession: The way to being master; run it before :meth:`serve`.
         dialer: Connects this process to the other servers.
-        listener: Where this server will accept connections.
+        listener: The socket at which this server will accept connections.
         lease: Seconds without a sign of life after which a standby is given up.
         has_standby: Whether a standby is to come.
     """
 
-    learning: TrainState
+    train_state: TrainState
     succession: Succession
     dialer: Dialer
     listener: socket.socket
@@ -69,9 +69,9 @@ class PendingServer:
         """Serve as the shard's master; returns when the standby has come, or none does within a lease.
 
         Args:
-            services: What else a connection may be for.
+            services: Further services, by the kind of connection.
             on_step: Called with the number of the step in progress at each push.
-            leader_prefix: How the names of processes that may lead the run begin.
+            leader_prefix: The beginning of the names of processes that may lead the run.
         """
         log = ReplicationLog(self.succession.mastership, lease=self.lease, expects_standby=self.has_standby)
         sessions, timeout = self.succession.sessions, self.dialer.timeout
@@ -107,7 +107,7 @@ class ServerGroup:
         return self.transport if self.transport != "auto" else "unix" if self.nodes == 1 else "tls"
 
     def check(self, cluster: Cluster, workers: int) -> None:
-        """Raise ConfigError for what cannot run."""
+        """Raise ConfigError if the options cannot run on ``cluster`` with so many workers."""
         if self.servers < 1 or workers < 1:
             raise ConfigError(
                 f"a parameter server needs at least one server and one worker; the cluster has {cluster.processes} "
@@ -118,31 +118,31 @@ class ServerGroup:
             raise ConfigError(f"strategy.transport=unix ends at the host, and there are {self.nodes}. Set tls.")
 
     def prepare(self, folder: Path) -> None:
-        """Make, in the launching process, what makes a process a member of this run."""
+        """Create the run's certificate authority if TLS is used; called in the launching process."""
         if self.wire == "tls":
             create_authority(private(folder) / "keys")
 
     def dialer(self, name: str, context: RunContext) -> Dialer:
-        """Give the process ``name`` its way to the servers of the run. Raises ConfigError outside of a run."""
+        """Make what connects the process ``name`` to the servers of the run. Raises ConfigError outside of a run."""
         meeting = context.meeting_place(needs="a parameter server needs its servers")
         credentials = issue_certificate(meeting.folder / "keys", name) if self.wire == "tls" else None
         return Dialer(name, Registry(meeting.folder, meeting.timeout), credentials, meeting.timeout, Operation)
 
     def server(
-        self, recipe: Recipe, learning: TrainState, context: RunContext, *, plan: ShardingPlan, rule: Rule
+        self, recipe: Recipe, train_state: TrainState, context: RunContext, *, plan: ShardingPlan, rule: Rule
     ) -> PendingServer:
         """Make this process's server, with the newest checkpoint's state.
 
         Args:
-            recipe: Of the run.
-            learning: What the recipe made first in this process: only that has the run's initial weights.
-            context: Of the run, with its newest checkpoint.
-            plan: What is whose.
+            recipe: The recipe of the run.
+            train_state: The model that the recipe made first in this process: only that has the run's initial weights.
+            context: The run as this process knows it, with its newest checkpoint.
+            plan: Which server owns what.
             rule: When gradients become an update.
         """
         world = context.world
         dialer, index = self.dialer(f"{SERVER_PREFIX}{world.rank}", context), world.rank % self.servers
-        shard, full = self._shard(recipe, learning, context, index, plan=plan, rule=rule)
+        shard, full = self._shard(recipe, train_state, context, index, plan=plan, rule=rule)
         listener = self._listener(dialer.credentials, context.meeting_place(needs="a server needs its workers").address)
         service, address = shard_service(index), address_of(listener)
         succession = Succession(
@@ -151,26 +151,33 @@ class ServerGroup:
             PushReceiver(shard, plan.codec),
             Sessions(),
             lease=self.lease,
-            founds=world.rank < self.servers,
+            is_first=world.rank < self.servers,
             has_standbys=self.replicas > 0,
         )
         return PendingServer(full, succession, dialer, listener, self.lease, self.replicas > 0)
 
     def _shard(
-        self, recipe: Recipe, learning: TrainState, context: RunContext, index: int, *, plan: ShardingPlan, rule: Rule
+        self,
+        recipe: Recipe,
+        train_state: TrainState,
+        context: RunContext,
+        index: int,
+        *,
+        plan: ShardingPlan,
+        rule: Rule,
     ) -> tuple[Shard, TrainState]:
         """Make the shard, and the whole model, from the newest checkpoint if there is one."""
-        full = learning_of(recipe)
-        empty = {each.table.name: each.state() for each in tables_of(learning, plan.rows, index)}
+        full = train_state_of(recipe)
+        empty = {each.table.name: each.state() for each in tables_of(train_state, plan.rows, index)}
         state, step = context.checkpoints.restore(lambda: full_state(full, empty, plan.rows)) or (None, 0)
         if state is not None:
-            load_full_state(learning, state)
+            load_full_state(train_state, state)
             load_full_state(full, state)
-        tables = tables_of(learning, plan.rows, index)  # by the optimizer's groups, which loading has made anew
+        tables = tables_of(train_state, plan.rows, index)  # by the optimizer's groups, which loading has made anew
         if state is not None:
             for each in tables:
                 each.load(state["tables"][each.table.name])
-        return Shard(ShardParameters(learning, plan.shards[index], tables), rule, step=step), full
+        return Shard(ShardParameters(train_state, plan.shards[index], tables), rule, step=step), full
 
     def _listener(self, credentials: Credentials | None, address: str) -> socket.socket:
         if self.wire == "unix":

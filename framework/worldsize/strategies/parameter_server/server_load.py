@@ -1,4 +1,4 @@
-"""What a server did since it was last asked."""
+"""The load of a server since it was last asked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ServerLoad:
         self.bytes_out += nbytes
 
     def facts(self) -> dict[str, Any]:
-        """Give the counts as plain values."""
+        """Return the counts as plain values."""
         return {
             "pushes": self.pushes,
             "pulls": self.pulls,

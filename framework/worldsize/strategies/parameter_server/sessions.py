@@ -14,7 +14,7 @@ class Session:
     """One worker since it last joined the run: its pushes of an epoch are numbered from 1.
 
     Attributes:
-        epoch: In which the worker was admitted.
+        epoch: The epoch in which the worker was admitted.
         sequence: Number of the last push that was taken.
     """
 
@@ -31,7 +31,7 @@ class Sessions:
         self._taken_by_master: dict[int, int] = {}  # sequence by epoch, while this server was a standby
 
     def open(self, name: str, epoch: int) -> Session:
-        """Give the session of a worker. A later epoch begins anew; the same one goes on where its connection broke.
+        """Return the session of a worker. A later epoch begins anew; the same one goes on where its connection broke.
 
         Raises:
             RefusedError: The worker has joined in a later epoch since.
@@ -48,7 +48,7 @@ class Sessions:
         self._taken_by_master[epoch] = sequence
 
     def image(self) -> dict[int, int]:
-        """Give the last sequence number of each epoch, for a standby."""
+        """Return the last sequence number of each epoch, for a standby."""
         return {**self._taken_by_master, **{each.epoch: each.sequence for each in self._by_name.values()}}
 
     def restore(self, image: Mapping[int, int]) -> None:

@@ -31,11 +31,11 @@ class ShardLink:
 
     Args:
         dialer: Finds the shard's master, whoever that is by then.
-        shard: Which one.
-        epoch: That the worker has been admitted in, see :class:`TaskScheduler`.
+        shard: The number of the shard.
+        epoch: The epoch in which the worker was admitted, see :class:`TaskScheduler`.
 
     Attributes:
-        step: Of the shard when this link was made.
+        step: The last step that the shard had done when this link was made.
     """
 
     def __init__(self, dialer: Dialer, shard: int, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""A shard that its master changes: under one lock, and with its standby a step behind no acknowledgement."""
+"""Changes of a shard by its master: under one lock, and acknowledged only after its standby has made them too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worldsize.transport.frames import Header, RefusedError, message
 
 _logger = logging.getLogger(__name__)
 
-_HOTTEST = 5  # rows of a table that are told
+_HOTTEST = 5  # rows of a table that the facts name
 
 
 def ignore_step(step: int) -> None:
@@ -28,12 +28,12 @@ def ignore_step(step: int) -> None:
 
 @final
 class ShardMaster:
-    """All that changes or reads a shard while it is served. Every method takes the lock itself.
+    """Changes and reads a shard while it is served. Every method takes the lock itself.
 
     Args:
-        receiver: Of the shard.
-        sessions: Of its workers.
-        log: Whose lock guards the shard, and which forwards every change to the standby.
+        receiver: Receives pushes to the shard.
+        sessions: The record of pushes of each worker.
+        log: Forwards every change to the standby; its lock guards the shard.
         timeout: Seconds to wait for a step to end.
         on_step: Called with the number of the step in progress at each push.
     """
@@ -109,7 +109,7 @@ class ShardMaster:
         self._load.count_pull(nbytes)
 
     def norms(self) -> dict[str, list[float]]:
-        """Give the norms of the step that waits for its commit, by parameter, once all its gradients have come."""
+        """Return the norms of the step that waits for its commit, by parameter, once all its gradients have come."""
         with self.log.changed:
             self.log.changed.wait_for(lambda: self.shard.waits_for_commit, self.timeout)
             return self.shard.norms()
@@ -136,11 +136,11 @@ class ShardMaster:
             return self.shard.state()
 
     def image(self) -> dict[str, Any]:
-        """Give all that a standby needs to become what this server is. The caller holds the lock."""
+        """Return all that a standby needs to become what this server is. The caller holds the lock."""
         return {"shard": self.shard.image(), "sessions": self._sessions.image()}
 
     def facts(self, *, refused: int) -> dict[str, Any]:
-        """Give the load since the last call, and the updates lost and frames ``refused`` since the start."""
+        """Return the load since the last call, and the updates lost and frames ``refused`` since the start."""
         with self.log.changed:
             load, self._load = self._load, ServerLoad(waiting=self._load.waiting)
             tables = {rows.table.name: rows.facts(hottest=_HOTTEST) for rows in self.shard.parameters.tables}

@@ -36,7 +36,7 @@ class Piece:
         return self.numel * self.dtype.itemsize
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Give this piece of the whole ``tensor`` as a view; all of a tensor of another shape, such as a step count."""
+        """Return this piece of a whole ``tensor``, as a view. A single number, such as a step count, has no pieces."""
         return tensor[self.first : self.first + self.shape[0]] if self.shape and tensor.ndim else tensor
 
 
@@ -56,7 +56,7 @@ class Bucket:
         return sum(piece.numel for piece in self.pieces)
 
     def views(self, flat_n: Tensor) -> list[Tensor]:
-        """Give the pieces within a flat tensor, as views."""
+        """Return the pieces within a flat tensor, as views."""
         ends = accumulate(piece.numel for piece in self.pieces)
         return [flat_n[end - p.numel : end].view(p.shape) for end, p in zip(ends, self.pieces, strict=True)]
 

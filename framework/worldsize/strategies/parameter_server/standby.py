@@ -1,4 +1,4 @@
-"""How a server becomes master of its shard: first of all, from a standby, or back from a checkpoint."""
+"""Succession: a server becomes master of its shard, as the first one, as its standby, or back from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Succession:
     """The path of one server to being master of its shard.
 
     Args:
-        dialer: Of this server.
-        mastership: Of the shard; held when :meth:`run` returns.
-        receiver: Of the shard, which follows the master's while this server is its standby.
-        sessions: Of the shard's workers, which follow too.
+        dialer: Connects this server to the others.
+        mastership: The right to serve the shard; this server has it when :meth:`run` returns.
+        receiver: Takes pushes to the shard, which are the master's while this server is its standby.
+        sessions: The sessions of the shard's workers, which are the master's for as long.
         lease: Seconds without a sign of life after which a master is taken for dead.
-        founds: Whether this server is the one that begins.
+        is_first: Whether this server becomes master if the shard has had none.
         has_standbys: Whether another standby may take over from a dead master.
     """
 
@@ -43,12 +43,12 @@ class Succession:
         sessions: Sessions,
         *,
         lease: float,
-        founds: bool,
+        is_first: bool,
         has_standbys: bool,
     ) -> None:
         self.mastership, self.receiver, self.sessions = mastership, receiver, sessions
         self._dialer, self._registry = dialer, dialer.registry
-        self._lease, self._founds, self._has_standbys = lease, founds, has_standbys
+        self._lease, self._is_first, self._has_standbys = lease, is_first, has_standbys
 
     def run(self) -> None:
         """Return when this server is master.
@@ -65,7 +65,7 @@ class Succession:
     def _becomes_master(self) -> bool:
         service = self.mastership.service
         entry = self._registry.newest(service)
-        if entry is None and self._founds:
+        if entry is None and self._is_first:
             return self.mastership.renew()
         entry = entry or self._registry.wait(service)
         self.mastership.epoch = entry.epoch
@@ -103,7 +103,7 @@ class Succession:
         return True
 
     def _nobody_came(self, entry: Entry) -> bool:
-        """After the master's death: whether no standby has taken over within a lease."""
+        """Whether no standby has taken over within a lease after the master's death."""
         deadline = time.monotonic() + (self._lease if self._has_standbys else 0.0)
         while (now := self._registry.newest(self.mastership.service)) is None or now.epoch == entry.epoch:
             self._registry.check_open()
@@ -113,7 +113,7 @@ class Succession:
         return False
 
     def _follow(self, channel: Channel) -> None:
-        """Make every operation of the master, in its order. What it refused changes nothing here either."""
+        """Make every operation of the master, in its order. A push that it refused changes nothing here either."""
         while True:
             header = channel.header()
             try:

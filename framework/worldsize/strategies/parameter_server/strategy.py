@@ -28,7 +28,7 @@ from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.parameter_server.cost import served_cost
 from worldsize.strategies.parameter_server.gradient_codecs import Compression, codec_of
 from worldsize.strategies.parameter_server.leading_server import run_server
-from worldsize.strategies.parameter_server.model_state import learning_of
+from worldsize.strategies.parameter_server.model_state import train_state_of
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
@@ -47,23 +47,31 @@ Consistency = Literal["sync", "bounded", "async"]
 class ParameterServer(Strategy):
     """Servers own the parameters; workers push gradients and pull weights (Li et al. 2014, OSDI).
 
-    ``servers`` own a shard each; with ``replicas=1`` each has a hot standby that takes over when it dies.
-    ``consistency``: "sync" (an update is the mean gradient of a whole step, as in DDP), "bounded" (a worker may be
-    ``staleness`` clocks ahead of the slowest, Ho et al. 2013) or "async". ``lease``: seconds without a sign of life
-    after which a worker's part is dealt to others. ``by_staleness``: where steps overlap, the learning rate of an
-    update is lr / staleness (arXiv 1511.05950) instead of the share of the batch that it carries. ``bucket_mb``:
-    size in MiB of what travels as one frame. ``compression`` of pushed gradients: "bf16", "onebit" or "topk" (the
-    ``top_share`` of numbers that are largest), what is lost being added to the next.
-
-    ``transport``: "unix" inside a host, "tls" between hosts (mutual TLS 1.3, with keys made for this run), "tcp"
-    without either, on loopback alone; "auto" chooses by ``nodes``.
-    ``host``: address that servers bind to (default: the one at which the other hosts reach this one).
-
     Embeddings with ``sparse=True`` are tables: a row exists on its server once it is touched, and its initial value
-    follows from ``seed``, table and row. ``sharding``: rows go to servers by "hash" (id modulo servers) or "range".
-    ``admit_after``: pushes before a row is kept; ``capacity``: rows of a table that a server keeps, the ones touched
-    last. ``cache_rows``: of each table that a worker keeps; a row is pulled again when it has not seen all updates that
-    ``staleness`` asks for, the worker's own among them.
+    follows from ``seed``, table and row.
+
+    Attributes:
+        servers: Servers, each of which owns a shard.
+        replicas: Hot standbys of each server, 0 or 1, that take over when it dies.
+        consistency: "sync", an update is the mean gradient of a whole step, as in DDP; "bounded", a worker may be
+            ``staleness`` clocks ahead of the slowest (Ho et al. 2013); "async", any number.
+        staleness: The bound of "bounded".
+        lease: Seconds without a sign of life after which a worker's part is dealt to others.
+        by_staleness: If steps overlap, the learning rate of an update is lr / staleness (arXiv 1511.05950) instead of
+            the share of the batch that it carries.
+        bucket_mb: MiB of parameters that travel as one frame.
+        compression: The format of pushed gradients, "bf16", "onebit" or "topk"; what one loses is added to the next.
+        top_share: The share of numbers, the largest, that "topk" sends.
+        transport: "unix" inside a host, "tls" between hosts (mutual TLS 1.3, with keys made for this run), "tcp"
+            without either, on loopback alone; "auto" chooses by ``nodes``.
+        host: The address that servers bind to; None: the one at which the other hosts reach this one.
+        nodes: Hosts of the run.
+        seed: Decides the initial values of rows.
+        sharding: Rows go to servers by "hash" (id modulo servers) or by "range" of ids.
+        admit_after: Pushes before a row is kept.
+        capacity: Rows of a table that a server keeps, the ones touched last; None: all.
+        cache_rows: Rows of each table that a worker keeps. One is pulled again when it has not seen all updates that
+            ``staleness`` asks for, the worker's own among them.
     """
 
     servers: int = 1
@@ -145,23 +153,23 @@ class ParameterServer(Strategy):
         raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        learning = learning_of(recipe)
+        train_state = train_state_of(recipe)
         codec = codec_of(self.compression, share=self.top_share)
-        plan = ShardingPlan(self._shards(learning, context.numerics), self._rows, codec)
+        plan = ShardingPlan(self._shards(train_state, context.numerics), self._rows, codec)
         if context.world.role == "server":
-            pending = self._group.server(recipe, learning, context, plan=plan, rule=self._rule(context))
-            _warn_of_momentum(pending.learning, staleness=self.staleness)
+            pending = self._group.server(recipe, train_state, context, plan=plan, rule=self._rule(context))
+            _warn_of_momentum(pending.train_state, staleness=self.staleness)
             return run_server(pending, context, bound=self.bound, rows=self._rows)
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         options = WorkerOptions(self.bound == 0, staleness=self.staleness, cache_rows=self.cache_rows)
         Worker(recipe, context, dialer, plan, options).run(self.lease)
         return None
 
-    def _shards(self, learning: TrainState, numerics: Numerics) -> list[ShardLayout]:
-        _check_buffers(learning)
-        trained = {name: p for name, p in learning.model.named_parameters() if p.requires_grad and p.numel()}
+    def _shards(self, train_state: TrainState, numerics: Numerics) -> list[ShardLayout]:
+        _check_buffers(train_state)
+        trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
         clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
-        cut = type(learning.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
+        cut = type(train_state.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
         return plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
 
     def _rule(self, context: RunContext) -> Rule:
@@ -182,9 +190,9 @@ _DIVERGES = 36  # momentum / (1 - momentum) × staleness, from which training sl
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
 
 
-def _warn_of_momentum(learning: TrainState, *, staleness: int) -> None:
+def _warn_of_momentum(train_state: TrainState, *, staleness: int) -> None:
     """Warn of momentum with stale weights: with a delay of 4, 0.9 is ten times slower; with 8 it diverges."""
-    for group in learning.optimizer.param_groups:
+    for group in train_state.optimizer.param_groups:
         momentum = float(group.get("momentum") or 0.0)
         if momentum / (1 - momentum) * staleness >= _DIVERGES:
             _logger.warning(
@@ -195,8 +203,8 @@ def _warn_of_momentum(learning: TrainState, *, staleness: int) -> None:
             )
 
 
-def _check_buffers(learning: TrainState) -> None:
-    for name, module in learning.model.named_modules():
+def _check_buffers(train_state: TrainState) -> None:
+    for name, module in train_state.model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(
                 f"{name} is a {type(module).__name__}, whose statistics no server owns. Use LayerNorm or GroupNorm, "

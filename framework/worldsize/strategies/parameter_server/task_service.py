@@ -1,4 +1,4 @@
-"""What the server that leads does for the workers: gives each its tasks, and listens for its signs of life."""
+"""The service of the server that leads for the workers: it gives each its tasks and hears its signs of life."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Worker:
     """Works for one run, from its first task to its last.
 
     Args:
-        recipe: What is trained.
+        recipe: The recipe that is trained.
         context: The run as this process knows it: its rank, data, numerics, and whether to stop.
         dialer: Connects to the servers.
         plan: Which server owns what.

@@ -38,5 +38,5 @@ class WorkerHeartbeat:
                 channel = None
 
     def stop(self) -> None:
-        """Send no more of them."""
+        """Stop sending signs of life."""
         self._ended.set()

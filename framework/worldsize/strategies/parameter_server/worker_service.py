@@ -1,4 +1,4 @@
-"""What a server does for the workers: takes their pushes, and gives them weights and rows."""
+"""The service of a server for the workers: it takes their pushes, and sends them weights and rows."""
 
 from __future__ import annotations
 
