@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from worldsize.config.instantiate import Allowed, build
+from worldsize.config.instantiate import Allowed, build, check_node
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
 from worldsize.core.limits import check_limits
@@ -76,6 +76,9 @@ def scaled(_: object, *, factor: Annotated[float, Range(least=1)] = 1.0) -> None
 
 
 def test_arguments_of_a_function_have_limits_too() -> None:
+    node = {"_target_": f"{__name__}.scaled", "factor": [1, 2]}
+    with pytest.raises(ConfigError, match=r"schedule.factor=\[1, 2\] is of the wrong type: it takes float"):
+        check_node(node, allowed=Allowed((__name__,)), key="schedule")
     with pytest.raises(ConfigError, match="schedule.factor=0.5 must be 1 or more"):
         check_limits(scaled, {"factor": 0.5}, key="schedule")
 

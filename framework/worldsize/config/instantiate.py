@@ -8,12 +8,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from worldsize.core.limits import check_limits
+from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 
 T = TypeVar("T")
@@ -145,17 +145,23 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
         for name in given:
             if name not in parameters:
                 raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}")
-    if is_dataclass(target):
-        _check_types(target, node, given, key)
+    _check_types(target, node, given, key)
     check_limits(target, node, key=key)
 
 
 def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key: str) -> None:
-    hints = get_type_hints(target)
-    known = {field.name for field in fields(target)}
+    hints = _plain_hints(target)
     for name in given:
-        if name in known and not _fits(node[name], hints[name]):
+        if name in hints and not _fits(node[name], hints[name]):
             raise ConfigError(f"{key}.{name}={node[name]!r} is of the wrong type: it takes {_spelt(hints[name])}.")
+
+
+def _plain_hints(target: Any) -> Mapping[str, Any]:
+    """The annotations that values are held to: those of a dataclass's fields, of other targets those with limits."""
+    if is_dataclass(target):
+        hints = get_type_hints(target)
+        return {field.name: hints[field.name] for field in fields(target)}
+    return {name: get_args(hint)[0] for name, hint in hints_of(target).items() if get_origin(hint) is Annotated}
 
 
 def _fits(value: Any, hint: Any) -> bool:

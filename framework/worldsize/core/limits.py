@@ -132,13 +132,14 @@ def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
     Raises:
         ConfigError: a value is outside what its annotation says, or NaN.
     """
-    for name, hint in _hints(target).items():
+    for name, hint in hints_of(target).items():
         if name in values:
             _check(f"{key}.{name}" if key else name, values[name], hint)
 
 
 @cache
-def _hints(target: Any) -> Mapping[str, Any]:
+def hints_of(target: Any) -> Mapping[str, Any]:
+    """Read the annotations of a dataclass's fields, or of the arguments of a class or function, with their limits."""
     annotated = target if is_dataclass(target) or not isinstance(target, type) else target.__init__  # type: ignore[misc]
     try:
         return get_type_hints(annotated, include_extras=True)
