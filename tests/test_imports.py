@@ -16,6 +16,7 @@ MODULES = sorted(FRAMEWORK.rglob("*.py"))
 FLOORS = (  # from the ground up: a package imports only from those before it
     "errors",
     "messages",
+    "strict_json",
     "core",
     "cost",
     "world",

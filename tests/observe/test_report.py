@@ -19,7 +19,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.observe.report.curves import means
 from worldsize.observe.report.page import page, run_page
 from worldsize.observe.report.ranks import step_breakdown
-from worldsize.observe.report.read import read_run, rows, runs_of
+from worldsize.observe.report.read import read_run, runs_of
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
@@ -83,12 +83,6 @@ def _point(size: int, seconds: float) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- what is read
-
-
-def test_a_line_that_was_cut_off_or_is_no_object_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b'{"step": 1}\nnull\n\xff\n{"step": 2}\n{"st')
-    assert rows(tmp_path / "file") == [{"step": 1}, {"step": 2}]
-    assert rows(tmp_path / "absent") == []
 
 
 def test_many_rows_become_means_of_neighbours_without_those_that_are_missing() -> None:

@@ -15,8 +15,8 @@ from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.observe.comparison import comparison_table
 from worldsize.records.run_record import view
-from worldsize.records.strict_json import strict
 from worldsize.reproducibility.compare import Comparison, compare_runs
+from worldsize.strict_json import strict
 
 EXIT_CODES = {"bitwise identical": 0, "within tolerance": 3, "different": 4}
 TOLERANCE = 0.01

@@ -26,12 +26,12 @@ from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, view
-from worldsize.records.strict_json import strict
 from worldsize.reproducibility.checkout import checked_out, patched_files, read_patch
 from worldsize.reproducibility.compare import compare_runs
 from worldsize.reproducibility.level import recorded_level
 from worldsize.reproducibility.plugins import check_kept
 from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt, to_be_installed
+from worldsize.strict_json import strict
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Column, Table
-
 from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
+from worldsize.messages import printable
 from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import look
+
+Row = tuple[str, ...]
+_HEAD = ("state", "started", "processes", "attempts", "job", "run")
 
 
 def main() -> None:
@@ -24,25 +25,31 @@ def main() -> None:
     if not runs:
         where = ", ".join(map(str, roots))
         sys.exit(refuse(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder that holds some.")))
-    Console().print(_table(runs))
-
-
-def _table(runs: list[RunDirectory]) -> Table:
-    table = Table(Column("run", overflow="fold"), "started", "processes", "attempts", "job", "state")
+    rows, remarks = [_HEAD], []
     for run in runs:
-        table.add_row(*_row(run))
-    return table
+        row, remark = _row(run)
+        rows.append(row)
+        remarks += [f"{run.path}: {remark}"] if remark else []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    for text in remarks:
+        print(printable(text), file=sys.stderr)
 
 
-def _row(run: RunDirectory) -> tuple[str, ...]:
+def _row(run: RunDirectory) -> tuple[Row, str | None]:
+    """Return the cells of a run, the folder last, which no terminal then cuts; and what is wrong with its record."""
     try:
         view = look(run)
+        last = view.attempts[-1] if view.attempts else {"start": "", "world_size": ""}
+        facts = (last["start"], last["world_size"], len(view.attempts), view.job or "")
     except WorldsizeError as error:
-        return (str(run.path), "", "", "", "", str(error))
-    last = view.attempts[-1] if view.attempts else {"start": ""}
-    size = str(last.get("world_size", ""))
+        return _cells("damaged", "", "", "", "", run.path), str(error)
     try:
-        state = state_of(view, Scheduler(run))
+        return _cells(state_of(view, Scheduler(run)), *facts, run.path), None
     except WorldsizeError as error:
-        state = str(error)
-    return (str(run.path), last["start"], size, str(len(view.attempts)), view.job or "", state)
+        return _cells("unknown", *facts, run.path), str(error)
+
+
+def _cells(*values: object) -> Row:
+    return tuple(printable(str(value)) for value in values)

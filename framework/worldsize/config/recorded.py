@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from worldsize.config.instantiate import Allowed, check_arguments, resolve
 from worldsize.config.search_path import make_importable
@@ -30,13 +32,23 @@ def read_settings(run: RunDirectory) -> Settings:
     Raises:
         ConfigError: a value was withheld from the file as a secret, and this process was not told it.
     """
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(run.config))  # type: ignore[assignment]
+    config = _read_config(run.config)
     restore(config, withheld_secrets(os.environ))
     if lost := missing(config):
         names = ", ".join(".".join(map(str, keys)) for keys in lost)
         raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
     make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
     return load_settings(config)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Take it from a copy of the run.") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no configuration. Take it from a copy of the run.")
+    return {str(key): value for key, value in config.items()}
 
 
 def read_launcher(view: RunView) -> AnyLauncher:

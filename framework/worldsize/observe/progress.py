@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
@@ -14,6 +13,9 @@ from typing import Any, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+from worldsize.records.json_lines import complete_lines, row_of
+from worldsize.records.metrics import is_metric
 
 _INTERVAL = 0.1  # seconds between looks at the file
 _PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
@@ -44,7 +46,8 @@ class Progress:
         while not ended:
             ended = self._ended.wait(_INTERVAL)
             for line in self._tail.read():
-                self._view.show(json.loads(line))
+                if (row := row_of(line)) and is_metric(row):
+                    self._view.show(row)
 
 
 @final
@@ -60,18 +63,15 @@ class Tail:
         if whole:
             self._offset = 0
 
-    def read(self) -> list[str]:
-        """Return the lines completed since the last call; a file that was replaced is read from its start."""
+    def read(self) -> Iterator[bytes]:
+        """Yield the lines completed since the last call; those of a file that was replaced from its start."""
         if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self._file:
-                self._file, self._offset = inode, 0
-            file.seek(self._offset)
-            grown = file.read()
-        complete = grown[: grown.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return complete.decode().splitlines()
+            return
+        if (inode := self._path.stat().st_ino) != self._file:
+            self._file, self._offset = inode, 0
+        for line in complete_lines(self._path, self._offset):
+            self._offset += len(line)
+            yield line
 
 
 @final

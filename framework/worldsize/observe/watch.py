@@ -13,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from worldsize.observe.progress import Tail, figures
-from worldsize.observe.report.read import number, parsed
+from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told
+from worldsize.records.json_lines import row_of
+from worldsize.records.metrics import is_metric
 
 _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, where there are more
@@ -40,14 +42,18 @@ class Watched:
 
     def look(self) -> None:
         """Read what the files have gained, and replace ``news`` by it."""
-        rows = [row for row in map(parsed, self._metrics.read()) if row]
-        events = [row for row in map(parsed, self._told.read()) if row]
-        for row in rows:
-            if row.get("event") == "step":
-                self.step = row
-            else:
-                self.evaluation = row
-        self.news = [row for row in [*rows, *events] if row.get("event") != "step" or row is self.step]
+        last, evaluations = b"", []
+        for line in self._metrics.read():  # of a long run all at first, so only what is shown is parsed
+            if b'"event": "evaluation"' not in line:
+                last = line
+            elif (row := row_of(line)) and is_metric(row):
+                evaluations.append(row)
+        step = row_of(last)
+        steps = [step] if step and is_metric(step) else []
+        events = [row for row in map(row_of, self._told.read()) if row]
+        self.step = steps[-1] if steps else self.step
+        self.evaluation = evaluations[-1] if evaluations else self.evaluation
+        self.news = [*sorted([*steps, *evaluations], key=_place), *events]
         self.events = [*self.events, *events][-_EVENTS:]
 
     def own_seconds(self, rank: int) -> float:
@@ -62,8 +68,13 @@ def last_row(path: Path) -> Mapping[str, Any]:
         return {}
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((row for line in reversed(lines) if (row := parsed(line))), {})
+        lines = file.read().splitlines()
+    return next((row for line in reversed(lines) if (row := row_of(line))), {})
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return what orders lines as they were written: the evaluation of a step comes after it."""
+    return row["step"], row["event"] == "evaluation"
 
 
 def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> RenderableType:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from worldsize.records.json_lines import Rows
+from worldsize.records.metrics import metric_rows
 
 PHASES = ("data", "compute", "communication", "update")
 _WARM_UP = 0.2  # share of the steps that are not counted: memory is laid out, DDP groups its buckets anew
@@ -73,9 +75,9 @@ def read_timed(run: Path, batch_size: int) -> Timed:
     """
     files = sorted((run / "timing").glob("worker_*.jsonl"))
     if files:
-        return timed([[json.loads(line) for line in file.read_text().splitlines()] for file in files])
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = [(line["step"], batch_size / line["samples_per_second"]) for line in lines if line["event"] == "step"]
+        return timed([list(Rows(file)) for file in files])
+    rows = metric_rows(run / "metrics.jsonl")
+    steps = [(row["step"], batch_size / row["samples_per_second"]) for row in rows if row["event"] == "step"]
     return timed([[{"step": step, "step_seconds": seconds, "data_seconds": 0.0} for step, seconds in steps]])
 
 

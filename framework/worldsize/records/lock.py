@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from worldsize.errors import WorldsizeError
 
@@ -33,7 +34,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """
     if _is_own(run_dir):
         raise WorldsizeError(f"the run {run_dir} is being trained by this process. Wait for it.")
-    with (run_dir / _NAME).open("a") as file:  # "w" would change the time of the run's last sign
+    with _file(run_dir, "a") as file:  # "w" would change the time of the run's last sign
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -43,6 +44,13 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             _held.pop(run_dir.resolve(), None)
+
+
+def _file(run_dir: Path, mode: str) -> IO[Any]:
+    try:
+        return (run_dir / _NAME).open(mode)
+    except OSError as error:
+        raise _refusal(run_dir, error) from None
 
 
 def _refusal(run_dir: Path, error: OSError) -> WorldsizeError:
@@ -59,7 +67,7 @@ def is_locked(run_dir: Path) -> bool:
         return True
     if not (run_dir / _NAME).exists():
         return False
-    with (run_dir / _NAME).open("rb") as file:
+    with _file(run_dir, "rb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: it may be a run of another user
         except OSError:
@@ -76,7 +84,7 @@ def holder_of(run_dir: Path) -> int | None:
         return os.getpid()
     if sys.platform != "linux" or not (run_dir / _NAME).exists():
         return None
-    with (run_dir / _NAME).open("rb") as file:
+    with _file(run_dir, "rb") as file:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
     return pid if kind != fcntl.F_UNLCK and pid > 0 else None

@@ -6,16 +6,49 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, NoReturn
 
 from worldsize.errors import WorldsizeError
-from worldsize.records.strict_json import strict
+from worldsize.strict_json import parse, strict
 
 SCHEMA_VERSION = 1
+_SEALS = re.compile(r'^  "(digest|signature)": ("[0-9a-f]*"|null),?\n', re.MULTILINE)
+_TYPES: Mapping[str, Any] = {  # of what is read of a record; the whole is described in docs/reference.md
+    "run_id": str,
+    "parent_run": (str, NoneType),
+    "overrides": [str],
+    "command": [str],
+    "config": {"run": {"import_path": [str], "packages": [str]}, "launcher": Mapping, "allow_targets": [str]},
+    "plugins": [{"name": str, "sha256": str, "kept": bool}],
+    "jobs": [{"id": (str, int)}],
+    "resumed": [{"attempt": int, "changes": [list]}],
+    "code": {"commit": (str, NoneType), "remote": (str, NoneType), "folder": str, "patch_sha256": (str, NoneType)},
+    "environment": {"python": str, "packages": Mapping, "lock_sha256": (str, NoneType)},
+    "data": {"files": Mapping},
+    "cluster": {"processes": int, "nodes": int},
+    "results": (Mapping, NoneType),
+    "attempts": [
+        {
+            "number": int,
+            "start": str,
+            "start_at": (int, float),
+            "end_at": (int, float, NoneType),
+            "exit_reason": str,
+            "exit_code": (int, NoneType),
+            "hosts": [str],
+            "world_size": int,
+            "steps": (list, NoneType),
+            "first_step_at": (int, float, NoneType),
+            "pid": int,
+        }
+    ],
+}
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
@@ -53,30 +86,66 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(_text(facts).encode()).hexdigest()
 
 
+def _digest_of_text(text: str) -> str:
+    """Return the digest of a manifest's text as it was written: without the lines of ``digest`` and ``signature``.
+
+    To write the parsed manifest anew would take several milliseconds, which is too long for a list of many runs.
+    """
+    rest = _SEALS.sub("", text)
+    if rest.endswith(",\n}\n"):  # a line that is left out was the last one
+        rest = f"{rest[:-4]}\n}}\n"
+    return hashlib.sha256(rest.encode()).hexdigest()
+
+
+class _Fields(dict[str, Any]):
+    """A mapping out of a manifest; a key that it lacks is an error of the record, not of the program."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise WorldsizeError(f"the record lacks the field {key!r}. It is damaged; take it from a copy of the run.")
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest and check its digest.
+    """Read the manifest, and check its digest and the types of its fields.
+
+    Whoever asks it for a field that it lacks gets a WorldsizeError.
 
     Raises:
         WorldsizeError: it is missing, not JSON, of a newer schema, or not as worldsize wrote it.
     """
     try:
-        text = path.read_text()
-        manifest = json.loads(text)
+        text = path.read_bytes().decode()
+        manifest = parse(text, mapping=_Fields)
         version = int(manifest["schema_version"])
+        if version <= SCHEMA_VERSION:
+            _check(manifest, _TYPES, "")
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Name the folder of a run.") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, WorldsizeError) as error:
         raise WorldsizeError(f"{path} is not a run manifest, or was edited: {error}.") from None
     if version > SCHEMA_VERSION:
         raise WorldsizeError(
             f"{path} has schema version {version}; this worldsize reads up to {SCHEMA_VERSION}. Upgrade worldsize."
         )
-    if manifest.get("digest") != (digest := _digest(manifest)) or _text(manifest) != text:
+    if manifest.get("digest") != (digest := _digest_of_text(text)):
         raise WorldsizeError(
             f"{path} was edited after it was written: its digest is {digest}, it says {manifest.get('digest')}. "
             "Take the original from a copy of the run."
         )
-    return dict(manifest)
+    return manifest
+
+
+def _check(value: Any, wanted: Any, name: str) -> None:
+    """Check the types of the fields that are there: a type, several, [of each element] or {of each field}."""
+    if isinstance(wanted, dict):
+        _check(value, Mapping, name)
+        for key in wanted.keys() & value.keys():
+            _check(value[key], wanted[key], f"{name}.{key}" if name else key)
+    elif isinstance(wanted, list):
+        _check(value, list, name)
+        for number, each in enumerate(value):
+            _check(each, wanted[0], f"{name}[{number}]")
+    elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, which is of the wrong type")
 
 
 def is_own(manifest: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -73,8 +74,13 @@ def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
 
 
 def runs_below(root: Path) -> list[RunDirectory]:
-    """List the runs in a folder, at whatever depth, by name."""
-    return [RunDirectory(path.parent) for path in sorted(root.rglob(RunDirectory.MANIFEST))]
+    """List the runs in a folder, at whatever depth, by name; what lies inside of a run is not looked at."""
+    found = []
+    for folder, inside, files in os.walk(root):
+        if RunDirectory.MANIFEST in files:
+            found.append(RunDirectory(Path(folder)))
+            inside.clear()
+    return sorted(found, key=lambda run: run.path)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from worldsize.checkpoints.format import complete, read, step_of
 from worldsize.checkpoints.load import read_tensors
+from worldsize.records.metrics import metric_rows
 from worldsize.records.run_record import view
 
 Verdict = Literal["bitwise identical", "within tolerance", "different"]
@@ -81,10 +81,8 @@ def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
 def _series(run: Path) -> dict[str, Series]:
     """Figures by name and step; of a step that was logged twice, the last."""
     found: dict[str, Series] = {}
-    path = run / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
-        figures = row["metrics"] if row["event"] == "evaluation" else {key: row[key] for key in _FIGURES}
+    for row in metric_rows(run / "metrics.jsonl"):
+        figures = row["metrics"] if row["event"] == "evaluation" else {key: row.get(key) for key in _FIGURES}
         for name, value in figures.items():
             if value is not None:
                 label = f"test {name}" if row["event"] == "evaluation" else name

@@ -5,7 +5,6 @@ The configuration is the one in the manifest, from which secrets were taken out.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +12,23 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.errors import WorldsizeError
+from worldsize.records.json_lines import Rows
+from worldsize.records.metrics import metric_rows
 from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import look
 
 SCALING = "scaling.json"
+_MOST = 10_000  # lines of a file: more than a screen has points
 Line = Mapping[str, Any]
 
 
 @final
 @dataclass(frozen=True)
 class Record:
-    """A run: its manifest, the lines of metrics.jsonl by kind, those of each rank's timing, and its events."""
+    """A run: its manifest, the lines of metrics.jsonl by kind, those of each rank's timing, and its events.
+
+    Of long files the steps are thinned; ``damaged``: lines that were left out since they could not be read.
+    """
 
     folder: Path
     manifest: dict[str, Any]
@@ -31,6 +36,7 @@ class Record:
     evaluations: Sequence[Line]
     timing: Mapping[int, Sequence[Line]]
     events: Sequence[Line]
+    damaged: int
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
@@ -70,34 +76,23 @@ def read_run(folder: Path) -> Record:
     Raises:
         WorldsizeError: there is none, or its manifest was edited.
     """
-    logged = rows(folder / "metrics.jsonl")
+    manifest = dict(look(RunDirectory(folder)).manifest)
+    metrics, events = metric_rows(folder / "metrics.jsonl", at_most=_MOST), Rows(folder / "events.jsonl")
+    times = {_rank(path): Rows(path, at_most=_MOST) for path in sorted((folder / "timing").glob("worker_*.jsonl"))}
+    logged = list(metrics)
     return Record(
         folder=folder,
-        manifest=dict(look(RunDirectory(folder)).manifest),
-        steps=[row for row in logged if row.get("event") == "step"],
-        evaluations=[row for row in logged if row.get("event") == "evaluation"],
-        timing={_rank(path): rows(path) for path in sorted((folder / "timing").glob("worker_*.jsonl"))},
-        events=rows(folder / "events.jsonl"),
+        manifest=manifest,
+        steps=[row for row in logged if row["event"] == "step"],
+        evaluations=[row for row in logged if row["event"] == "evaluation"],
+        timing={rank: list(rows) for rank, rows in times.items()},
+        events=list(events),
+        damaged=sum(rows.damaged for rows in (metrics, events, *times.values())),
     )
 
 
 def _rank(path: Path) -> int:
     return int(path.stem.removeprefix("worker_"))
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a file that may still grow; one that is cut off or damaged is left out."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [row for row in map(parsed, lines) if row]
-
-
-def parsed(line: str) -> dict[str, Any]:
-    """Parse a line of JSON; return an empty mapping if it is no JSON object."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def runs_of(folder: Path) -> list[Path]:

@@ -1,0 +1,119 @@
+"""A record that is damaged, or that an enemy wrote, is said to be; it spoils no other, and ends in no traceback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command
+from tests.observe.run_folders import write_run
+from worldsize.config.recorded import read_settings
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.observe.report.page import page
+from worldsize.observe.watch import Watched
+from worldsize.records.manifest import read_manifest, write_manifest
+from worldsize.records.run_directory import RunDirectory, runs_below
+from worldsize.records.run_record import look
+from worldsize.reproducibility.compare import compare_runs
+
+
+def seal(path: Path, text: str) -> None:
+    """Write a manifest's text as an enemy can: with the digest that belongs to it."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(text.replace("{\n", f'{{\n  "digest": "{digest}",\n', 1))
+
+
+def changed(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = dict(read_manifest(run / "run_manifest.json"))
+    change(manifest)
+    write_manifest(run / "run_manifest.json", manifest)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda run: (run / "run_manifest.json").write_text("{"),
+    "binary": lambda run: (run / "run_manifest.json").write_bytes(b"\xff\0"),
+    "nan": lambda run: seal(run / "run_manifest.json", '{\n  "attempts": [],\n  "schema_version": NaN\n}\n'),
+    "infinite": lambda run: seal(run / "run_manifest.json", '{\n  "attempts": [],\n  "schema_version": 1e400\n}\n'),
+    "deep": lambda run: (run / "run_manifest.json").write_text("[" * 200_000),
+    "no attempts": lambda run: changed(run, lambda manifest: manifest.pop("attempts")),
+    "attempts of another type": lambda run: changed(run, lambda manifest: manifest.update(attempts="x")),
+    "an attempt of another type": lambda run: changed(run, lambda manifest: manifest.update(attempts=[1])),
+    "an attempt without a reason": lambda run: changed(run, lambda m: m["attempts"][-1].pop("exit_reason")),
+    "a host of another type": lambda run: changed(run, lambda m: m["attempts"][-1].update(hosts="x")),
+    "jobs of another type": lambda run: changed(run, lambda manifest: manifest.update(jobs=[{"id": []}])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_status_shows_a_damaged_run_as_damaged_and_goes_on(
+    tmp_path: Path, command: Command, environment_without_wandb: dict[str, str], damage: str
+) -> None:
+    DAMAGE[damage](write_run(tmp_path / "runs" / "a", steps=1))
+    write_run(tmp_path / "runs" / "b", steps=1)
+    done = command("status", cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 0
+    states = [line.split()[0] for line in done.stdout.splitlines()]
+    assert states == ["state", "damaged", "completed"]
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert str(tmp_path / "runs" / "a") in done.stderr
+
+
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", steps=1)
+    changed(run, lambda manifest: manifest.pop("code"))
+    with pytest.raises(WorldsizeError, match="lacks the field 'code'"):
+        _ = look(RunDirectory(run)).manifest["code"]
+
+
+def test_a_lock_that_is_a_folder_is_said_to_be(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", steps=1)
+    changed(run, lambda manifest: manifest["attempts"][-1].update(exit_reason="running"))
+    (run / ".lock").mkdir()
+    with pytest.raises(WorldsizeError, match="Is a directory"):
+        look(RunDirectory(run))
+
+
+@pytest.mark.parametrize("text", ["a: [", "\0", "- 1\n", "a: ${b", "x"])
+def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        read_settings(RunDirectory(tmp_path))
+
+
+def test_a_run_with_damaged_metrics_is_compared_watched_and_reported(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, steps=80) for name in ("a", "b")]
+    lines = (runs[1] / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[10:10] = [b"torn\n", b'{"event": "step", "step": 10, "loss": []}\n', b"\xff\n"]
+    (runs[1] / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"event"')
+    assert compare_runs(runs[0], runs[1], tolerance=0.0).metrics
+    watched = Watched(runs[1])
+    watched.look()
+    assert watched.step
+    assert watched.step["step"] == 80
+    assert watched.evaluation
+    assert watched.evaluation["step"] == 80
+    assert "3 damaged lines" in page(runs[1])
+
+
+def test_runs_are_found_below_a_root_but_not_inside_of_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "digits" / "a", steps=1)
+    write_run(tmp_path / "runs" / "digits" / "a" / "copy", steps=1)
+    write_run(tmp_path / "runs" / "b", steps=1)
+    assert [run.path.name for run in runs_below(tmp_path)] == ["b", "a"]
+
+
+def test_the_digest_of_a_manifest_is_that_of_its_other_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run_manifest.json"
+    for manifest in ({"attempts": []}, {"attempts": [], "zulu": {"digest": "x", "signature": "y"}}):
+        written = write_manifest(path, manifest)
+        assert read_manifest(path) == written
+        path.write_text(path.read_text().replace('"attempts": []', '"attempts": [ ]'))
+        with pytest.raises(WorldsizeError, match="was edited after it was written"):
+            read_manifest(path)
+    assert json.loads(path.read_text())["zulu"]

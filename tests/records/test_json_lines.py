@@ -1,0 +1,93 @@
+"""Files of JSON lines are read while they grow, whatever has become of them, and however long they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from worldsize.records.json_lines import Rows
+from worldsize.records.metrics import metric_rows, metrics_digest, rewind
+from worldsize.strict_json import parse
+
+STEP = {"event": "step", "samples": 8, "samples_per_second": 9.0, "loss": "nan", "step_seconds": [0.1]}
+
+
+def write_metrics(path: Path, steps: int) -> list[str]:
+    """Write a file of steps, with an evaluation after every tenth."""
+    lines = []
+    for step in range(1, steps + 1):
+        lines.append(json.dumps({**STEP, "step": step}))
+        if step % 10 == 0:
+            lines.append(json.dumps({"event": "evaluation", "step": step, "metrics": {"accuracy": 0.5}}))
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return lines
+
+
+@pytest.mark.parametrize(
+    "text", ["NaN", "[1e400]", "-Infinity", "[" * 100_000, '{"a":' * 100_000, b"\xff", "x" * 200, ""]
+)
+def test_what_is_no_strict_json_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match="."):
+        parse(text, at_most=100 if text == "x" * 200 else 1 << 20)
+
+
+def test_large_exponents_that_are_finite_are_read() -> None:
+    assert parse('[1e-400, 2.5e+100, 1, "1e400"]') == [0.0, 2.5e100, 1, "1e400"]
+
+
+def test_a_line_that_was_cut_off_or_is_no_object_is_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b'{"step": 1}\nnull\n\xff\n{"x": NaN}\n{"step": 2}\n{"st')
+    rows = Rows(tmp_path / "file")
+    assert (list(rows), rows.damaged) == ([{"step": 1}, {"step": 2}], 3)
+    assert list(Rows(tmp_path / "absent")) == []
+
+
+def test_a_long_file_is_thinned_but_for_evaluations_and_its_end(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "metrics.jsonl", 1001)
+    rows = metric_rows(tmp_path / "metrics.jsonl", at_most=50)
+    read = list(rows)
+    assert [row["step"] for row in read if row["event"] == "evaluation"] == list(range(10, 1001, 10))
+    steps = [row["step"] for row in read if row["event"] == "step"]
+    assert (steps[0], steps[-1], rows.every) == (1, 1001, 23)
+    assert len(steps) <= 52
+
+
+def test_damage_among_lines_that_are_not_parsed_is_counted_too(tmp_path: Path) -> None:
+    lines = write_metrics(tmp_path / "metrics.jsonl", 1000)
+    lines[501] = "torn"
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    rows = metric_rows(tmp_path / "metrics.jsonl", at_most=50)
+    list(rows)
+    assert rows.damaged == 1
+
+
+@pytest.mark.parametrize(
+    "damage", [b"torn\n", b"\xff\xfe\n", b"[]\n", b'{"event": "step", "step": "x"}\n', b"[" * 5000 + b"\n"]
+)
+def test_a_damaged_line_keeps_no_run_from_being_resumed(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [f"{line}\n".encode() for line in write_metrics(path, 30)]
+    path.write_bytes(b"".join([*lines[:5], damage, *lines[5:], b'{"event": "st']))
+    rewind(path, 20)
+    assert path.read_bytes() == b"".join(lines[:22])
+    assert not path.with_name(".metrics.jsonl").exists()
+
+
+def test_a_file_that_needs_no_rewinding_is_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_metrics(path, 20)
+    before = path.stat().st_ino
+    rewind(path, 20)
+    assert path.stat().st_ino == before
+    rewind(path, 20, evaluated=False)
+    assert json.loads(path.read_text().splitlines()[-1])["event"] == "step"
+
+
+def test_the_digest_of_metrics_passes_over_damage(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_metrics(path, 20)
+    digest = metrics_digest(path)
+    path.write_bytes(b"torn\n" + path.read_bytes() + b'{"ev')
+    assert metrics_digest(path) == digest
