@@ -98,7 +98,7 @@ def test_a_run_with_damaged_metrics_is_compared_watched_and_reported(tmp_path: P
     assert watched.step["step"] == 80
     assert watched.evaluation
     assert watched.evaluation["step"] == 80
-    assert "3 damaged lines" in page(runs[1])
+    assert "3 damaged lines" in page([runs[1]])
 
 
 def test_runs_are_found_below_a_root_but_not_inside_of_a_run(tmp_path: Path) -> None:

@@ -91,13 +91,13 @@ def test_each_rank_writes_its_own_time(tmp_path: Path) -> None:
 def test_a_tail_gives_complete_lines_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     tail = Tail(path)
-    assert tail.read() == []
+    assert list(tail.read()) == []
     path.write_text("one\ntw")
-    assert tail.read() == ["one"]
+    assert list(tail.read()) == [b"one\n"]
     with path.open("a") as file:
         file.write("o\nthree\n")
-    assert tail.read() == ["two", "three"]
-    assert tail.read() == []
+    assert list(tail.read()) == [b"two\n", b"three\n"]
+    assert list(tail.read()) == []
 
 
 def test_progress_without_a_terminal_shows_the_last_step_and_every_evaluation(tmp_path: Path) -> None:
