@@ -93,15 +93,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # tests that take minutes together and are run by the gate: real clusters, commands of the documentation, whole recipes,
-# every strategy killed on a heap in disorder
+# installations, every strategy killed on a heap in disorder, the contract of each strategy and plugin at many sizes
 HEAVY = (
+    "app/test_plan.py",
     "app/test_reproduce.py",
+    "app/test_scale.py",
     "clusters",
-    "contract/test_bits.py",
-    "contract/test_pairs.py",
+    "contract",
     "docs/test_commands.py",
+    "faults/test_recovery.py",
+    "plugins/test_contract.py",
+    "plugins/test_runs.py",
     "recipes",
+    "strategies/parameter_server/test_standby.py",
+    "strategies/parameter_server/test_tables.py",
     "strategies/test_mesh.py",
+    "strategies/test_wrapping.py",
+    "test_wheel.py",
 )
 
 

@@ -53,6 +53,7 @@ def test_importing_worldsize_imports_neither_torch_nor_hydra() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.timeout(900)  # it installs the package with all that it needs
 def test_the_installed_command_trains_outside_a_clone_and_reproduces_what_it_did(
     wheel: Path, tmp_path: Path, environment_without_wandb: dict[str, str]
 ) -> None:

@@ -61,7 +61,7 @@ def test_status_shows_a_damaged_run_as_damaged_and_goes_on(
     assert states == ["state", "damaged", "completed"]
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert str(tmp_path / "runs" / "a") in done.stderr
+    assert done.stderr.startswith("runs/a: ")
 
 
 def test_a_missing_field_is_named(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_lock_that_is_a_folder_is_said_to_be(tmp_path: Path) -> None:
         look(RunDirectory(run))
 
 
-@pytest.mark.parametrize("text", ["a: [", "\0", "- 1\n", "a: ${b", "x"])
+@pytest.mark.parametrize("text", ["a: [", "\0", "- 1\n", "a: ${b", "x", "a: 1\n"])
 def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
@@ -110,8 +110,9 @@ def test_runs_are_found_below_a_root_but_not_inside_of_a_run(tmp_path: Path) -> 
 
 def test_the_digest_of_a_manifest_is_that_of_its_other_lines(tmp_path: Path) -> None:
     path = tmp_path / "run_manifest.json"
-    for manifest in ({"attempts": []}, {"attempts": [], "zulu": {"digest": "x", "signature": "y"}}):
-        written = write_manifest(path, manifest)
+    others: list[dict[str, Any]] = [{}, {"zulu": {"digest": "x", "signature": "y"}}]
+    for other in others:
+        written = write_manifest(path, {"attempts": [], **other})
         assert read_manifest(path) == written
         path.write_text(path.read_text().replace('"attempts": []', '"attempts": [ ]'))
         with pytest.raises(WorldsizeError, match="was edited after it was written"):

@@ -14,7 +14,7 @@ from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import look
 
 Row = tuple[str, ...]
-_HEAD = ("state", "started", "processes", "attempts", "job", "run")
+_HEAD: Row = ("state", "started", "processes", "attempts", "job", "run")
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Take it from a copy of the run.") from None
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or "import_path" not in (config.get("run") or ()):
         raise ConfigError(f"{path} is no configuration. Take it from a copy of the run.")
     return {str(key): value for key, value in config.items()}
 

@@ -114,7 +114,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_bytes().decode()
-        manifest = parse(text, mapping=_Fields)
+        manifest: dict[str, Any] = parse(text, mapping=_Fields)
         version = int(manifest["schema_version"])
         if version <= SCHEMA_VERSION:
             _check(manifest, _TYPES, "")
