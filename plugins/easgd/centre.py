@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
+from queue import Empty, Queue
 from typing import final
 
 import torch
@@ -17,6 +18,8 @@ from worldsize.transport.certificates import Credentials
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.endpoints import accept_channel, accept_join
 from worldsize.transport.frames import CommonOperation, Header, RefusedError, tensor_frame, view
+
+_HANDSHAKE = 10.0  # seconds
 
 
 class Operation(IntEnum):
@@ -65,32 +68,53 @@ class Link:
 
 
 def joined(listener: socket.socket, credentials: Credentials | None, workers: int, timeout: float) -> list[Channel]:
-    """Wait for all workers to connect, and return their channels by rank.
+    """Wait for all workers to connect, and return their channels by rank; one that is silent holds up no other.
 
     Raises:
-        WorldsizeError: one did not come within ``timeout`` seconds.
+        WorldsizeError: for ``timeout`` seconds none came, and one is missing.
     """
-    listener.settimeout(timeout)
+    arrivals: Queue[tuple[str, Channel]] = Queue()
+    threading.Thread(target=_accept, args=(listener, credentials, arrivals), daemon=True, name="accept").start()
+    try:
+        return _welcomed(arrivals, [f"worker-{rank}" for rank in range(workers)], timeout)
+    finally:
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+
+
+def _welcomed(arrivals: Queue[tuple[str, Channel]], names: Sequence[str], timeout: float) -> list[Channel]:
     channels: dict[str, Channel] = {}
-    names = [f"worker-{rank}" for rank in range(workers)]
     while missing := [name for name in names if name not in channels]:
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
+            name, channel = arrivals.get(timeout=timeout)
+        except Empty:
             raise WorldsizeError(f"{', '.join(missing)} did not come within {timeout:g} s (cluster.timeout).") from None
-        try:
-            channel = accept_channel(connection, credentials, seconds=timeout, operations=Operation)
-            channel.wait_at_most(timeout)
-            name = accept_join(channel)["name"]
-            if name not in missing:
-                raise RefusedError(f"{name} is not expected")
-        except (LostError, RefusedError) as error:
-            print(f"refused a connection: {error}", flush=True)
-            connection.close()
+        if name not in missing:
+            print(f"refused a connection: {name} is not expected", flush=True)
+            channel.close()
             continue
+        channel.wait_at_most(timeout)
         channel.send_message(CommonOperation.WELCOME, {})
         channels[name] = channel
     return [channels[name] for name in names]
+
+
+def _accept(listener: socket.socket, credentials: Credentials | None, arrivals: Queue[tuple[str, Channel]]) -> None:
+    with suppress(OSError):  # it is shut down once all have come
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_admit, args=(connection, credentials, arrivals), daemon=True).start()
+
+
+def _admit(connection: socket.socket, credentials: Credentials | None, arrivals: Queue[tuple[str, Channel]]) -> None:
+    channel = None
+    try:
+        channel = accept_channel(connection, credentials, seconds=_HANDSHAKE, operations=Operation)
+        channel.wait_at_most(_HANDSHAKE)
+        arrivals.put((accept_join(channel)["name"], channel))
+    except (LostError, RefusedError) as error:
+        print(f"refused a connection: {error}", flush=True)
+        (channel or connection).close()
 
 
 @final

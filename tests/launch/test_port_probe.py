@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
+
+import pytest
 
 from worldsize.launch.port_probe import PortProbe, probe, probe_all
 
@@ -20,3 +23,25 @@ def test_a_probe_does_not_outlive_its_context() -> None:
     with PortProbe("127.0.0.1", 0) as opened:
         pass
     socket.create_server(("127.0.0.1", opened.port)).close()
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"x" * 100_000, "more than 32 bytes"),
+        (b"\xff\x1b[2K\n", r"another process answers there (\xff\x1b[2K)"),
+        (b"", "closed"),
+    ],
+)
+def test_what_another_process_says_is_bounded_and_shown_as_it_is(said: bytes, why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(said)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert why in str(probe("127.0.0.1", listener.getsockname()[1], 3))
+        thread.join()

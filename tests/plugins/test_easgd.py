@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.easgd.centre import Centre, Operation
+from plugins.easgd.centre import Centre, Operation, joined
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
 from worldsize.core import Cluster, ConfigError, Link, Numerics, Rendezvous, RunContext, Workload
@@ -23,6 +23,8 @@ from worldsize.data.loader import Order, fetch
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import ALONE, BATCH, CHAIN, SEED, StrategyContract, train
 from worldsize.transport.channel import Channel
+from worldsize.transport.endpoints import address_of, connect
+from worldsize.transport.frames import CommonOperation
 
 
 @contextmanager
@@ -111,3 +113,22 @@ def test_a_meeting_costs_every_worker_its_parameters_both_ways_over_the_link_of_
     cost = EASGD(period=4).cost(Workload(parameter_bytes=1e6, optimizer_bytes=0.0), cluster)
     assert cost.communication_seconds == pytest.approx(2 * 4 * 1e6 / 1e9 / 4)
     assert cost.sent_bytes == 4 * 1e6 / 4
+
+
+def test_a_connection_that_is_silent_does_not_keep_the_workers_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = [socket.create_connection(listener.getsockname()) for _ in range(5)]
+        waiting = threading.Thread(target=lambda: channels.extend(joined(listener, None, 2, 5.0)))
+        channels: list[Channel] = []
+        waiting.start()
+        workers = [
+            connect(address_of(listener), None, peer="centre", seconds=5.0, operations=Operation) for _ in range(2)
+        ]
+        for rank, worker in enumerate(workers):
+            worker.send_message(CommonOperation.JOIN, {"kind": "worker", "name": f"worker-{rank}"})
+        waiting.join()
+        assert len(channels) == 2
+        for stranger in silent:
+            stranger.close()
+        for channel in (*workers, *channels):
+            channel.close()

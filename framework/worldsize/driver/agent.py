@@ -18,9 +18,11 @@ from worldsize.driver.examine import examine
 from worldsize.driver.host_check import check_hosts, facts_of
 from worldsize.driver.restarts import run_attempts
 from worldsize.errors import ConfigError
+from worldsize.launch.agent_connection import RemoteAgent
 from worldsize.launch.agents import Follower, Lead
-from worldsize.launch.meeting import RemoteAgent, gather, reach, read_key
+from worldsize.launch.meeting import gather, reach
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.run_key import read_key
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
 from worldsize.world.environments import Node, meeting_name, node, port_of

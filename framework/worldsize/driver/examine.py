@@ -21,10 +21,13 @@ from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Plan, Recipe
 from worldsize.driver.host_check import facts_of
 from worldsize.errors import WorldsizeError
+from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.agents import Follower, Lead
-from worldsize.launch.meeting import AgentConnection, HeartbeatSender, Message, RemoteAgent, arrivals, reach, read_key
+from worldsize.launch.handshake import Message
+from worldsize.launch.meeting import arrivals, reach
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.port_probe import PortProbe, probe_all
+from worldsize.launch.run_key import read_key
 from worldsize.planning.doctor.findings import read_facts, write_facts
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import Node
@@ -155,7 +158,7 @@ def _join(
             connection.send(unreached=probe_all(question["probes"], place.rank), unseen=_unseen(run, question["first"]))
             connection.receive()  # all have probed
         return connection
-    except (WorldsizeError, OSError, EOFError) as error:
+    except (WorldsizeError, OSError) as error:
         _logger.error("%s", error)
         _write_facts(run, {**facts, "unreached": str(error.__cause__ or error)})
         return None
@@ -177,7 +180,7 @@ def _meet(
     with HeartbeatSender([other.connection for other in others], waits["silence"]):
         try:
             _ask(run, others, everyone, met)
-        except (OSError, EOFError) as error:
+        except OSError as error:
             met["skipped"] = f"a host has gone away while it was asked: {error}"
     return others, {"skipped": _obstacle(place, met), **met}
 

@@ -14,8 +14,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from worldsize.core import Failure, Job, Launcher, Outcome, Plan
 from worldsize.errors import WorldsizeError
+from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.gang import Gang
-from worldsize.launch.meeting import AgentConnection, HeartbeatSender, Message, RemoteAgent
+from worldsize.launch.handshake import Message
 from worldsize.launch.node import NodeLauncher, Rendezvous, private_folder
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of
@@ -90,7 +91,7 @@ class _Joint(Job):
         try:
             message = other.connection.receive()
             other.outcome = _outcome(message["ended"])
-        except (OSError, EOFError):
+        except OSError:
             cause = f"the host {other.host} (node {other.rank}) has not answered for {self.patience:g} s, or is gone"
             other.outcome = Outcome("failed", 1, Failure("node", other.rank, cause, 1))
         if other.outcome.exit_code not in (0, PREEMPTED):
@@ -165,7 +166,7 @@ class Follower:
         )
 
     def _listen(self) -> None:
-        with suppress(OSError, EOFError):
+        with suppress(OSError):
             while True:
                 message = self._connection.receive()
                 if "abort" not in message:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, final
 
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.launch.bounded_io import receive_line
+from worldsize.strict_json import parse
 
-_PATIENCE = 5.0  # seconds for one request
+_PATIENCE = 5.0  # seconds for one request, from the connection to its last byte
+_LONGEST_REQUEST = 1 << 12  # bytes
+_LONGEST_ANSWER = 1 << 20
+_MOST = 10_000  # processes that one request adds or removes
+_AT_ONCE = 16  # requests that are being received; the oldest one gives way to one more
 
 
 class Resizable(Protocol):
@@ -22,19 +31,34 @@ class Resizable(Protocol):
 
 
 @final
+@dataclass
+class _Request:
+    """A request of which a part may have come."""
+
+    connection: socket.socket
+    text: bytearray = field(default_factory=bytearray)
+    deadline: float = field(default_factory=lambda: time.monotonic() + _PATIENCE)
+
+
+@final
 class Control:
-    """A context: a socket in the launching process that answers one request at a time.
+    """A context: a socket in the launching process, which answers requests and never waits for one.
+
+    Whoever waits for other things waits for what :meth:`awaited` gives with them, and hands what is readable to
+    :meth:`answer`.
 
     ``path``: of the socket, in a private folder; ``sign``: a file that names it, if others are to find it.
     """
 
     def __init__(self, path: Path, sign: Path | None, job: Resizable) -> None:
         self._path, self._sign, self._job = path, sign, job
-        self.listener = socket.socket(socket.AF_UNIX)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._requests: dict[socket.socket, _Request] = {}  # by their connections, the oldest first
 
     def __enter__(self) -> Self:
-        self.listener.bind(str(self._path))
-        self.listener.listen()
+        self._listener.setblocking(False)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
         if self._sign:
             self._sign.write_text(str(self._path))
         return self
@@ -42,27 +66,77 @@ class Control:
     def __exit__(self, *_: object) -> None:
         if self._sign:
             self._sign.unlink(missing_ok=True)
-        self.listener.close()
+        for connection in (self._listener, *self._requests):
+            connection.close()
 
-    def answer(self) -> None:
-        """Accept one connection, do what it asks for, and answer it."""
-        with suppress(OSError, ValueError), self.listener.accept()[0] as connection:
-            connection.settimeout(_PATIENCE)
-            request = json.loads(connection.makefile().readline())
-            connection.sendall(json.dumps(self._answered(request)).encode() + b"\n")
+    def awaited(self) -> tuple[Sequence[socket.socket], float | None]:
+        """End the requests whose time is over.
 
-    def _answered(self, request: Any) -> dict[str, Any]:
+        Returns:
+            The sockets at which something may arrive, and the seconds after which another request is late, None if
+            there is none.
+        """
+        now = time.monotonic()
+        for request in [each for each in self._requests.values() if each.deadline <= now]:
+            self._end(request)
+        seconds = min((each.deadline - now for each in self._requests.values()), default=None)
+        return [self._listener, *self._requests], seconds
+
+    def answer(self, ready: socket.socket) -> None:
+        """Take what has come at one of these sockets; once it is a whole request, do what it asks and answer."""
+        if ready is self._listener:
+            self._accept()
+        elif ready in self._requests:
+            self._receive(self._requests[ready])
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it has gone already
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            if len(self._requests) >= _AT_ONCE:
+                self._end(next(iter(self._requests.values())))
+            self._requests[connection] = _Request(connection)
+
+    def _receive(self, request: _Request) -> None:
+        try:
+            data = request.connection.recv(_LONGEST_REQUEST - len(request.text))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        request.text += data
+        if b"\n" in data:
+            self._reply(request, self._answered(bytes(request.text).partition(b"\n")[0]))
+        elif len(request.text) >= _LONGEST_REQUEST:
+            self._reply(request, {"error": f"a request has at most {_LONGEST_REQUEST} bytes"})
+        elif not data:
+            self._end(request)
+
+    def _reply(self, request: _Request, answer: dict[str, Any]) -> None:
+        with suppress(OSError):  # it does not wait for whoever does not read
+            request.connection.sendall(json.dumps(answer).encode() + b"\n")
+        self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        del self._requests[request.connection]
+        request.connection.close()
+
+    def _answered(self, text: bytes) -> dict[str, Any]:
+        try:
+            request = parse(text, at_most=_LONGEST_REQUEST)
+        except ValueError as error:
+            return {"error": f"this is no request: {error}"}
         match request:
-            case {"do": "add", "count": int(count)}:
+            case {"do": "add", "count": int(count)} if 0 < count <= _MOST:
                 return _tried(lambda: self._job.grow(count))
-            case {"do": "remove", "count": int(count)}:
+            case {"do": "remove", "count": int(count)} if 0 < count <= _MOST:
                 return _tried(lambda: self._job.shrink(count))
             case {"do": "list"}:
                 return _tried(self._job.listed)
         return {"error": f"no such request: {str(request)[:200]}"}
 
 
-def _tried(action: Any) -> dict[str, Any]:
+def _tried(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"answer": action()}
     except WorldsizeError as error:
@@ -80,11 +154,17 @@ def request(sign: Path, **facts: Any) -> Any:
             connection.settimeout(_PATIENCE)
             connection.connect(sign.read_text())
             connection.sendall(json.dumps(facts).encode() + b"\n")
-            answer = json.loads(connection.makefile().readline())
+            deadline = time.monotonic() + _PATIENCE
+            answer = parse(
+                receive_line(connection, at_most=_LONGEST_ANSWER, deadline=deadline), at_most=_LONGEST_ANSWER
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the run {sign.parent} is not being trained on this machine ({error}). Look at `worldsize status`."
         ) from error
-    if "error" in answer:
-        raise ConfigError(answer["error"])
-    return answer["answer"]
+    match answer:
+        case {"answer": result}:
+            return result
+        case {"error": str(why)}:
+            raise ConfigError(why)
+    raise ConfigError(f"what answers for the run {sign.parent} is not its launching process.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,13 +96,15 @@ class Gang(Job):
             timeout = None if deadline is None else deadline - time.monotonic()
             if len(signals.seen) > asked or self._abort.is_requested or (timeout is not None and timeout <= 0):
                 return
-            for ready in wait([*awaited, signals.arrival, self._abort.arrival, control.listener], timeout):
+            sockets, seconds = control.awaited()
+            patience = min([each for each in (timeout, seconds) if each is not None], default=None)
+            for ready in wait([*awaited, signals.arrival, self._abort.arrival, *sockets], patience):
                 if ready == signals.arrival:
                     signals.drain()
                 elif ready == self._abort.arrival:
                     break
-                elif ready is control.listener:
-                    control.answer()
+                elif isinstance(ready, socket.socket):
+                    control.answer(ready)
                 else:
                     self._members.note_end(awaited[ready])  # type: ignore[index]
             if deadline is None and self._members.must_end:

@@ -13,9 +13,9 @@ from typing import Annotated, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
-from worldsize.launch.meeting import read_key, write_key
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.run_key import read_key, write_key
 from worldsize.launch.templates import filled
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
     def _full_manifests(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
         """Render the manifests with the files, the key and the secrets that the pods begin with."""
         write_key(plan.run_dir)
-        keys = {"agents.key": read_key(plan.run_dir).decode()}
+        keys = {"agents.key": read_key(plan.run_dir).secret.decode()}
         return self._manifests(plan, _files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
 
     def describe(self, plan: Plan) -> str:

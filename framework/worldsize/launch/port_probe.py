@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Self, final
 
+from worldsize.launch.bounded_io import receive_line
+
 _PATIENCE = 3.0  # seconds
 _AT_ONCE = 32
+_LONGEST = 32  # bytes that the number of a node takes
 
 
 @final
@@ -49,9 +53,10 @@ def probe(address: str, port: int, node: int) -> str | None:
     """Return why the port of ``node`` is not reached, or None if it is."""
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
-            said = connection.makefile().readline().strip()
+            line = receive_line(connection, at_most=_LONGEST, deadline=time.monotonic() + _PATIENCE)
     except OSError as error:
         return str(error)
+    said = line.decode("latin-1").strip().encode("unicode_escape").decode()  # whatever it is
     return None if said == str(node) else f"another process answers there ({said or 'nothing'})"
 
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
-from worldsize.launch.meeting import write_key
 from worldsize.launch.names import job_name
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.run_key import write_key
 from worldsize.launch.templates import filled
 from worldsize.world.preemption import PREEMPTED
 

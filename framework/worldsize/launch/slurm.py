@@ -15,8 +15,8 @@ from typing import Annotated, Any, final
 from worldsize.core import BatchLauncher, Cluster, ConfigError, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.errors import WorldsizeError
-from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.run_key import write_key
 from worldsize.launch.templates import filled
 
 _PATIENCE = 60.0  # seconds for one of Slurm's commands

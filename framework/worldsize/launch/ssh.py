@@ -21,8 +21,8 @@ from typing import IO, Annotated, Any, final
 from worldsize.config.search_path import bundle
 from worldsize.core import AgentLauncher, Cluster, ConfigError, Job, Outcome, Plan, Range
 from worldsize.core.launcher import cluster_option
-from worldsize.launch.meeting import write_key
 from worldsize.launch.node import NodeLauncher
+from worldsize.launch.run_key import write_key
 from worldsize.world.preemption import SIGNALS
 
 _logger = logging.getLogger(__name__)

@@ -7,28 +7,13 @@ the run and can issue further certificates; nobody else can connect where creden
 from __future__ import annotations
 
 import ssl
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from worldsize.errors import ConfigError
 
-_AUTHORITY_KEY = "authority.key"
-_DAYS = 365
-_CONFIG = """[req]
-distinguished_name = name
-[name]
-[authority]
-basicConstraints = critical,CA:TRUE
-keyUsage = critical,keyCertSign
-subjectKeyIdentifier = hash
-[process]
-basicConstraints = critical,CA:FALSE
-keyUsage = critical,digitalSignature
-subjectKeyIdentifier = hash
-authorityKeyIdentifier = keyid
-"""
+_AUTHORITY = "authority"
 
 
 @final
@@ -69,7 +54,7 @@ class Credentials:
 
     @property
     def _authority(self) -> Path:
-        return self.folder / "authority.pem"
+        return self.folder / f"{_AUTHORITY}.pem"
 
     @property
     def _certificate(self) -> Path:
@@ -84,41 +69,25 @@ def create_authority(folder: Path) -> None:
     """Create the run's own certificate authority in ``folder``, unless it is there already.
 
     Call it in the launching process (``Strategy.prepare``). The folder is created with mode 0700.
-
-    Raises:
-        ConfigError: There is no openssl of version 3 or later, or it fails.
     """
+    from worldsize.transport.signing import sign_authority  # takes 0.1 s, which runs on one host need not spend
+
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not (folder / _AUTHORITY_KEY).exists():
-        extensions = ["-extensions", "authority", "-subj", "/CN=authority"]
-        _run_openssl(folder, extensions, folder / _AUTHORITY_KEY, folder / "authority.pem")
+    if not (folder / f"{_AUTHORITY}.pem").exists():
+        sign_authority(folder, _AUTHORITY)
 
 
 def issue_certificate(folder: Path, name: str) -> Credentials:
     """Give the process ``name`` its credentials, and sign a certificate for it if it has none yet.
 
     Raises:
-        ConfigError: There is no authority in ``folder``, others may read the key, or openssl fails.
+        ConfigError: There is no authority in ``folder``, its key cannot be read, or others may read the key of
+            ``name``.
     """
+    from worldsize.transport.signing import sign_process
+
     credentials = Credentials(folder, name)
-    if not (folder / f"{name}.pem").exists() and (folder / _AUTHORITY_KEY).exists():
-        issuer = ["-CA", str(folder / "authority.pem"), "-CAkey", str(folder / _AUTHORITY_KEY)]
-        extensions = ["-extensions", "process", "-subj", f"/CN={name}"]
-        _run_openssl(folder, [*issuer, *extensions], folder / f"{name}.key", folder / f"{name}.pem")
+    if not (folder / f"{name}.pem").exists() and (folder / f"{_AUTHORITY}.key").exists():
+        sign_process(folder, name, authority=_AUTHORITY)
     credentials.check()
     return credentials
-
-
-def _run_openssl(folder: Path, options: list[str], key: Path, certificate: Path) -> None:
-    config = folder / f".{certificate.stem}.config"
-    config.write_text(_CONFIG)
-    command = ["openssl", "req", "-x509", "-config", str(config), "-days", str(_DAYS), "-nodes", *options]
-    command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-keyout", str(key)]
-    try:
-        subprocess.run([*command, "-out", str(certificate)], check=True, capture_output=True, umask=0o077)
-    except FileNotFoundError:
-        raise ConfigError("keys are made by the command openssl, which is not installed.") from None
-    except subprocess.CalledProcessError as error:
-        raise ConfigError(f"openssl (version 3 or later) could not make {certificate}: {error.stderr}") from None
-    finally:
-        config.unlink()

@@ -6,7 +6,7 @@ Inside a host large payloads go through memory that both ends map, see :mod:`wor
 
 from __future__ import annotations
 
-import json
+import math
 import select
 import socket
 import ssl
@@ -26,6 +26,7 @@ from worldsize.transport.frames import (
     message,
     operations_by_number,
     parse,
+    read_message,
 )
 from worldsize.transport.shared_memory import (
     AVAILABLE,
@@ -62,10 +63,15 @@ class Channel:
         self._later: list[bytes] = []
         self._is_quick = False  # the frame before came within the time that is worth spinning for
         self._memory: Pair | None = None
+        self._patience = math.inf
         self.identity = identity
 
     def wait_at_most(self, seconds: float) -> None:
-        """Bound every later send and receive: it raises LostError after so many seconds without progress."""
+        """Bound every later send and receive: it raises LostError after so many seconds without progress.
+
+        A header and a message of JSON must have come whole about then: it does not help to send a byte now and then.
+        """
+        self._patience = seconds
         self._stream.wait_at_most(seconds)
         for direction in self._memory or ():
             _bound(direction.signals, seconds)
@@ -135,7 +141,7 @@ class Channel:
             self._flush()
         if self._is_quick:
             self._stream.spin(begun + SPIN_SECONDS)
-        self.fill([memoryview(self._header)])
+        self.fill([memoryview(self._header)], deadline=begun + self._patience)
         self._is_quick = time.perf_counter() - begun < SPIN_SECONDS
         return parse(self._header, self._known)
 
@@ -147,8 +153,10 @@ class Channel:
         except OSError as error:
             raise LostError(str(error)) from error
 
-    def fill(self, parts: Sequence[memoryview]) -> None:
+    def fill(self, parts: Sequence[memoryview], *, deadline: float = math.inf) -> None:
         """Receive one payload into ``parts``, which hold it exactly. Raises LostError.
+
+        It must be complete about ``deadline``, a time of ``time.perf_counter()``.
 
         Compare the header with what is expected first (:meth:`Header.require`), so that a peer cannot choose how much
         is received.
@@ -159,7 +167,7 @@ class Channel:
                 if self._memory and sum(part.nbytes for part in rest) >= MIN_BYTES:
                     self._memory[1].fill(rest)
                 else:
-                    self._stream.fill(rest)
+                    self._stream.fill(rest, deadline)
         except OSError as error:
             raise error if isinstance(error, LostError) else LostError(str(error)) from error
 
@@ -168,13 +176,13 @@ class Channel:
 
         Raises:
             LostError: The peer has gone.
-            RefusedError: It is larger, or no JSON.
+            RefusedError: It is larger, or no JSON, or nested too deeply.
         """
         header.require_message()
         data = bytearray(header.length)
-        self.fill([memoryview(data)])
+        self.fill([memoryview(data)], deadline=time.perf_counter() + self._patience)
         try:
-            return json.loads(data)
+            return read_message(bytes(data))
         except ValueError:
             raise RefusedError(f"{header.operation.name} carries {len(data)} bytes that are no JSON") from None
 
@@ -243,11 +251,13 @@ class _Stream:
             if sent:
                 parts[first] = parts[first][sent:]
 
-    def fill(self, rest: list[memoryview]) -> None:
+    def fill(self, rest: list[memoryview], deadline: float) -> None:
         while rest:
             received = self._receive(rest[:_BUFFERS])
             if received == 0:
                 raise LostError("the peer closed the connection")
+            if time.perf_counter() > deadline:
+                raise LostError("the peer takes too long to send what it has begun")
             while rest and received >= rest[0].nbytes:
                 received -= rest.pop(0).nbytes
             if received:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from itertools import count
 from typing import Any, final
 
 from worldsize.transport.certificates import Credentials
@@ -18,6 +19,7 @@ from worldsize.transport.frames import CommonOperation, RefusedError
 _logger = logging.getLogger(__name__)
 
 _HANDSHAKE = 10.0  # seconds
+_AT_ONCE = 128  # connections that have not joined; the oldest one gives way to one more
 _LOGGED = 100
 
 Service = Callable[[Channel, Mapping[str, Any]], None]
@@ -29,7 +31,8 @@ class ConnectionServer:
     """Accepts connections, authenticates them, and hands each to the service that its JOIN asks for by "kind".
 
     A peer that is no member of the run, claims another's name, or sends what its service raises RefusedError for, is
-    told why and logged, and its connection ends; the server goes on.
+    told why and logged, and its connection ends; the server goes on. At most 128 connections that have not joined are
+    served at once: the oldest one gives way to one more.
 
     Args:
         listener: From :func:`worldsize.transport.endpoints.listen`.
@@ -52,21 +55,40 @@ class ConnectionServer:
         self.refused = 0  # frames and peers
         self._credentials, self._services = credentials, services
         self._timeout, self._operations = timeout, operations
+        self._joining: dict[int, socket.socket] = {}  # by number, the oldest first
+        self._changing = threading.Lock()
 
     def start(self) -> None:
         """Accept connections from now on, in threads that end with the process or when the listener is closed."""
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
 
     def _accept(self) -> None:
-        while True:
+        for number in count():
             try:
                 connection, _ = self.listener.accept()
             except OSError:
                 return  # closed: the run is over
-            threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
+            self._await_join(number, connection.dup())
+            threading.Thread(target=self.serve, args=(connection, number), daemon=True).start()
 
-    def serve(self, connection: socket.socket) -> None:
-        """Serve one connection that was accepted, from its handshake to its end."""
+    def _await_join(self, number: int, connection: socket.socket) -> None:
+        """Remember a connection until it has joined, by a descriptor of its own, and end the oldest surplus one."""
+        with self._changing:
+            self._joining[number] = connection
+            surplus = list(self._joining)[:-_AT_ONCE]
+        for each in surplus:
+            self._forget(each, end=True)
+
+    def _forget(self, number: int, *, end: bool = False) -> None:
+        with self._changing:
+            connection = self._joining.pop(number, None)
+        if connection is not None:
+            with connection, suppress(OSError):
+                if end:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def serve(self, connection: socket.socket, number: int = -1) -> None:
+        """Serve one connection that was accepted, from its handshake to its end. ``number``: as it was accepted."""
         channel, peer = None, "a peer"
         try:
             channel = accept_channel(connection, self._credentials, seconds=_HANDSHAKE, operations=self._operations)
@@ -75,6 +97,7 @@ class ConnectionServer:
             if facts["kind"] not in self._services:
                 raise RefusedError(f"JOIN says {str(facts)[:200]}")
             peer = facts["name"]
+            self._forget(number)
             channel.wait_at_most(self._timeout)
             self._services[facts["kind"]](channel, facts)
         except LostError:
@@ -82,6 +105,7 @@ class ConnectionServer:
         except RefusedError as error:
             self._refuse(channel, peer, error)
         finally:
+            self._forget(number)
             (channel or connection).close()
 
     def _refuse(self, channel: Channel | None, peer: str, error: RefusedError) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from worldsize.errors import WorldsizeError
+from worldsize.strict_json import parse as parse_json
 
 MAGIC = b"wsP2"
 LAYOUT = Struct("<4sBBBx7QQ4Q")  # magic, operation, dtype, dimensions, fields, length, shape
@@ -136,9 +137,36 @@ def view(tensor: Tensor) -> memoryview:
 
 
 def message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
-    """Make a frame that carries ``facts`` as JSON, as header and payload."""
-    data = json.dumps(facts).encode()
+    """Make a frame that carries ``facts`` as JSON, as header and payload; numbers may be NaN or infinite."""
+    try:
+        text = json.dumps(facts, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(facts))
+    data = text.encode()
     return Header(operation, shape=(len(data),)), [memoryview(data)]
+
+
+def read_message(data: bytes) -> Any:
+    """Decode what :func:`message` has encoded.
+
+    Raises:
+        ValueError: It is too long, nested too deeply, or no JSON.
+    """
+    return parse_json(data, at_most=MAX_MESSAGE_BYTES, mapping=_with_nan)
+
+
+def _without_nan(value: Any) -> Any:
+    """Write NaN and infinities, which JSON lacks, as ``{"$float": "nan"}``."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(child) for child in value]
+    return {"$float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_nan(facts: dict[str, Any]) -> Any:
+    text = facts.get("$float")
+    return float(text) if len(facts) == 1 and isinstance(text, str) else facts
 
 
 def tensor_frame(operation: IntEnum, tensor: Tensor) -> tuple[Header, list[memoryview]]:

@@ -10,6 +10,7 @@ import torch
 
 from worldsize.checkpoints.tree import join, split
 from worldsize.strategies.parameter_server.operations import Operation
+from worldsize.strict_json import parse
 from worldsize.transport.channel import Channel
 from worldsize.transport.frames import DTYPES, MAX_MESSAGE_BYTES, Header, RefusedError, view
 
@@ -41,7 +42,10 @@ def receive_tree(channel: Channel) -> Any:
         raise RefusedError(f"a state announces {length} bytes of names in {header.length}")
     facts = bytearray(length)
     channel.fill([memoryview(facts)])
-    described = json.loads(facts)
+    try:
+        described = parse(bytes(facts), at_most=MAX_MESSAGE_BYTES)
+    except ValueError as error:
+        raise RefusedError(f"a state's names are no JSON: {error}") from None
     tensors = {name: torch.empty(shape, dtype=_NAMES[dtype]) for name, (dtype, shape) in described["tensors"].items()}
     if sum(tensor.nbytes for tensor in tensors.values()) + length + _LENGTH.size != header.length:
         raise RefusedError("a state's tensors are not as long as its frame")

@@ -1,0 +1,133 @@
+"""Admission of the other hosts' agents at the first host's port, which anybody on the network can reach."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Self, final
+
+from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
+from worldsize.launch.handshake import Admitted, Message, Turn, admit
+from worldsize.launch.run_key import RunKey
+
+_logger = logging.getLogger(__name__)
+
+_SECONDS = 10.0  # for a handshake and the facts of a host, altogether
+_AT_ONCE = 256  # connections that have not been admitted; the oldest one gives way to one more
+_LOGGED = 100
+
+
+@final
+class _Candidate:
+    """A connection whose other end has not proven who it is. It sends and receives only what does not wait."""
+
+    def __init__(self, connection: socket.socket, address: str, key: RunKey, ranks: range) -> None:
+        connection.setblocking(False)
+        self.connection, self.address = connection, address
+        self.deadline = time.monotonic() + _SECONDS
+        self._handshake = admit(key, ranks)
+        self._turn: Turn = next(self._handshake)
+        self._received = bytearray()
+
+    def advance(self) -> Admitted | None:
+        """Take what has come; return who is there once that is proven. Raises OSError."""
+        with suppress(BlockingIOError):
+            data = self.connection.recv(self._turn.receive - len(self._received))
+            if not data:
+                raise ConnectionResetError("it went away before it had proven who it is")
+            self._received += data
+        if len(self._received) < self._turn.receive:
+            return None
+        try:
+            self._turn = self._handshake.send(bytes(self._received))
+        except StopIteration as done:
+            admitted: Admitted = done.value
+            return admitted
+        self._received.clear()
+        self.connection.sendall(self._turn.send)  # 64 bytes at most, into a buffer that is empty
+        return None
+
+
+@final
+class Admission:
+    """Lets agents in side by side, so that a connection that is silent, slow or a stranger's holds up no other.
+
+    A context: when it ends, connections that have not been admitted are closed.
+
+    Args:
+        listener: The first host's port.
+        key: What an agent must prove to have.
+        ranks: The nodes that are expected.
+        silence: Seconds without a sign of life after which an agent that was admitted is lost.
+    """
+
+    def __init__(self, listener: socket.socket, key: RunKey, ranks: range, *, silence: float) -> None:
+        self._listener, self._key, self._ranks, self._silence = listener, key, ranks, silence
+        self._candidates: dict[int, _Candidate] = {}  # by file descriptor, the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._refused = 0
+
+    def __enter__(self) -> Self:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for candidate in list(self._candidates.values()):
+            self._forget(candidate)
+            candidate.connection.close()
+        self._selector.close()
+
+    def arrivals(self, *, deadline: float) -> Iterator[tuple[RemoteAgent, Message]]:
+        """Give every agent that is admitted until ``deadline``, with the facts of its host."""
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(min(left, self._drop_late())):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif (candidate := self._candidates.get(key.fd)) and (arrived := self._advance(candidate)):
+                    yield arrived
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it has gone already
+            connection, address = self._listener.accept()
+            if len(self._candidates) >= _AT_ONCE:
+                self._refuse(next(iter(self._candidates.values())), "others want to be heard")
+            candidate = _Candidate(connection, address[0], self._key, self._ranks)
+            self._candidates[connection.fileno()] = candidate
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _advance(self, candidate: _Candidate) -> tuple[RemoteAgent, Message] | None:
+        try:
+            admitted = candidate.advance()
+        except OSError as error:
+            self._refuse(candidate, str(error))
+            return None
+        if admitted is None:
+            return None
+        self._forget(candidate)
+        connection = AgentConnection(candidate.connection, admitted.seal, self._silence)
+        return RemoteAgent(admitted.rank, admitted.facts["host"], connection), admitted.facts
+
+    def _drop_late(self) -> float:
+        """Refuse the candidates whose time is over; return the seconds until the next one's is."""
+        now = time.monotonic()
+        for candidate in list(self._candidates.values()):
+            if candidate.deadline > now:
+                return candidate.deadline - now
+            self._refuse(candidate, f"it has not proven who it is within {_SECONDS:g} s")
+        return _SECONDS
+
+    def _refuse(self, candidate: _Candidate, why: str) -> None:
+        self._refused += 1
+        if self._refused <= _LOGGED or self._refused % _LOGGED == 0:  # a flood of them must not fill the disk
+            _logger.info("refused %s: %s (%d so far)", candidate.address, why, self._refused)
+        self._forget(candidate)
+        candidate.connection.close()
+
+    def _forget(self, candidate: _Candidate) -> None:
+        self._selector.unregister(candidate.connection)
+        del self._candidates[candidate.connection.fileno()]

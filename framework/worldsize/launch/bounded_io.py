@@ -1,0 +1,45 @@
+"""Receives from a socket whose other end may be anybody: so many bytes at most, and all of them by one deadline."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+
+
+def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -> bytes:
+    """Receive ``count`` bytes by ``deadline``, a time of ``time.monotonic()``.
+
+    Raises:
+        OSError: they did not all come in time (TimeoutError), or the other end has gone.
+    """
+    data = bytearray()
+    while len(data) < count:
+        data += _receive_some(connection, count - len(data), deadline)
+    return bytes(data)
+
+
+def receive_line(connection: socket.socket, *, at_most: int, deadline: float) -> bytes:
+    """Receive up to and with the first newline, by ``deadline``. What follows it may be received, too, and is lost.
+
+    Raises:
+        OSError: no line of ``at_most`` bytes came in time, or the other end has gone.
+    """
+    data = bytearray()
+    while b"\n" not in data:
+        if len(data) >= at_most:
+            raise ConnectionError(f"a line of more than {at_most} bytes came")
+        data += _receive_some(connection, at_most - len(data), deadline)
+    return bytes(data[: data.index(b"\n") + 1])
+
+
+def _receive_some(connection: socket.socket, at_most: int, deadline: float) -> bytes:
+    arrival = select.poll()
+    arrival.register(connection, select.POLLIN)
+    left = deadline - time.monotonic()
+    if left <= 0 or not arrival.poll(math.ceil(left * 1000)):
+        raise TimeoutError("timed out")
+    if not (data := connection.recv(at_most)):
+        raise ConnectionResetError("the other end closed the connection")
+    return data

@@ -1,0 +1,189 @@
+"""The control socket answers who asks, and nobody who does not can hold up the run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.core import Role
+from worldsize.errors import ConfigError
+from worldsize.launch import control as controls
+from worldsize.launch.control import Control, request
+from worldsize.launch.gang import Gang, Graces
+from worldsize.launch.members import Member, Members
+from worldsize.launch.node import private_folder
+from worldsize.records.run_directory import RunDirectory
+
+HOSTILE = {
+    "deep": b"[" * 4000 + b"\n",
+    "deep objects": b'{"a":' * 800 + b"\n",
+    "no newline": b'{"do": "list"}',
+    "a megabyte": b"x" * (1 << 20),
+    "a megabyte and a newline": b"x" * (1 << 20) + b"\n",
+    "binary": bytes(range(256)) + b"\n",
+    "NaN": b'{"do": "add", "count": NaN}\n',
+    "a long number": b'{"do": "add", "count": 1' + b"0" * 4000 + b"}\n",
+    "no request": b'["do"]\n',
+    "less than nothing": b'{"do": "add", "count": -1}\n',
+    "nothing": b"",
+}
+
+
+class Job:
+    """A job whose number of processes requests change."""
+
+    def __init__(self) -> None:
+        self.processes = 2
+
+    def grow(self, count: int) -> list[str]:
+        self.processes += count
+        return [f"worker {count}"]
+
+    def shrink(self, count: int) -> list[str]:
+        raise ConfigError(f"{count} must stay")
+
+    def listed(self) -> list[dict[str, Any]]:
+        return [{"rank": rank} for rank in range(self.processes)]
+
+
+@pytest.fixture
+def sign(tmp_path: Path) -> Iterator[Path]:
+    """The file that names a control socket, which is served meanwhile."""
+    ended, folder = socket.socketpair(), private_folder()
+    control = Control(folder / "control", tmp_path / "control", Job())
+
+    def serve() -> None:
+        while True:
+            sockets, seconds = control.awaited()
+            ready = wait([ended[0], *sockets], seconds)
+            if ended[0] in ready:
+                return
+            for each in sockets:
+                if each in ready:
+                    control.answer(each)
+
+    with control, ended[0], ended[1]:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield tmp_path / "control"
+        ended[1].send(b"!")
+        thread.join()
+
+
+def sent(sign: Path, data: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10.0)
+    connection.connect(sign.read_text())
+    with suppress(OSError):  # it may refuse before it has received everything
+        connection.sendall(data)
+    return connection
+
+
+def answered(sign: Path, data: bytes) -> bytes:
+    with sent(sign, data) as connection, suppress(ConnectionError):
+        connection.shutdown(socket.SHUT_WR)
+        return connection.recv(4096)
+    return b""
+
+
+def test_requests_are_answered(sign: Path) -> None:
+    assert request(sign, do="list") == [{"rank": 0}, {"rank": 1}]
+    assert request(sign, do="add", count=2) == ["worker 2"]
+    assert len(request(sign, do="list")) == 4
+    with pytest.raises(ConfigError, match="1 must stay"):
+        request(sign, do="remove", count=1)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_no_request_changes_nothing(sign: Path, kind: str) -> None:
+    answer = answered(sign, HOSTILE[kind])
+    assert b"answer" not in answer
+    assert not answer or "error" in json.loads(answer)
+    assert len(request(sign, do="list")) == 2
+
+
+def test_a_request_that_comes_in_pieces_is_answered(sign: Path) -> None:
+    with sent(sign, b'{"do": ') as connection:
+        assert len(request(sign, do="list")) == 2, "another one does not wait for it"
+        connection.sendall(b'"list"}\n')
+        assert json.loads(connection.recv(4096)) == {"answer": [{"rank": 0}, {"rank": 1}]}
+
+
+def test_many_that_say_nothing_do_not_hold_up_one_that_asks(sign: Path) -> None:
+    silent = [sent(sign, b"{") for _ in range(40)]
+    assert len(request(sign, do="list")) == 2
+    assert silent[0].recv(1) == b"", "the oldest one gives way"
+    for each in silent:
+        each.close()
+
+
+def test_a_request_must_be_complete_in_time(sign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controls, "_PATIENCE", 0.2)
+    with sent(sign, b"{") as slow:
+        assert slow.recv(1) == b""
+
+
+@pytest.mark.parametrize("answer", [b"[1]\n", b"[" * 100_000 + b"\n", b"\xff\n", b"{}\n", b"x" * (2 << 20), b""])
+def test_whoever_asks_believes_no_stranger(tmp_path: Path, answer: bytes) -> None:
+    path = private_folder() / "socket"
+    (tmp_path / "control").write_text(str(path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ConfigError):
+            request(tmp_path / "control", do="list")
+        thread.join()
+
+
+def member(tmp_path: Path, end: Any) -> Callable[[str, int, int], Member]:
+    def start(role: str, rank: int, starts: int) -> Member:
+        process = multiprocessing.get_context("fork").Process(target=end.wait)
+        process.start()
+        return Member(role, rank, process, tmp_path / "log", tmp_path / "error", tmp_path / "beat")
+
+    return start
+
+
+def test_a_gang_is_not_held_up_by_what_comes_to_its_control_socket(tmp_path: Path) -> None:
+    end = multiprocessing.get_context("fork").Event()
+    members = Members({"worker": Role(1)}, member(tmp_path, end), max_restarts=0, terminal=None)
+    members.add("worker", 0)
+    run, graces = RunDirectory(tmp_path), Graces(1.0, 1.0, 1.0)
+    gang = Gang(run, members, private_folder(), graces, terminal=None, leads=True)
+    listed: list[Any] = []
+
+    def ask() -> None:
+        try:
+            while not run.control.exists():
+                threading.Event().wait(0.01)
+            open_ones = [sent(run.control, data) for data in HOSTILE.values() for _ in range(3)]
+            listed.extend(request(run.control, do="list"))
+            for each in open_ones:
+                each.close()
+        finally:
+            end.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    outcome = gang.wait()
+    thread.join()
+    assert outcome.exit_reason == "completed"
+    assert [each["role"] for each in listed] == ["worker"]
