@@ -149,8 +149,9 @@ def test_what_one_follower_says_is_no_answer_to_another(
 
 
 def test_a_proof_of_the_leader_is_not_one_of_a_follower(
-    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
+    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="worldsize")
     leader = pool.submit(leads, key, port, patience=1.0)
     first, second = dialed(port, opened), dialed(port, opened)
     first.sendall(hello(1, bytes(32)))
@@ -161,6 +162,7 @@ def test_a_proof_of_the_leader_is_not_one_of_a_follower(
     assert is_closed(first)
     second.sendall(answer[32:])  # and its proof on the connection that it was made for
     assert is_closed(second)
+    assert caplog.text.count("it does not prove to be the follower of this run") == 2
     with pytest.raises(WorldsizeError, match=r"nodes \[1\] of 2 did not come"):
         leader.result()
 
@@ -172,7 +174,7 @@ class Relay:
         self.follower, _ = listener.accept()
         self.leader = dialed(leader_port, opened)
         opened += [self.follower]
-        self.heard: list[bytes] = []  # of the follower
+        self.heard: list[bytes] = []  # of both
         self._pass(self.follower, self.leader, HELLO)
         self._pass(self.leader, self.follower, ANSWER)
         self._pass(self.follower, self.leader, PROOF)
@@ -180,8 +182,7 @@ class Relay:
     def _pass(self, source: socket.socket, target: socket.socket, count: int) -> None:
         data = received(source, count)
         target.sendall(data)
-        if source is self.follower:
-            self.heard.append(data)
+        self.heard.append(data)
 
     def facts(self) -> bytes:
         """Return the message that the follower sends first."""
@@ -202,10 +203,44 @@ def test_a_proof_that_is_sent_again_is_refused(
         again = dialed(port, opened)
         again.sendall(relay.heard[0])
         received(again, ANSWER)
-        again.sendall(relay.heard[1] + facts)
+        again.sendall(relay.heard[2] + facts)
         assert is_closed(again)
         with pytest.raises(WorldsizeError, match=r"nodes \[2\] of 3 did not come"):
             leader.result()
+
+
+def test_what_the_leader_has_said_to_a_follower_is_nothing_to_it_later(
+    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
+) -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=5.0, silence=5.0)
+        follower = pool.submit(follows, key, listener.getsockname()[1])
+        relay = Relay(listener, port, opened)
+        relay.leader.sendall(relay.facts())
+        opened += [follower.result(), *(agent.connection for agent, _ in leader.result())]
+        again = pool.submit(follows, key, listener.getsockname()[1])
+        connection, _ = listener.accept()
+        opened.append(connection)
+        received(connection, HELLO)
+        connection.sendall(relay.heard[1])
+        with pytest.raises(WorldsizeError, match="does not prove to be the leader"):
+            again.result()
+
+
+def test_a_follower_that_is_announced_as_another_node_notices(
+    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
+) -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        leader = pool.submit(arrivals, Node(0, 3, HERE), port, key, patience=1.0, silence=5.0)
+        follower = pool.submit(follows, key, listener.getsockname()[1], rank=1)
+        connection, _ = listener.accept()
+        opened.append(connection)
+        onward = dialed(port, opened)
+        onward.sendall(hello(2, received(connection, HELLO)[-32:]))
+        connection.sendall(received(onward, ANSWER))
+        with pytest.raises(WorldsizeError, match="does not prove to be the leader"):
+            follower.result()
+        assert leader.result() == []
 
 
 @pytest.mark.parametrize("change", ["another node", "its own message", "one bit", "twice"])
