@@ -105,6 +105,7 @@ HEAVY = (
     "plugins/test_contract.py",
     "plugins/test_runs.py",
     "recipes",
+    "strategies/parameter_server/test_runs.py",
     "strategies/parameter_server/test_standby.py",
     "strategies/parameter_server/test_tables.py",
     "strategies/test_mesh.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,3 +123,13 @@ def test_the_environment_is_read_in_the_launching_code_and_in_world_only(path: P
 def test_dictconfig_stops_at_config_app_and_worker(path: Path) -> None:
     if place(path) not in ("config", "app", "driver", "worker"):
         assert [name for name in imports(path) if name.startswith(("omegaconf", "hydra"))] == []
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel", "watch", "report"])
+def test_commands_that_only_read_records_do_not_wait_for_torch(command: str) -> None:
+    """Torch takes seconds and hundreds of megabytes, which a list of runs or the page of one have no use for."""
+    modules = f"import sys, worldsize.app.{command}"
+    if command == "report":
+        modules += ", worldsize.observe.report.page"
+    words = [sys.executable, "-c", f"{modules}; sys.exit('torch' in sys.modules)"]
+    assert subprocess.run(words, check=False).returncode == 0

@@ -48,7 +48,8 @@ def a_run(folder: Path, weights: dict[int, float], losses: dict[int, float], dig
         saver.save({"model": {"w": torch.tensor([2.0, value])}}, step=step, facts={"metrics": {}})
     saver.finish()
     saver.close()
-    row = '{{"event": "step", "step": {}, "loss": {}, "lr": 0.1, "grad_norm": null}}\n'
+    row = '{{"event": "step", "step": {}, "loss": {}, "lr": 0.1, "grad_norm": null, "samples": 8, '
+    row += '"samples_per_second": 9.0, "step_seconds": [0.1]}}\n'
     (folder / "metrics.jsonl").write_text("".join(row.format(step, loss) for step, loss in losses.items()))
     results = {"state_digest": digest, "metrics_digest": digest, "metrics": {}, "tensors": {}}
     write_manifest(folder / "run_manifest.json", {"attempts": [], "results": results})

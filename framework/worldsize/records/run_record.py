@@ -16,17 +16,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from worldsize.checkpoints.format import COMPLETE, complete, read, step_of
-from worldsize.core import Outcome
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
-from worldsize.records.metrics import rewind
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.environments import job_of
+
+if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
+    from worldsize.core import Outcome
 
 Manifest = Mapping[str, Any]
 
@@ -258,6 +258,9 @@ def _last_written(folder: Path) -> float:
 
 def _rewind_metrics(directory: RunDirectory) -> None:
     """Take out of the metrics what came after the newest checkpoint: it will be computed again."""
+    from worldsize.checkpoints.format import complete, read, step_of
+    from worldsize.records.metrics import rewind
+
     saved, evaluated = complete(directory.checkpoints), True
     if saved:
         with suppress(CheckpointError):  # a damaged one is refused by those who load it
@@ -267,6 +270,8 @@ def _rewind_metrics(directory: RunDirectory) -> None:
 
 def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
     """Return what rank 0 wrote, or only the exit reason if the run did not get so far; and the checkpoints' digests."""
+    from worldsize.checkpoints.format import COMPLETE, complete
+
     digests = {path.name: (path / COMPLETE).read_text().strip() for path in complete(directory.checkpoints)}
     if outcome.exit_code != 0 or not directory.result.exists():
         return {"exit_reason": outcome.exit_reason, "checkpoints": digests}

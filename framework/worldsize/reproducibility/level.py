@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from worldsize.reproducibility.determinism import Determinism
+if TYPE_CHECKING:  # it imports torch, for which those who only read a level do not wait
+    from worldsize.reproducibility.determinism import Determinism
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
 NOT_TRAINED = ("run", "launch", "launcher", "logger", "checkpoint", "allow_targets", "faults")

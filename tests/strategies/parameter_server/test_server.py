@@ -178,6 +178,7 @@ def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
     assert server.master.shard.step == 1
 
 
+@pytest.mark.heavy
 def test_a_hundred_thousand_frames_of_noise_change_nothing(
     server: ShardServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ class Record:
     """
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Mapping[str, Any]
     steps: Sequence[Line]
     evaluations: Sequence[Line]
     timing: Mapping[int, Sequence[Line]]
@@ -76,7 +76,7 @@ def read_run(folder: Path) -> Record:
     Raises:
         WorldsizeError: there is none, or its manifest was edited.
     """
-    manifest = dict(look(RunDirectory(folder)).manifest)
+    manifest = look(RunDirectory(folder)).manifest
     metrics, events = metric_rows(folder / "metrics.jsonl", at_most=_MOST), Rows(folder / "events.jsonl")
     times = {_rank(path): Rows(path, at_most=_MOST) for path in sorted((folder / "timing").glob("worker_*.jsonl"))}
     logged = list(metrics)
