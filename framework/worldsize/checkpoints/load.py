@@ -46,6 +46,8 @@ def _damage(path: Path, world: World) -> str | None:
         verify(checkpoint, sorted(checkpoint.files)[world.rank :: world.size])
     except CheckpointError as error:
         return str(error)
+    except OSError as error:
+        return f"the checkpoint cannot be read: {error.filename or path}: {error.strerror}."
     return None
 
 
@@ -87,7 +89,16 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
     state: StateDict = ordered_like({**join(values, tensors), **kept}, template)
     anew = "schedule" in ignore
-    return _with_hyperparameters(state, template, anew=anew) if anew or HYPERPARAMETERS in ignore else state
+    if not anew and HYPERPARAMETERS not in ignore:
+        return state
+    try:
+        return _with_hyperparameters(state, template, anew=anew)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{checkpoint.path} holds another optimizer or schedule than the run has now ({kind}). "
+            "Leave both out with checkpoint.ignore=[optimizer,schedule]."
+        ) from None
 
 
 def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> StateDict:

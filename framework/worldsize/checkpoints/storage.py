@@ -161,7 +161,7 @@ class Reader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors = self._checkpoint.tensors.items()
-        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in facts["chunks"]}
+        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in _chunks(facts)}
         return Metadata({name: _restored(facts) for name, facts in tensors}, storage_data=places)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -199,8 +199,13 @@ class Reader(StorageReader):
         return whole.clone()  # of a mapped file: a chunk may begin where its dtype cannot
 
 
+def _chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the chunks that hold something: an empty one may begin where another one does."""
+    return [chunk for chunk in facts["chunks"] if chunk["length"]] or facts["chunks"]
+
+
 def _restored(facts: Mapping[str, Any]) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in facts["chunks"]]
+    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in _chunks(facts)]
     return TensorStorageMetadata(TensorProperties(DTYPES[facts["dtype"]]), torch.Size(facts["shape"]), chunks)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch import Tensor
 
 from worldsize.errors import CheckpointError
+
+_DEEPEST = 100  # levels of a state: what recursion can follow without end is no state
 
 
 def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
@@ -38,6 +40,57 @@ def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case ("$items", pairs):
             return {key: join(child, tensors) for key, child in pairs}
     return {key: join(child, tensors) for key, child in value.items()}
+
+
+def check_encoded(value: Any, names: Set[str]) -> None:
+    """Check that ``value`` is what :func:`split` writes, and that it refers to each of the tensors ``names`` once.
+
+    Raises:
+        ValueError: it says what is wrong, and where.
+    """
+    references = list(_references(value, "", 0))
+    if lost := sorted(names - set(references)):
+        raise ValueError(f"the tensor {lost[0]!r} is nowhere in values")
+    if unknown := sorted(set(references) - names):
+        raise ValueError(f"values name the tensor {unknown[0]!r}, which does not exist")
+    if len(references) > len(names):  # keys like 'a/b' have one path with others
+        raise ValueError("values name a tensor twice")
+
+
+def _references(node: Any, path: str, depth: int) -> Iterator[str]:
+    """Yield the names of the tensors that an encoded value refers to, each of which stands at the path of its name."""
+    if depth > _DEEPEST:
+        raise ValueError(f"values are nested more than {_DEEPEST} deep")
+    for key, child in _children(node, path):
+        yield from _references(child, f"{path}/{key}" if path else str(key), depth + 1)
+    if isinstance(node, dict) and "$tensor" in node:
+        if node["$tensor"] != path:
+            raise ValueError(f"{path!r} in values is said to be the tensor {node['$tensor']!r}")
+        yield path
+
+
+def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
+    """Return the keys and encoded values inside a node; raise ValueError if :func:`split` does not write such a one."""
+    match node:
+        case None | bool() | int() | str():
+            return []
+        case float() if math.isfinite(node):
+            return []
+        case {"$tensor": str()} | {"$float": "inf" | "-inf" | "nan"} if len(node) == 1:
+            return []
+        case list() as children:
+            return list(enumerate(children))
+        case {"$tuple": list() as children} if len(node) == 1:
+            return list(enumerate(children))
+        case {"$items": list() as pairs} if len(node) == 1 and all(map(_is_item, pairs)):
+            return [(key, child) for key, child in pairs]
+        case dict() if not any(key.startswith("$") for key in node):
+            return list(node.items())
+    raise ValueError(f"{path!r} in values is {str(node)[:80]}, which no checkpoint holds")
+
+
+def _is_item(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)
 
 
 def ordered_like(tree: Any, template: Any) -> Any:

@@ -1,0 +1,143 @@
+"""Whether a checkpoint's manifest makes sense by itself: whoever can write the folder can seal any content again.
+
+Nothing here touches a file. What is wrong raises ValueError, KeyError, TypeError or AttributeError.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from typing import Any
+
+from worldsize.checkpoints.tree import check_encoded
+
+Box = tuple[tuple[int, int], ...]  # (begin, end) in each dimension
+
+_SHARD = re.compile(r"rank_\d{5,}\.bin", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 1 << 63  # bytes of a tensor, elements of a dimension: what torch cannot count
+_MOST_DIMENSIONS = 64  # of a tensor, as in torch
+_MOST_SPLIT = 8  # dimensions along which one tensor is split; meshes have three or four
+
+
+def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
+    """Check every value of a manifest but its schema version; ``itemsizes``: bytes of an element, by dtype."""
+    check_count(manifest["step"], "step")
+    if check_count(manifest["world_size"], "world_size") == 0:
+        raise ValueError("world_size is 0, and somebody has written it")
+    _check_facts(manifest["facts"])
+    files, tensors = manifest["files"], manifest["tensors"]
+    for name, file in files.items():
+        if not is_shard(name) or not _SHA256.fullmatch(file["sha256"]):
+            raise ValueError(f"file {name!r} has no name or no SHA-256 of a shard")
+        check_count(file["size"], f"size of {name}")
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, files, itemsizes)
+    _check_bytes(chunk for tensor in tensors.values() for chunk in tensor["chunks"])
+    if not isinstance(manifest["values"], dict) or manifest["values"].keys() & {"$tensor", "$tuple", "$float"}:
+        raise ValueError("values are no mapping")
+    check_encoded(manifest["values"], tensors.keys())
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file is named like a rank's shard."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def check_count(number: Any, name: str) -> int:
+    """Return the number that ``name`` calls, if it is an integer of at least 0."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{name} is {_short(number)}, which is no count")
+    if number >= _LARGEST:
+        raise ValueError(f"{name} is {_short(number)}, which is too large")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else f"{value:#x}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _check_facts(facts: Any) -> None:
+    """Check what loading and retention read of the facts; the rest is the caller's own."""
+    if not isinstance(facts, dict):
+        raise ValueError("facts are no mapping")
+    check_count(facts.get("skipped", 0), "skipped")
+    if not isinstance(facts.get("evaluated", True), bool):
+        raise ValueError(f"evaluated is {_short(facts['evaluated'])}, which is neither true nor false")
+    for name, value in facts.get("metrics", {}).items():
+        if type(value) not in (int, float):
+            raise ValueError(f"metric {name!r} is {_short(value)}, which is no number")
+
+
+def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
+    """Check that every chunk lies in a listed file and in the tensor, and that together they cover it exactly."""
+    itemsize, shape = itemsizes[tensor["dtype"]], _numbers(tensor["shape"], f"shape of {name}")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
+        raise ValueError(f"the shape of {name} is larger than a tensor can be")
+    boxes = []
+    for chunk in tensor["chunks"]:
+        offsets, sizes = (_numbers(chunk[key], f"{key} of a chunk of {name}") for key in ("offsets", "sizes"))
+        box = tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        if any(end > limit for (_, end), limit in zip(box, shape, strict=True)):
+            raise ValueError(f"a chunk of {name} lies outside of its shape")
+        length = check_count(chunk["length"], f"length of a chunk of {name}")
+        end = check_count(chunk["offset"], f"offset of a chunk of {name}") + length
+        if length != math.prod(sizes) * itemsize or end > files[chunk["file"]]["size"]:
+            raise ValueError(f"a chunk of {name} does not fit its file")
+        boxes.append(box)
+    if not covers_exactly(shape, boxes):
+        raise ValueError(f"the chunks of {name} do not make up its shape: they overlap, or leave a part without values")
+
+
+def _numbers(values: Any, name: str) -> list[int]:
+    if not isinstance(values, list):
+        raise ValueError(f"{name} is {_short(values)}, which is no list")
+    return [check_count(value, name) for value in values]
+
+
+def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes, all within ``shape``, cover each of its elements exactly once.
+
+    A sum of boxes is determined by its mixed difference along all dimensions, to which each box contributes +1 or -1
+    at every corner (inclusion-exclusion). So the boxes cover the shape if and only if their signed corners add up to
+    those of the shape. That takes time linear in the number of boxes, however they are split; comparing all pairs of
+    thousands of shards would take minutes. Dimensions that no box splits are left out, as they double the corners.
+
+    Raises:
+        ValueError: they are split along more dimensions than anybody splits a tensor.
+    """
+    whole: Box = tuple((0, size) for size in shape)
+    boxes = [box for box in boxes if all(begin < end for begin, end in box)]
+    if math.prod(shape) == 0:
+        return not boxes
+    split = [dimension for dimension in range(len(shape)) if any(box[dimension] != whole[dimension] for box in boxes)]
+    if len(split) > _MOST_SPLIT:
+        raise ValueError(f"a tensor is split along {len(split)} dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        corners.update(_signed_corners([box[dimension] for dimension in split]))
+    corners.subtract(_signed_corners([whole[dimension] for dimension in split]))
+    return not any(corners.values())
+
+
+def _signed_corners(box: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], int]:
+    """Map the corners of a box that is not empty to +1, or -1 if an odd number of its coordinates are ends."""
+    sides = product(*[((begin, 1), (end, -1)) for begin, end in box])
+    return {tuple(place for place, _ in corner): math.prod(sign for _, sign in corner) for corner in sides}
+
+
+def _check_bytes(chunks: Iterable[Mapping[str, Any]]) -> None:
+    """Check that no two chunks share bytes of a file: a small file cannot pose as a large tensor."""
+    for one, other in pairwise(sorted(_spans(chunks))):
+        if one[0] == other[0] and one[2] > other[1]:
+            raise ValueError(f"two chunks share bytes of {one[0]}")
+
+
+def _spans(chunks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
+    for chunk in chunks:
+        if chunk["length"]:
+            yield chunk["file"], chunk["offset"], chunk["offset"] + chunk["length"]
