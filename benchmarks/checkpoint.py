@@ -38,7 +38,7 @@ def _nothing(world: World, folder: Path) -> tuple[Save, End]:
 
 
 def _worldsize(world: World, folder: Path) -> tuple[Save, End]:
-    saver = Saver(folder, world, dist.new_group(backend="gloo"), keep=Retention(last=2), facts={})  # type: ignore[arg-type]
+    saver = Saver(folder, world, dist.new_group(backend="gloo"), keep=Retention(last=2))  # type: ignore[arg-type]
 
     def save(state: StateDict, step: int) -> None:
         saver.save(state, step=step, facts={"metrics": {}})

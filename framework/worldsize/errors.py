@@ -18,6 +18,10 @@ class CheckpointError(WorldsizeError):
     """A checkpoint cannot be written, is damaged, or does not fit the run."""
 
 
+class RunFolderError(WorldsizeError):
+    """The folder of a run was deleted, or takes nothing more."""
+
+
 class NonfiniteLossError(WorldsizeError):
     """The loss became NaN or infinite while ``nonfinite=stop``."""
 

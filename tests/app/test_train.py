@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.small_disk import mounted
+
 QUICK = ("recipe=digits", "steps=3", "recipe.width=4")
 
 
@@ -203,13 +205,8 @@ def test_a_recipe_whose_import_fails_shows_its_own_traceback(train: Any, tmp_pat
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of 64 KiB at runs/."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "runs", "64k") as folder:
+        yield folder
 
 
 def test_a_full_disk_is_refused_and_leaves_nothing(train: Any, tmpfs: Path) -> None:

@@ -56,7 +56,7 @@ def bits(state: StateDict) -> dict[str, bytes]:
 
 def saver(root: Path, world: World, **changes: Any) -> Saver:
     group: Any = dist.new_group(backend="gloo") if world.size > 1 else None
-    return Saver(root, world, group, **{"keep": Retention(last=9), "facts": {}, **changes})
+    return Saver(root, world, group, **{"keep": Retention(last=9), **changes})
 
 
 def saved(root: Path, world: World, *steps: int) -> None:

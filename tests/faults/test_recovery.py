@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.outcome import outcome
+from tests.small_disk import mounted
 
 REPOSITORY = Path(__file__).parents[2]
 histories = runpy.run_path(str(REPOSITORY / "tests" / "observe" / "wandb_file.py"))["histories"]
@@ -336,13 +337,8 @@ def test_a_run_resumes_with_changes_accepted_by_name_and_a_finished_run_can_be_t
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of 2 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with mounted(tmp_path / "small", "2m") as folder:
+        yield folder
 
 
 def test_a_full_disk_fails_the_save_on_all_ranks_and_the_older_checkpoint_is_good(

@@ -43,7 +43,7 @@ def test_tensors_are_compared_in_units_of_their_own_dtype() -> None:
 
 def a_run(folder: Path, weights: dict[int, float], losses: dict[int, float], digest: str) -> Path:
     world = World.alone(torch.device("cpu"))
-    saver = Saver(folder / "checkpoints", world, None, keep=Retention(last=9), facts={})
+    saver = Saver(folder / "checkpoints", world, None, keep=Retention(last=9))
     for step, value in weights.items():
         saver.save({"model": {"w": torch.tensor([2.0, value])}}, step=step, facts={"metrics": {}})
     saver.finish()

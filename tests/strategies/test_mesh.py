@@ -321,7 +321,7 @@ def test_bfloat16_trains_to_the_losses_of_one_process() -> None:
 
 def saver(folder: Path, world: World) -> Saver:
     group: Any = dist.new_group(backend="gloo") if world.size > 1 else None
-    return Saver(folder, world, group, keep=Retention(last=9), facts={})
+    return Saver(folder, world, group, keep=Retention(last=9))
 
 
 def save(folder: Path, replica: Replica, world: World, step: int) -> None:

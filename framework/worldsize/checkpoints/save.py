@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -41,6 +42,7 @@ class Saver:
 
     ``group`` is a gloo group of the role that nothing else uses (None: one process): a thread communicates there
     while training goes on. ``finite``: a model with NaN or infinities is an error, and older checkpoints stay.
+    ``owner``: a file without which nothing is saved, as a run's manifest: a run folder that was deleted stays deleted.
     ``at`` is called at named points, where tests let a process die.
     """
 
@@ -51,12 +53,12 @@ class Saver:
         group: ProcessGroup | None,
         *,
         keep: Retention,
-        facts: Mapping[str, Any],
         finite: bool = False,
+        owner: Path | None = None,
         at: Callable[[str], None] = _nothing,
     ) -> None:
         self._root, self._world, self._group = root, world, group
-        self._keep, self._facts, self._finite, self._at = keep, facts, finite, at
+        self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
         self._buffers: dict[str, Tensor] = {}
         self._holders: dict[str, list[int]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
@@ -64,6 +66,8 @@ class Saver:
 
     def save(self, state: StateDict, *, step: int, facts: Mapping[str, Any]) -> list[CheckpointSaved]:
         """Begin a save, after the one before has ended, which is what is returned.
+
+        ``facts`` are the caller's own, plain data for whoever reads the checkpoint.
 
         Raises:
             CheckpointError: the save before failed on some rank.
@@ -74,7 +78,7 @@ class Saver:
         if self._holders.keys() != tensors.keys():
             self._holders = holders(tensors, self._world)
         mine = self._copied(dict(_shares(tensors, self._holders, self._world)))
-        head = {"step": step, "world_size": self._world.size, "values": values, "facts": {**self._facts, **facts}}
+        head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
         self._pending = self._thread.submit(self._write, mine, head, step, _outline(tensors))
         return ended
 
@@ -130,17 +134,23 @@ class Saver:
 
     def _begun(self, final_: Path) -> Path | None:
         """Make a new folder on rank 0, and remove what an earlier attempt has left. None: it was saved before."""
+        self._check_owner()
         if final_.exists() and _stands(final_):
             return None
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._root.mkdir(parents=self._owner is None, exist_ok=True)
         for stale in self._root.glob(".step_*"):
             shutil.rmtree(stale)
         folder = self._root / f".{final_.name}.{secrets.token_hex(4)}"
         folder.mkdir()
         return folder
 
+    def _check_owner(self) -> None:
+        if self._owner is not None and not self._owner.exists():
+            raise FileNotFoundError(errno.ENOENT, "the folder was deleted", str(self._owner.parent))
+
     def _published(self, folder: Path, final_: Path) -> None:
         """Publish the folder by one durable rename on rank 0; then older ones may go."""
+        self._check_owner()
         if final_.exists():  # damaged, and an older one was resumed from
             final_.rename(self._root / f".step_damaged_{secrets.token_hex(4)}")
         folder.rename(final_)

@@ -26,12 +26,12 @@ from worldsize.driver.hints import command_line
 from worldsize.driver.record import amend_record, check_same, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
-from worldsize.errors import ConfigError
+from worldsize.errors import ConfigError, RunFolderError
 from worldsize.observe.summary import summary_table
 from worldsize.planning.construction import check_construction
 from worldsize.records.redaction import Scrubber, scrubber
 from worldsize.records.run_directory import RunDirectory, created, planned
-from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result
+from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result, writing
 
 _logger = logging.getLogger(__name__)
 
@@ -88,6 +88,15 @@ def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractCo
 
     ``record`` is opened if this process starts the attempts. Jobs and agents record theirs, under a lock of their own.
     """
+    try:
+        with writing(run):
+            return _started(settings, plan, run, record)
+    except RunFolderError as error:
+        _logger.error("%s", error)
+        return 1
+
+
+def _started(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> int:
     match settings.launcher:
         case BatchLauncher() as launcher:
             return _submit(launcher, [plan], [run])
@@ -120,8 +129,9 @@ def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDi
         if job is None:
             print(launcher.describe(plan))
         else:
-            note_job(run, job)
             print(f"job {job} submitted: {run.path}", flush=True)
+            with writing(run):
+                note_job(run, job)
     if not launcher.wait:
         print(f"follow it with: {command_line('logs', '--follow', runs[0].path)}")
         return 0

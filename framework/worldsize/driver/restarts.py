@@ -11,10 +11,11 @@ from rich.console import Console
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Launcher, Outcome, Plan
 from worldsize.driver.hints import command_line
+from worldsize.errors import RunFolderError
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
 from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import RunRecord, read_result
+from worldsize.records.run_record import RunRecord, read_result, writing
 
 _logger = logging.getLogger(__name__)
 
@@ -24,9 +25,19 @@ def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Run
 
     A failure at the same step twice in a row ends it: a third would be no other.
     """
+    try:
+        return _run_attempts(settings, launcher, plan, record)
+    except RunFolderError as error:
+        _logger.error("%s", error)
+        record.give_up()
+        return 1
+
+
+def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
     console, restarts, failed_at = Console(), 0, -1
     while True:
-        outcome = _attempt(settings, launcher, plan, record, console)
+        with writing(record.directory):
+            outcome = _attempt(settings, launcher, plan, record, console)
         if (failure := outcome.failure) is None or restarts == launcher.max_restarts:
             break
         step = failure.step or 0

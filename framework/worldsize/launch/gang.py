@@ -15,6 +15,7 @@ from typing import final
 from worldsize.core import Job, Outcome
 from worldsize.launch.control import Control
 from worldsize.launch.first_cause import outcome_of
+from worldsize.launch.folder_watch import FolderWatch
 from worldsize.launch.interruption import Abort, Signals
 from worldsize.launch.members import Member, Members
 from worldsize.launch.resize import Resize
@@ -52,10 +53,14 @@ class Gang(Job):
     ) -> None:
         self._members, self._folder, self._graces, self._terminal = members, folder, graces, terminal
         self._control_sign = run.control if leads else None
+        self._folder_watch = FolderWatch(run.manifest)
         self._abort = Abort()
 
     def wait(self) -> Outcome:
-        """Block until all have ended. A first signal is passed on, so that they save and end; a second ends them."""
+        """Block until all have ended. A first signal is passed on, so that they save and end; a second ends them.
+
+        They are ended at once if the run's folder is deleted: nothing of what they compute could be kept.
+        """
         signals = Signals()
         control = Control(self._folder / "control", self._control_sign, Resize(self._members))
         try:
@@ -65,13 +70,11 @@ class Gang(Job):
                     self._ask_to_save(signals, control)
         finally:
             silent = self._members.kill()
-            if self._terminal:
-                self._terminal.close()
-            for member in self._members.current:
-                member.copy_error_to_log()
-            outcome = self._outcome(silent, signals.seen[-1] if signals.seen else 0)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._abort.close()
+            try:
+                outcome = self._ended(silent, signals.seen[-1] if signals.seen else 0)
+            finally:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._abort.close()
         return outcome
 
     def abort(self) -> None:
@@ -81,6 +84,14 @@ class Gang(Job):
     def cancel(self) -> None:
         self._members.terminate()
 
+    def _ended(self, silent: Sequence[Member], signum: int) -> Outcome:
+        """Show what is left of the output of all processes; return how the gang ended."""
+        if self._terminal:
+            self._terminal.close()
+        for member in self._members.current:
+            member.copy_error_to_log()
+        return self._outcome(silent, signum)
+
     def _ask_to_save(self, signals: Signals, control: Control) -> None:
         """Ask all to save and to end, once; the next signal or the grace ends the wait."""
         grace = self._graces.interrupt if signals.seen[0] == signal.SIGINT else self._graces.save
@@ -88,7 +99,7 @@ class Gang(Job):
         self._join(signals, control, asked=1, deadline=time.monotonic() + grace)
 
     def _join(self, signals: Signals, control: Control, *, asked: int = 0, deadline: float | None = None) -> None:
-        """Wait for the end of all, for a signal after the first ``asked``, or until ``deadline``.
+        """Wait for the end of all, for a signal after the first ``asked``, until ``deadline``, or for the folder's end.
 
         The first failure sets the deadline if it is None.
         """
@@ -96,8 +107,10 @@ class Gang(Job):
             timeout = None if deadline is None else deadline - time.monotonic()
             if len(signals.seen) > asked or self._abort.is_requested or (timeout is not None and timeout <= 0):
                 return
+            if self._folder_watch.look():
+                return
             sockets, seconds = control.awaited()
-            patience = min([each for each in (timeout, seconds) if each is not None], default=None)
+            patience = min(each for each in (timeout, seconds, FolderWatch.interval) if each is not None)
             for ready in wait([*awaited, signals.arrival, self._abort.arrival, *sockets], patience):
                 if ready == signals.arrival:
                     signals.drain()
@@ -111,6 +124,8 @@ class Gang(Job):
                 deadline = time.monotonic() + self._graces.failure
 
     def _outcome(self, silent: Sequence[Member], signum: int) -> Outcome:
+        if self._folder_watch.is_deleted:
+            return Outcome("failed", 1)
         deciding = [member.ending() for member in self._members.deciding or self._members.current]
         failed = [member.ending() for member in self._members.ended if member.failed]
         return outcome_of(deciding, failed, [member.ending() for member in silent], signum=signum)

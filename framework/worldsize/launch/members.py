@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.preemption import PREEMPTED
 
 _logger = logging.getLogger(__name__)
+
+_FULL_BYTES = 64 << 10  # free on a disk on which a process finds no room for its error
 
 
 @final
@@ -60,7 +63,15 @@ class Member:
             error: dict[str, Any] = json.loads(self.error.read_text())
             return error
         except (OSError, ValueError):
-            return None
+            return self._full_disk()
+
+    def _full_disk(self) -> dict[str, Any] | None:
+        """Return the likely error of a process that failed, and for which there was no room to say why."""
+        with suppress(OSError):
+            if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:
+                text = f"the disk with {self.error.parent.parent} is full. Make room, then resume the run.\n"
+                return {"time_ns": 0, "traceback": text}
+        return None
 
 
 @final

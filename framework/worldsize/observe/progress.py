@@ -65,9 +65,11 @@ class Tail:
 
     def read(self) -> Iterator[bytes]:
         """Yield the lines completed since the last call; those of a file that was replaced from its start."""
-        if not self._path.exists():
+        try:
+            inode = self._path.stat().st_ino
+        except FileNotFoundError:
             return
-        if (inode := self._path.stat().st_ino) != self._file:
+        if inode != self._file:
             self._file, self._offset = inode, 0
         for line in complete_lines(self._path, self._offset):
             self._offset += len(line)

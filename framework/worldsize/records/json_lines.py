@@ -32,9 +32,11 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 
     A last line without an end is being written, or was when its writer was killed.
     """
-    if not path.exists():
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
         return
-    with path.open("rb") as file:
+    with file:
         file.seek(start)
         while (line := file.readline(_LONGEST)).endswith(b"\n"):
             yield line

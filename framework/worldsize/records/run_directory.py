@@ -36,6 +36,7 @@ class RunDirectory:
         self.excluded = path / "excluded"  # hosts that were too slow, a line each: the run goes on without them
         self.transport = path / "transport.json"  # which way the bytes of an attempt went, until the manifest has it
         self.findings = path / "findings"  # of an examination of the cluster: a file a host, a process, and the first
+        self.reserve = path / ".reserve"  # room on the disk for saying how a run ended that has filled it
         self.control = path / "control"  # names the socket at which the launching process takes requests
 
     def servers(self, attempt: int) -> Path:
@@ -57,6 +58,15 @@ class RunDirectory:
     def timing(self, rank: int) -> Path:
         """The file with the step breakdown of one worker, a JSON line for each measured step."""
         return self.path / "timing" / f"worker_{rank:05d}.jsonl"
+
+
+def is_missing(path: Path) -> bool:
+    """Whether there is no such file for certain: a file server that does not answer has not deleted it."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
 
 
 def private(folder: Path) -> Path:

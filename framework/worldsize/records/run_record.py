@@ -6,29 +6,33 @@ Only this module reads and writes ``run_manifest.json``, ``overrides.yaml`` and 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from worldsize.errors import CheckpointError, WorldsizeError
+from worldsize.errors import CheckpointError, RunFolderError, WorldsizeError
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
-from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory, is_missing
 from worldsize.world.environments import job_of
 
 if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
     from worldsize.core import Outcome
 
 Manifest = Mapping[str, Any]
+
+_RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 
 @final
@@ -98,6 +102,7 @@ def look(directory: RunDirectory) -> RunView:
 
 def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, overrides: str) -> None:
     """Begin the record of a run whose folder has just been created; the manifest is written last."""
+    _reserve(directory)
     write_configuration(directory, config=config, overrides=overrides)
     write_manifest(directory.manifest, {**manifest, "attempts": [], "results": None})
 
@@ -128,6 +133,31 @@ def note_job(directory: RunDirectory, name: str) -> None:
     write_manifest(directory.manifest, {**manifest, "jobs": jobs}, own=is_own(manifest))
 
 
+@contextmanager
+def writing(directory: RunDirectory) -> Iterator[None]:
+    """Raise RunFolderError in place of an error that says that the run's folder is gone or cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if is_missing(directory.manifest):
+            text = f"the run folder {directory.path} was deleted while the run trained, so nothing more can be saved."
+            raise RunFolderError(text) from error
+        file = error.filename if isinstance(error.filename, str) else None  # unknown when a write fails
+        is_inside = file is not None and Path(file).is_relative_to(directory.path)
+        if error.errno not in _STORAGE_ERRORS and not is_inside:
+            raise
+        place = f"the run folder {directory.path}" if is_inside or file is None else file
+        why = error.strerror or str(error)
+        text = f"{place} cannot be written any more ({why}); resume the run once that is repaired."
+        raise RunFolderError(text) from error
+
+
+def _reserve(directory: RunDirectory) -> None:
+    """Take room on the disk, unless it is taken: bytes that no file system can compress away."""
+    if not directory.reserve.exists():
+        directory.reserve.write_bytes(os.urandom(_RESERVED_BYTES))
+
+
 @final
 class RunRecord:
     """The record of a run in the hands of its only writer; see :func:`opened`."""
@@ -136,6 +166,7 @@ class RunRecord:
         self.directory = directory
         self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
         self._version = self._version_on_disk()
+        self._attempt: dict[str, Any] | None = None  # the one that this process has begun and not ended
 
     @property
     def manifest(self) -> Manifest:
@@ -168,13 +199,14 @@ class RunRecord:
 
     def amend(self, manifest: Manifest, *, config: str, overrides: str) -> None:
         """Let the record say that the run goes on with another configuration."""
-        write_configuration(self.directory, config=config, overrides=overrides)
-        self._write(manifest)
+        with writing(self.directory):
+            write_configuration(self.directory, config=config, overrides=overrides)
+            self._write(manifest)
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int) -> int:
         """Note that an attempt begins, on this host and ``others``; return its number."""
         job = job_of(os.environ)
-        attempt = {
+        self._attempt = {
             "number": len(self.attempts) + 1,
             "start": _now(),
             "start_at": time.time(),
@@ -189,13 +221,15 @@ class RunRecord:
             "pid": os.getpid(),
             **({"job": job} if job else {}),
         }
-        self._write({**self.manifest, "attempts": [*self.attempts, attempt]})
+        _reserve(self.directory)
+        self._write({**self.manifest, "attempts": [*self.attempts, self._attempt]})
         _rewind_metrics(self.directory)  # before anybody follows the file
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
 
     def end_attempt(self, outcome: Outcome) -> None:
         """Note how the attempt ended, and what came of it."""
+        self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
         if self.directory.transport.exists():
             facts["transport"] = json.loads(self.directory.transport.read_text())
@@ -203,7 +237,18 @@ class RunRecord:
         manifest = _with_end(self.manifest, end=_now(), end_at=time.time(), **facts)
         results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
         self._write({**manifest, "results": results})
+        self._attempt = None
         write_result(self.directory, results)
+
+    def give_up(self) -> None:
+        """Note, if the folder takes that much, that the attempt has failed because it takes no more."""
+        with suppress(OSError, WorldsizeError):
+            self.directory.reserve.unlink(missing_ok=True)
+            if self._attempt is not None:
+                attempts = [*self.attempts[: self._attempt["number"] - 1], self._attempt]
+                manifest = {**self.manifest, "attempts": attempts, "results": {"exit_reason": "failed"}}
+                ended = {"end": _now(), "end_at": time.time(), "exit_reason": "failed", "exit_code": 1}
+                self._write(_with_end(manifest, **ended))
 
     def close(self) -> None:
         """Release the lock, for another process to take."""
@@ -226,9 +271,12 @@ def opened(directory: RunDirectory) -> Iterator[RunRecord]:
         WorldsizeError: there is no such run, or a process holds its lock already.
     """
     with ExitStack() as lock:
-        if directory.manifest.exists():  # else the lock would be left in a folder that is no run
-            lock.enter_context(run_lock(directory.path))
-        yield RunRecord(directory, _settle(directory), lock)
+        is_run = directory.manifest.exists()
+        with writing(directory) if is_run else nullcontext():
+            if is_run:  # else the lock would be left in a folder that is no run
+                lock.enter_context(run_lock(directory.path))
+            record = RunRecord(directory, _settle(directory), lock)
+        yield record
 
 
 def _settle(directory: RunDirectory) -> Manifest:
@@ -238,6 +286,7 @@ def _settle(directory: RunDirectory) -> Manifest:
         last = _last_written(directory.path)
         end = datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds")
         ended = _with_end(manifest, end=end, end_at=last, exit_reason="killed", exit_code=None)
+        directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
     return manifest
 

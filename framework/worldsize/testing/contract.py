@@ -116,7 +116,7 @@ def _resumed(replica: Replica, world: World, folder: Path | None) -> int:
 
 
 def _save(replica: Replica, world: World, folder: Path, step: int) -> None:
-    saver = Saver(folder, world, world.groups.get(f"checkpoint/{world.role}"), keep=Retention(), facts={})
+    saver = Saver(folder, world, world.groups.get(f"checkpoint/{world.role}"), keep=Retention())
     saver.save(replica.state(), step=step, facts={"metrics": {}})
     saver.finish()
     saver.close()

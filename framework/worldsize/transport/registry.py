@@ -62,7 +62,8 @@ class Registry:
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
         """Become the process that serves ``service`` in ``epoch``; False if another one is."""
         folder = self._folder_of(service)
-        folder.mkdir(parents=True, exist_ok=True)
+        for each in (self.folder, folder):  # not their parents: a run folder that was deleted stays deleted
+            each.mkdir(exist_ok=True)
         draft = folder / f".{name}"
         draft.write_text(json.dumps({"address": address, "name": name}))
         try:

@@ -90,8 +90,9 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
 def _write_error(path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(cause))
+    with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process says that
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(cause))
 
 
 def _play(

@@ -94,8 +94,8 @@ class Training:
             world,
             world.groups.get(f"checkpoint/{world.role}"),
             keep=settings.checkpoint.keep,
-            facts={"strategy": type(settings.strategy).__name__, "logical_ranks": settings.logical_ranks},
             finite=settings.numerics.nonfinite == "stop",
+            owner=run.manifest,
             at=settings.faults.at,
         )
 
@@ -200,6 +200,8 @@ class Training:
 
     def _save(self, progress: TrainingProgress) -> None:
         facts = {
+            "strategy": type(self._settings.strategy).__name__,
+            "logical_ranks": self._settings.logical_ranks,
             "skipped": progress.skipped,
             "evaluated": progress.evaluated,
             "metrics": dict(self._history.metrics),

@@ -1,0 +1,40 @@
+"""Small file systems to fill, which are unmounted however the test ends."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """Mount an empty file system of ``size`` (as in mount(8)) at the new folder ``folder``.
+
+    A process of its own unmounts it when its standard input ends: also if this one is killed at its time limit.
+    """
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.decode().strip()}")
+    command = ["sh", "-c", 'read -r _; exec umount --lazy "$0"', str(folder)]
+    unmounting = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield folder
+    finally:
+        unmounting.communicate()
+        assert unmounting.returncode == 0
+
+
+def fill(folder: Path) -> None:
+    """Write into a file of the folder until no byte fits any more."""
+    for piece in (bytes(4096), b"\0"):
+        with (folder / "ballast").open("ab", buffering=0) as file:
+            try:
+                while True:
+                    file.write(piece)
+            except OSError:
+                continue
