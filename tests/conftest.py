@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ import pytest
 from tests import warm
 from tests.clusters import slurm as real
 from worldsize.testing import hosts as namespaces
+from worldsize.world.scratch import private_folder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
 REPOSITORY = Path(__file__).parents[1]
@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the zygote once for all processes of a test run; it imports nothing before its first request."""
     if warm.ZYGOTE in os.environ:
         return
-    folder = Path(tempfile.mkdtemp(prefix="zygote_"))
+    folder = private_folder()
     path = folder / "socket"
     spare = "-" * 4000  # its children write their own command lines there
     zygote = subprocess.Popen([sys.executable, str(Path(__file__).with_name("zygote.py")), str(path), spare])

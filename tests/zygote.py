@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -112,6 +113,7 @@ def _run(request: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environment"])
+        tempfile.tempdir = None  # by TMPDIR
         _show(request["shown"])
         sys.executable = request["executable"]
         code = _exit_code(lambda: _play(request["arguments"]))

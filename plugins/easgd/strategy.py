@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +80,10 @@ class EASGD(Strategy):
         workers, model = context.workers, recipe.model()
         meeting = context.meeting_place(needs="easgd's centre needs its workers")
         credentials = self._credentials(_CENTRE, meeting.folder)
-        with tempfile.TemporaryDirectory(prefix="worldsize_") as folder:
-            listener = listen(f"tcp:{meeting.address}:0" if credentials else f"unix:{folder}/centre", credentials)
+        unix = f"unix:{meeting.socket(_CENTRE)}"
+        with listen(f"tcp:{meeting.address}:0" if credentials else unix, credentials) as listener:
             Registry(meeting.folder, meeting.timeout).acquire(_SERVICE, 1, address_of(listener), _CENTRE)
             channels = joined(listener, credentials, workers, meeting.timeout)
-            listener.close()
         numel = sum(parameter.numel() for parameter in trained_parameters(model))
         centre = Centre(channels, numel=numel, elasticity=self.moving_rate / workers)
         if self.rounds == "synchronous":

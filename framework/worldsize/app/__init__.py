@@ -8,12 +8,15 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
 from worldsize.messages import printable, show_messages, until_output_closes
+from worldsize.reproducibility.checkout import remove_worktree
+from worldsize.world.scratch import leftovers
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -54,6 +57,7 @@ def _call() -> None:
         print(_usage())
     elif name in COMMANDS:
         del sys.argv[1]
+        remove_leftovers()
         importlib.import_module(f"worldsize.app.{name}").main()
     else:
         sys.exit(refuse(WorldsizeError(f"no command {name!r}{neighbours(name, COMMANDS)}")))
@@ -110,6 +114,14 @@ def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
     print(f"This record was not written by you. {deed} [y/N] ", end="", file=sys.stderr, flush=True)
     if input().strip().lower() not in ("y", "yes"):
         raise WorldsizeError("nothing was installed or run.")
+
+
+def remove_leftovers() -> None:
+    """Remove the temporary folders of this user's processes that were killed, and the git worktrees in them."""
+    for folder in leftovers():
+        for entry in folder.glob("*/.git"):
+            remove_worktree(entry.parent)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def exit_process(code: int) -> NoReturn:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import threading
 from pathlib import Path
 
@@ -15,6 +14,9 @@ from worldsize.app import exit_process, refuse
 from worldsize.driver.agent import agent
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.records.run_directory import RunDirectory
+from worldsize.world.scratch import leftovers, private_folder
+
+_DRAFT = ".begin_"  # the beginning of the names of run folders that are not complete yet
 
 
 def main() -> None:
@@ -57,20 +59,26 @@ def _begin_with(source: Path, run: Path) -> None:
         return
     try:
         run.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=run.parent, prefix=".begin_"))
+        for killed in leftovers(run.parent, prefix=_DRAFT):
+            shutil.rmtree(killed, ignore_errors=True)
+        draft = private_folder(run.parent, prefix=_DRAFT)
+        _copy(source, draft)
     except OSError as error:
         raise ConfigError(
             f"{run.parent} cannot be written: {error}. Is the bucket or volume mounted, and ours?"
         ) from error
-    for file in source.iterdir():
-        if file.is_file():
-            shutil.copyfile(file, draft / file.name)
-            (draft / file.name).chmod(0o600)
-    if (plugins := RunDirectory(source).plugins).is_dir():
-        shutil.copytree(plugins, RunDirectory(draft).plugins)
     try:
         draft.rename(run)
     except OSError:
         shutil.rmtree(draft)
         if not (run / "config.yaml").exists():
             raise ConfigError(f"the run folder {run} exists and is no run.") from None
+
+
+def _copy(source: Path, draft: Path) -> None:
+    for file in source.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, draft / file.name)
+            (draft / file.name).chmod(0o600)
+    if (plugins := RunDirectory(source).plugins).is_dir():
+        shutil.copytree(plugins, RunDirectory(draft).plugins)

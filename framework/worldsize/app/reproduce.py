@@ -10,7 +10,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from worldsize.reproducibility.level import recorded_level
 from worldsize.reproducibility.plugins import check_kept
 from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt, to_be_installed
 from worldsize.strict_json import strict
+from worldsize.world.scratch import temporary_folder
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def reproduce(options: Options) -> int:
         _ask(recorded, patch, options)
     overrides = _overrides(manifest, options, own=own)
     clones = [Path(place) for place in (code["checkout"], original.path, Path.cwd(), bundle()) if place]
-    with tempfile.TemporaryDirectory(prefix="worldsize_") as name:
-        root, plugins = Path(name) / "code", Path(name) / "kept"
+    with temporary_folder() as scratch:
+        root, plugins = scratch / "code", scratch / "kept"
         if has_plugins:
             shutil.copytree(original.plugins, plugins)
             check_kept(manifest.get("plugins", ()), plugins)  # what is run, though the record may have changed since

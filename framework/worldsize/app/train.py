@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize.app import call_composed, exit_process, refuse
+from worldsize.app import call_composed, exit_process, refuse, remove_leftovers
 from worldsize.errors import WorldsizeError
 from worldsize.messages import show_messages, until_output_closes
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     show_messages()
+    remove_leftovers()
     with until_output_closes():
         exit_process(train(sys.argv[1:]))
 

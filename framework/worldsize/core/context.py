@@ -104,6 +104,12 @@ class Rendezvous:
     """Address of this host, as the others reach it."""
     timeout: float = 600.0
     """Seconds that a process waits for another."""
+    sockets: Path | None = None
+    """Private to this attempt and this host, with a short name, as Unix sockets need; None: ``folder``."""
+
+    def socket(self, name: str) -> Path:
+        """Return the path of a Unix socket, to which the processes of this host connect; it goes with the attempt."""
+        return (self.sockets or self.folder) / name
 
 
 @final

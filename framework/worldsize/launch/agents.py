@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,11 +18,12 @@ from worldsize.errors import WorldsizeError
 from worldsize.launch.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.launch.gang import Gang
 from worldsize.launch.handshake import Message
-from worldsize.launch.node import NodeLauncher, Rendezvous, private_folder
+from worldsize.launch.node import NodeLauncher, Rendezvous
 from worldsize.world.environments import Node
 from worldsize.world.interfaces import address_towards, interface_of
 from worldsize.world.interfaces import variables as network_variables
 from worldsize.world.preemption import PREEMPTED
+from worldsize.world.scratch import private_folder
 
 
 @final
@@ -184,11 +186,15 @@ class Follower:
     def _take_part(self, attempt: int, port: int) -> None:
         self._attempt = attempt
         plan, first = replace(self._plan, attempt=attempt), self._node.first or ""
-        rendezvous = _rendezvous(plan, first, port, address_towards(first))
-        self._gang = self._launcher.start_node(plan, self._node, rendezvous)
-        if self._aborted == attempt:
-            self._gang.abort()
-        outcome = self._gang.wait()
+        try:
+            rendezvous = _rendezvous(plan, first, port, address_towards(first))
+            self._gang = self._launcher.start_node(plan, self._node, rendezvous)
+            if self._aborted == attempt:
+                self._gang.abort()
+            outcome = self._gang.wait()
+        except OSError as error:  # such as a disk that is full
+            cause = f"the host {socket.gethostname()} cannot start processes: {error}"
+            outcome = Outcome("failed", 1, Failure("node", self._node.rank, cause, 1, time_ns=time.time_ns()))
         self._gang = None
         with suppress(OSError):  # the listening thread notices, too
             self._connection.send(ended=asdict(outcome))

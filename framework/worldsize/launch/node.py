@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from worldsize.world.interfaces import variables
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 from worldsize.world.roles import role_of, role_ranks
+from worldsize.world.scratch import private_folder
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,13 @@ class NodeLauncher(LaunchMethod):
         graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
         gang = Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0)
         first = node.rank * rendezvous.local_size
-        for rank in range(first, first + rendezvous.local_size):
-            members.add(*role_of(rank, plan.roles))
+        try:
+            for rank in range(first, first + rendezvous.local_size):
+                members.add(*role_of(rank, plan.roles))
+        except BaseException:
+            members.kill()  # who waits for ranks that never come
+            shutil.rmtree(rendezvous.folder, ignore_errors=True)
+            raise
         return gang
 
 
@@ -58,7 +64,7 @@ class NodeLauncher(LaunchMethod):
 class Rendezvous:
     """The meeting place of the processes of a node with all others."""
 
-    folder: Path  # private, with the heartbeats of this node's processes
+    folder: Path  # private, with the heartbeats and sockets of this node's processes; goes with the attempt
     local_size: int
     store: str  # a torch.distributed init method
     variables: Mapping[str, str]
@@ -76,10 +82,6 @@ class Rendezvous:
         local = rank % self.local_size if rank < plan.world_size else rank
         beat = self.folder / f"beat_{rank}"
         return Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, beat, 0, self.address)
-
-
-def private_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="worldsize_"))  # mode 0700: only this user can join the run
 
 
 def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:

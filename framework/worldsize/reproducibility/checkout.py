@@ -43,6 +43,11 @@ def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates:
         _git(repository, "worktree", "remove", "--force", str(folder))
 
 
+def remove_worktree(folder: Path) -> None:
+    """Remove a worktree that a killed process has left, and its entry in the repository that it belongs to."""
+    _git(folder, "worktree", "remove", "--force", str(folder))
+
+
 def _check(code: Mapping[str, Any]) -> None:
     """A stranger's manifest may not reach beyond the worktree, or hand options to git."""
     folder = PurePosixPath(code["folder"])

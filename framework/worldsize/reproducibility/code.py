@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.messages import printable
 from worldsize.records.redaction import without_credentials
 from worldsize.reproducibility.private_files import why_private
+from worldsize.world.scratch import temporary_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ def capture_code(folder: Path, *, exclude: Path, include: Sequence[str] = ()) ->
 
 def _capture_folder(folder: Path, include: Sequence[str]) -> Code:
     """Capture a folder outside git by way of a repository that exists only for that."""
-    with tempfile.TemporaryDirectory() as name:
-        database = Path(name) / "git"
+    with temporary_folder() as spare:
+        database = spare / "git"
         if shutil.which("git") is None or not any((folder / own).exists() for own in _OWN):
             return Code()
         _needed(folder, "init", "--quiet", "--bare", str(database))
@@ -141,8 +141,8 @@ def _fits(root: Path, name: str) -> bool:
 
 def _patch(root: Path, untracked: list[str]) -> bytes:
     """Differences from HEAD, staged, unstaged and untracked, by way of a copy of the index."""
-    with tempfile.TemporaryDirectory() as folder:
-        index = Path(folder) / "index"
+    with temporary_folder() as spare:
+        index = spare / "index"
         own = _text(root, "rev-parse", "--path-format=absolute", "--git-path", "index")
         if own and Path(own).exists():
             shutil.copy2(own, index)  # with its time: by it git knows which files may have changed since

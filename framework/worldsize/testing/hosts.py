@@ -13,13 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from worldsize.world.scratch import temporary_folder
 
 _SSH = """\
 Host h*
@@ -184,7 +185,7 @@ def main() -> None:
     if why := missing():
         sys.exit(why)
     name = f"ws{os.getpid()}"
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), name=name, count=options.count) as hosts:
+    with temporary_folder() as folder, running(folder, name=name, count=options.count) as hosts:
         if options.rate:
             hosts.shape(options.rate)
         done = subprocess.run(hosts.on(1, options.command), check=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 from worldsize.core import Cluster, Role, World
 from worldsize.world.environments import Placement
 from worldsize.world.fork import ready_to_fork
+from worldsize.world.scratch import temporary_folder
 from worldsize.world.world import open_world
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def run_in_worlds(
     Raises:
         RuntimeError: a process raised (its traceback), or did not answer within ``timeout`` seconds.
     """
-    with tempfile.TemporaryDirectory() as meeting:
+    with temporary_folder() as meeting:
         with ready_to_fork():
             started = [_start(body, rank, size, local_size or size, f"file://{meeting}/store") for rank in range(size)]
         try:

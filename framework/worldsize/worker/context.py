@@ -29,6 +29,7 @@ from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.records.run_directory import RunDirectory, private
 from worldsize.world.environments import Placement
 from worldsize.world.heartbeat import Heartbeat
+from worldsize.world.scratch import private_folder
 
 
 def context_of(settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag) -> RunContext:
@@ -52,7 +53,8 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
 
 
 def _rendezvous(settings: Settings, run: RunDirectory, placement: Placement) -> Rendezvous:
-    return Rendezvous(private(run.servers(placement.attempt)), placement.address, settings.cluster.timeout)
+    sockets = placement.heartbeat.parent if placement.heartbeat else private_folder()
+    return Rendezvous(private(run.servers(placement.attempt)), placement.address, settings.cluster.timeout, sockets)
 
 
 @final

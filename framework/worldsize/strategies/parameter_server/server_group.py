@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from worldsize.core import Cluster, ConfigError, Recipe, RunContext
+from worldsize.core import Cluster, ConfigError, Recipe, Rendezvous, RunContext
 from worldsize.records.run_directory import private
 from worldsize.strategies.parameter_server.mastership import RegisteredMastership
 from worldsize.strategies.parameter_server.model_state import full_state, load_full_state, tables_of, train_state_of
@@ -143,7 +143,8 @@ class ServerGroup:
         world = context.world
         dialer, index = self.dialer(f"{SERVER_PREFIX}{world.rank}", context), world.rank % self.servers
         shard, full = self._shard(recipe, train_state, context, index, plan=plan, rule=rule)
-        listener = self._listener(dialer.credentials, context.meeting_place(needs="a server needs its workers").address)
+        meeting = context.meeting_place(needs="a server needs its workers")
+        listener = self._listener(dialer.credentials, meeting, dialer.name)
         service, address = shard_service(index), address_of(listener)
         succession = Succession(
             dialer,
@@ -179,8 +180,8 @@ class ServerGroup:
                 each.load(state["tables"][each.table.name])
         return Shard(ShardParameters(train_state, plan.shards[index], tables), rule, step=step), full
 
-    def _listener(self, credentials: Credentials | None, address: str) -> socket.socket:
+    def _listener(self, credentials: Credentials | None, meeting: Rendezvous, name: str) -> socket.socket:
         if self.wire == "unix":
-            return listen(f"unix:{Path(tempfile.mkdtemp(prefix='worldsize_'), 'server')}", None)
-        host = self.host or ("127.0.0.1" if self.wire == "tcp" else address)
+            return listen(f"unix:{meeting.socket(f'{name}-{os.getpid()}')}", None)
+        host = self.host or ("127.0.0.1" if self.wire == "tcp" else meeting.address)
         return listen(f"tcp:{host}:0", credentials)
