@@ -20,8 +20,8 @@ from worldsize.launch import control as controls
 from worldsize.launch.control import Control, request
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
-from worldsize.launch.node import private_folder
 from worldsize.records.run_directory import RunDirectory
+from worldsize.world.scratch import private_folder
 
 HOSTILE = {
     "deep": b"[" * 4000 + b"\n",
