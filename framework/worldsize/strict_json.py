@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 LARGEST = 64 << 20  # bytes of one text
-_LARGE_EXPONENT = re.compile(r"[eE]\+?\d{3}")
+_LARGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{300}")
 
 
 def strict(value: Any) -> Any:
@@ -33,7 +33,7 @@ def parse(text: bytes | str, *, at_most: int = LARGEST, mapping: Callable[[dict[
     if len(text) > at_most:
         raise ValueError(f"it has {len(text)} bytes, which is more than {at_most}")
     decoded = text.decode() if isinstance(text, bytes) else text  # a UnicodeDecodeError is a ValueError
-    number = _finite if _LARGE_EXPONENT.search(decoded) else None  # a function for each number would be slow
+    number = _finite if _LARGE_NUMBER.search(decoded) else None  # a function for each number would be slow
     try:
         return json.loads(decoded, parse_constant=_refuse, parse_float=number, object_hook=mapping)
     except RecursionError:

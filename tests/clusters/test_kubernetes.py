@@ -166,7 +166,7 @@ def test_no_key_is_shown(train: Any, command: Any, environment_without_wandb: di
     [
         (VOLUME[1:], "cluster.image is missing"),
         (VOLUME[:1], "is on none of cluster.volumes"),
-        ((*VOLUME, "cluster.kind=pod"), "Known: auto, jobset, job"),
+        ((*VOLUME, "cluster.kind=pod"), "Known: auto, job, jobset"),
         ((*VOLUME, "launcher.kubectl=[nowhere]"), "nowhere is not found"),
     ],
 )

@@ -26,7 +26,8 @@ def write_metrics(path: Path, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "text", ["NaN", "[1e400]", "-Infinity", "[" * 100_000, '{"a":' * 100_000, b"\xff", "x" * 200, ""]
+    "text",
+    ["NaN", "[1e400]", "-Infinity", "[" * 100_000, '{"a":' * 100_000, b"\xff", "x" * 200, "", "1" + "0" * 400 + ".0"],
 )
 def test_what_is_no_strict_json_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError, match="."):
