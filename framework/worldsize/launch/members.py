@@ -69,7 +69,7 @@ class Member:
         """Return the likely error of a process that failed, and for which there was no room to say why."""
         with suppress(OSError):
             if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:
-                text = f"the disk with {self.error.parent.parent} is full. Make room, then resume the run.\n"
+                text = f"the disk with {self.error.parent.parent} is full. Make room, then resume the run."
                 return {"time_ns": 0, "traceback": text}
         return None
 
