@@ -60,6 +60,14 @@ def test_every_strategy_is_predicted_or_the_plan_says_why_not(plan: Any) -> None
     assert {path.stem for path in STRATEGIES} <= {*rows(done.stdout), *others}
 
 
+def test_a_model_is_planned_for_four_thousand_gpus_under_strategies_with_other_numbers_of_workers(plan: Any) -> None:
+    words = ("cluster.nodes=512", "cluster.gpus_per_node=8", "strategy=parameter_server", "strategy.servers=7")
+    done = plan(*TEXTBOOK[:-1], *words, "--strategies", "ddp,parameter_server")
+    assert done.returncode == 0, done.stderr
+    assert set(rows(done.stdout)) == {"strategy", "ddp", "parameter_server"}
+    assert "4096 processes on 512 nodes" in done.stdout
+
+
 def test_options_of_the_chosen_strategy_change_its_prediction(plan: Any) -> None:
     words = (*TEXTBOOK, "cluster.nodes=8", "cluster.gpus_per_node=8", "strategy=ddp", "--strategies", "ddp")
     flat = rows(plan(*words).stdout)["ddp"]

@@ -6,7 +6,6 @@ Nothing is started; the recipe takes a few steps on this machine, unless --model
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -91,8 +90,8 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     links = links_of(options.links) if options.links else {}
     predictor = Predictor(Given(size, options.compute, options.overlap, links))
     typed = any(word.startswith("batch_size=") for word in task_overrides())
-    shared = [] if size is None or typed else [f"batch_size={_shared_out(cfg)}"]
-    settings = settings_of(compose("config", overrides=[*task_overrides(), *shared]))
+    shared = None if size is None or typed else _SAMPLES_PER_LOGICAL_RANK
+    settings = settings_of(cfg, samples_per_logical_rank=shared)
     _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
     found, refused = _forecasts(predictor, shared, names)
     cluster = predictor.cluster(settings)
@@ -107,6 +106,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     return 0 if found else CONFIG_ERROR
 
 
+_SAMPLES_PER_LOGICAL_RANK = 16  # of a model whose compute is given: no sample is drawn, but pipelines divide them
 _UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."
 
 
@@ -114,14 +114,6 @@ def _print(*lines: Table | str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     for line in filter(None, lines):
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
-
-
-def _shared_out(cfg: DictConfig) -> int:
-    """A batch that every strategy can deal to its workers, for a model whose compute is given: no sample is drawn."""
-    from worldsize.driver.execute import shape_of
-
-    processes = shape_of(cfg)["processes"]
-    return 16 * math.lcm(*range(max(1, processes - 8), processes + 1))
 
 
 # ---------------------------------------------------------------- what it costs
@@ -137,7 +129,7 @@ def _names(wanted: str | None) -> list[str]:
 
 
 def _forecasts(
-    predictor: Predictor, shared: Sequence[str], names: Sequence[str]
+    predictor: Predictor, shared: int | None, names: Sequence[str]
 ) -> tuple[dict[str, Forecast], dict[str, str]]:
     """Map each strategy to its forecast, or to the reason why there is none."""
     found: dict[str, Forecast] = {}
@@ -158,17 +150,17 @@ def _note(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _strategies(refused: dict[str, str], shared: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
+def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
     """The run under each strategy with its defaults, and as it was typed under the chosen one."""
     from worldsize.driver.execute import settings_of
 
-    typed = [*task_overrides(), *shared]
+    typed = task_overrides()
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
     others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
     for name in names:
         words = typed if name == chosen else [*others, f"strategy={name}"]
         try:
-            yield name, settings_of(compose("config", overrides=words))
+            yield name, settings_of(compose("config", overrides=words), samples_per_logical_rank=shared)
         except WorldsizeError as error:
             refused[name] = str(error)
         except Exception as error:  # any: of a plugin that nobody has chosen
@@ -240,7 +232,8 @@ def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) 
 
 
 def _places(groups: Sequence[Sequence[int]]) -> dict[int, str]:
-    return {rank: f"{place}: {_short(group)}" for group in groups for place, rank in enumerate(group)}
+    shown = ((group, _short(group)) for group in groups)
+    return {rank: f"{place}: {text}" for group, text in shown for place, rank in enumerate(group)}
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -117,7 +117,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all of them meet
     parts = strategy.data_parallel(cluster)
-    logical_ranks = _logical_ranks(config, parts, strategy.default_micro_batches)
+    logical_ranks = _wanted_ranks(config, strategy, cluster)
+    _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
     strategy.check_micro_batches(logical_ranks // parts)
     return Settings(
         config=config,
@@ -200,10 +201,22 @@ def _check_reduce(strategy: Strategy) -> None:
         )
 
 
-def _logical_ranks(config: Mapping[str, Any], workers: int, each: int) -> int:
-    """Logical ranks of the run: ``each`` a data-parallel worker unless set; workers and batch must divide."""
-    total = config.get("logical_ranks") or workers * each
-    batch: int = config["batch_size"]
+def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
+    """Count the logical ranks of the run that ``config`` describes, without a look at its batch.
+
+    Raises:
+        ConfigError: the strategy cannot be built, or not on this cluster.
+    """
+    strategy = build(config["strategy"], Strategy, allowed=_allowed(config), key="strategy")  # type: ignore[type-abstract]
+    return _wanted_ranks(config, strategy, _cluster(config["cluster"], threads=None))
+
+
+def _wanted_ranks(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster) -> int:
+    return config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches
+
+
+def _check_divisible(total: int, *, workers: int, batch: int) -> None:
+    """Refuse logical ranks that do not divide over the workers, and a batch that does not divide over them."""
     if total < 1 or total % workers:
         raise ConfigError(
             f"{total} logical ranks do not divide over {workers} data-parallel workers. "
@@ -215,4 +228,3 @@ def _logical_ranks(config: Mapping[str, Any], workers: int, each: int) -> int:
             f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
         )
         raise ConfigError(f"batch_size={batch} does not divide over {total} logical ranks. Set {options}.")
-    return int(total)

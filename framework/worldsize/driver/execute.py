@@ -18,7 +18,7 @@ from worldsize.checkpoints.format import complete, step_of
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, variables_of
 from worldsize.config.installed import installed
 from worldsize.config.search_path import make_importable, roots
-from worldsize.config.settings import Settings, load_settings
+from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
 from worldsize.config.shape import with_processes
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
 from worldsize.data.loader import is_iterable, steps_of
@@ -184,11 +184,16 @@ def _check_steps(settings: Settings, run: RunDirectory) -> None:
         )
 
 
-def settings_of(cfg: DictConfig) -> Settings:
-    """Build typed settings, with what only the launching process knows filled in."""
+def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None) -> Settings:
+    """Build typed settings, with what only the launching process knows filled in.
+
+    ``samples_per_logical_rank`` replaces the batch of the configuration, so that it divides under every strategy.
+    """
     make_importable(roots())
     if "hosts" in cfg.cluster:
         cfg.cluster.nodes = len(cfg.cluster.hosts)
+    if samples_per_logical_rank is not None:
+        cfg.batch_size = samples_per_logical_rank * logical_ranks_wanted(_completed(resolved(cfg)))
     config = _completed(resolved(cfg))
     settings = load_settings(config)
     if cfg.epochs is None:
