@@ -17,6 +17,7 @@ MODULES = sorted(FRAMEWORK.rglob("*.py"))
 FLOORS = (  # from the ground up: a package imports only from those before it
     "errors",
     "messages",
+    "files",
     "strict_json",
     "core",
     "cost",

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 LARGEST = 64 << 20  # bytes of one text
-_LARGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{300}")
+_DEEPEST = 100  # levels of one text
+_LARGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{200}")  # what lacks both is below 1e299
 
 
 def strict(value: Any) -> Any:
@@ -21,11 +22,20 @@ def strict(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def parse(text: bytes | str, *, at_most: int = LARGEST, mapping: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Parse JSON that may come from anybody.
+def parse(
+    text: bytes | str,
+    *,
+    at_most: int = LARGEST,
+    deepest: int = _DEEPEST,
+    mapping: Callable[[dict[str, Any]], Any] | None = None,
+) -> Any:
+    """Parse JSON that may come from anybody; each number in it can be made a float, and is finite then.
 
-    ``at_most``: size that is accepted, in bytes (of a str, in characters). ``mapping`` makes what stands for each
-    object (default: a dict).
+    Args:
+        text: what is parsed.
+        at_most: the size that is accepted, in bytes (of a str, in characters).
+        deepest: how many levels of lists and objects are accepted.
+        mapping: makes the dict that stands for each object (default: a plain one).
 
     Raises:
         ValueError: it is too large, nested too deeply, no UTF-8, no JSON, or has a number that is not finite.
@@ -33,17 +43,35 @@ def parse(text: bytes | str, *, at_most: int = LARGEST, mapping: Callable[[dict[
     if len(text) > at_most:
         raise ValueError(f"it has {len(text)} bytes, which is more than {at_most}")
     decoded = text.decode() if isinstance(text, bytes) else text  # a UnicodeDecodeError is a ValueError
-    number = _finite if _LARGE_NUMBER.search(decoded) else None  # a function for each number would be slow
+    # a function for each number would be slow
+    decimal, integer = (_finite, _integer) if _LARGE_NUMBER.search(decoded) else (None, None)
     try:
-        return json.loads(decoded, parse_constant=_refuse, parse_float=number, object_hook=mapping)
+        value = json.loads(decoded, parse_constant=_refuse, parse_float=decimal, parse_int=integer, object_hook=mapping)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    if decoded.count("[") + decoded.count("{") > deepest:
+        _check_depth(value, deepest)
+    return value
+
+
+def _check_depth(value: Any, deepest: int) -> None:
+    level = [value]
+    for _ in range(deepest + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+    if level:
+        raise ValueError(f"it is nested more than {deepest} deep")
 
 
 def _finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
         _refuse(digits)
     return number
+
+
+def _integer(digits: str) -> int:
+    _finite(digits)
+    return int(digits)
 
 
 def _refuse(number: str) -> NoReturn:

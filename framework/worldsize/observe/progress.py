@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from worldsize.files import is_file
 from worldsize.records.json_lines import complete_lines, row_of
 from worldsize.records.metrics import is_metric
 
@@ -59,21 +61,18 @@ class Tail:
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
         self._path = path
-        self._offset, self._file = (path.stat().st_size, path.stat().st_ino) if path.exists() else (0, 0)
-        if whole:
-            self._offset = 0
+        self._offset, self._file = 0, 0
+        if not whole and is_file(path):
+            self._offset, self._file = path.stat().st_size, path.stat().st_ino
 
     def read(self) -> Iterator[bytes]:
         """Yield the lines completed since the last call; those of a file that was replaced from its start."""
-        try:
-            inode = self._path.stat().st_ino
-        except FileNotFoundError:
-            return
-        if inode != self._file:
-            self._file, self._offset = inode, 0
-        for line in complete_lines(self._path, self._offset):
-            self._offset += len(line)
-            yield line
+        with suppress(OSError):  # whoever may not read it now may do so at the next look
+            if (inode := self._path.stat().st_ino) != self._file:
+                self._file, self._offset = inode, 0
+            for line, end in complete_lines(self._path, self._offset):
+                self._offset = end
+                yield line
 
 
 @final

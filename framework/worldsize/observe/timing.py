@@ -13,7 +13,13 @@ import torch
 
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
-from worldsize.records.metrics import rewind
+from worldsize.records.json_lines import Row, drop_lines, is_number
+from worldsize.strict_json import strict
+
+
+def is_timing(row: Row) -> bool:
+    """Return whether a row says what each line of a rank's file says: its step, and seconds by name."""
+    return type(row.get("step")) is int and row["step"] >= 0 and all(map(is_number, row.values()))
 
 
 @final
@@ -40,13 +46,13 @@ class Timing:
     def begin(self, first: int) -> None:
         """Drop what was written of steps after ``first``, which will be done again."""
         self._file.close()
-        rewind(self._path, first)
+        drop_lines(self._path, is_valid=is_timing, is_kept=lambda row: bool(row["step"] <= first))
         self._file = self._path.open("a", buffering=1)
 
     def write(self, step: int, **seconds: float | None) -> None:
         """Append a line about ``step``; parts that are None, since they were not measured, are left out."""
         measured = {name: value for name, value in seconds.items() if value is not None}
-        self._file.write(json.dumps({"step": step, **measured}) + "\n")
+        self._file.write(json.dumps(strict({"step": step, **measured})) + "\n")
 
 
 _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
+from worldsize.files import open_regular
 from worldsize.strict_json import parse
 
 Row = dict[str, Any]
 _LONGEST = 16 << 20  # bytes of a line
+
+_logger = logging.getLogger(__name__)
 
 
 def row_of(line: bytes) -> Row | None:
@@ -27,19 +33,71 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) or value in ("nan", "inf", "-inf")
 
 
-def complete_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Yield the lines from byte ``start`` on that have an end, one at a time; none if there is no such file.
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Yield each line from byte ``start`` on that has an end, and the byte at which the next one begins.
 
-    A last line without an end is being written, or was when its writer was killed.
+    There are none if there is no such file. A last line without an end is being written, or was when its writer was
+    killed. A line of more than 16 MiB is passed over, and an empty one, which no row is, stands for it.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular one.
     """
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        file = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
         return
     with file:
         file.seek(start)
-        while (line := file.readline(_LONGEST)).endswith(b"\n"):
-            yield line
+        end, is_long = start, False
+        while piece := file.readline(_LONGEST):
+            end += len(piece)
+            if piece.endswith(b"\n"):
+                yield b"" if is_long else piece, end
+                is_long = False
+            elif len(piece) == _LONGEST:
+                is_long = True
+            else:
+                return
+
+
+def drop_lines(path: Path, *, is_valid: Callable[[Row], bool], is_kept: Callable[[Row], bool]) -> None:
+    """Drop the lines whose row is not to be kept, by way of a new file.
+
+    A last line that was cut off, and lines that are damaged, are dropped too; the latter with a warning.
+    """
+    kept, end, damaged = 0, 0, 0  # kept: bytes before the first line that is dropped
+    later: list[bytes] = []  # lines that are kept after it
+    for line, following in complete_lines(path):
+        row = row_of(line)
+        if row is None or not is_valid(row):
+            damaged += 1
+        elif is_kept(row):
+            if kept == end:
+                kept = following
+            else:
+                later.append(line)
+        end = following
+    if damaged:
+        _logger.warning("%d damaged lines of %s were left out.", damaged, path)
+    if path.exists() and kept < path.stat().st_size:
+        rewritten = path.with_name(f".{path.name}")
+        shutil.copyfile(path, rewritten)
+        os.truncate(rewritten, kept)
+        with rewritten.open("ab") as file:
+            file.writelines(later)
+        rewritten.replace(path)
+
+
+def last_line(path: Path, *, within: int) -> bytes:
+    """Return the last line as far as it lies in the last ``within`` bytes; empty if it has no end.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular one.
+    """
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - within))
+        end = file.read()
+    return end[end.rfind(b"\n", 0, -1) + 1 :] if end.endswith(b"\n") else b""
 
 
 @final
@@ -70,7 +128,7 @@ class Rows:
         if self._at_most:
             last = sum(1 for _ in complete_lines(self._path)) - 1
             self.every = math.ceil((last + 1) / self._at_most) or 1
-        for number, line in enumerate(complete_lines(self._path)):
+        for number, (line, _) in enumerate(complete_lines(self._path)):
             if number % self.every and number != last and not (self._keep and self._keep in line):
                 self.damaged += not (line.startswith(b"{") and line.endswith(b"}\n"))
             elif (row := row_of(line)) is None or not self._is_valid(row):

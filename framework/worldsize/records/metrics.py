@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
-import shutil
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
-from worldsize.records.json_lines import Row, Rows, complete_lines, is_number, row_of
+from worldsize.records.json_lines import Row, Rows, complete_lines, drop_lines, is_number, last_line, row_of
 from worldsize.strict_json import strict
 
-_logger = logging.getLogger(__name__)
+_EVALUATION = b'"event": "evaluation"'  # is in each line about one, as we write it
+_END = 1 << 20  # bytes of a file that hold its last line
 
 # what follows from the computation alone; the rest of a line is time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
@@ -38,7 +37,8 @@ class JsonLines:
         match event:
             case RunStarted(first=first, evaluated=evaluated):
                 self._file.close()
-                rewind(self._path, first, evaluated=evaluated)
+                if not _ends_before(self._path, first, evaluated):
+                    rewind(self._path, first, evaluated=evaluated)
                 self._file = self._path.open("a", buffering=1)
             case StepDone():
                 self._write({"event": "step", **_told(event)})
@@ -63,42 +63,27 @@ def is_metric(row: Row) -> bool:
     if row.get("event") == "evaluation":
         metrics = row.get("metrics")
         return isinstance(metrics, dict) and all(map(is_number, metrics.values()))
-    numbers = all(is_number(row.get(key)) for key in ("samples", "samples_per_second", "loss"))
-    return row.get("event") == "step" and numbers and isinstance(row.get("step_seconds"), list)
+    seconds = row.get("step_seconds")
+    is_timed = isinstance(seconds, list) and all(map(is_number, seconds))
+    positive = all(_is_positive(row.get(key)) for key in ("step", "samples", "samples_per_second"))
+    return row.get("event") == "step" and positive and is_number(row.get("loss")) and is_timed
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def metric_rows(path: Path, *, at_most: int | None = None) -> Rows:
     """Read ``metrics.jsonl``; of a file of more than ``at_most`` lines, all evaluations and every k-th step."""
-    return Rows(path, is_valid=is_metric, at_most=at_most, keep=b'"event": "evaluation"')
+    return Rows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
 def rewind(path: Path, step: int, *, evaluated: bool = True) -> None:
-    """Drop the lines of what comes after ``step``, by way of a new file.
+    """Drop the lines of what comes after ``step``, and those that are damaged; see :func:`drop_lines`.
 
-    With ``evaluated`` unset the evaluation that belongs to the step goes too. A last line that was cut off, and lines
-    that are damaged, are dropped; the latter with a warning.
+    With ``evaluated`` unset the evaluation that belongs to the step goes too.
     """
-    kept, size, damaged = 0, 0, 0  # kept: bytes before the first line that is dropped
-    later: list[bytes] = []  # lines that are kept after it
-    for line in complete_lines(path):
-        row = row_of(line)
-        is_damaged = row is None or not is_metric(row)
-        damaged += is_damaged
-        if row is not None and not is_damaged and _is_before(row, step, evaluated):
-            if kept == size:
-                kept += len(line)
-            else:
-                later.append(line)
-        size += len(line)
-    if damaged:
-        _logger.warning("%d damaged lines of %s were left out.", damaged, path)
-    if path.exists() and kept < path.stat().st_size:
-        rewritten = path.with_name(f".{path.name}")
-        shutil.copyfile(path, rewritten)
-        os.truncate(rewritten, kept)
-        with rewritten.open("ab") as file:
-            file.writelines(later)
-        rewritten.replace(path)
+    drop_lines(path, is_valid=is_metric, is_kept=lambda row: _is_before(row, step, evaluated))
 
 
 def _is_before(row: Row, step: int, evaluated: bool) -> bool:
@@ -106,11 +91,21 @@ def _is_before(row: Row, step: int, evaluated: bool) -> bool:
     return bool(row["step"] < step or (row["step"] == step and not is_due))
 
 
+def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
+    """Return whether the last line says that nothing comes after ``step``; lines are in the order of their steps.
+
+    The launching process has read them all, and dropped those that were damaged, when the attempt began.
+    """
+    row = row_of(last_line(path, within=_END))
+    return row is not None and is_metric(row) and _is_before(row, step, evaluated)
+
+
 def last_metrics(path: Path) -> dict[str, float]:
     """Return the metrics of the last evaluation that was logged; nothing if there was none."""
     last: Row = {}
-    for row in metric_rows(path):
-        last = row["metrics"] if row["event"] == "evaluation" else last
+    for line, _ in complete_lines(path):
+        if _EVALUATION in line and (row := row_of(line)) and is_metric(row) and row["event"] == "evaluation":
+            last = row["metrics"]
     return {name: float(value) for name, value in last.items()}
 
 
