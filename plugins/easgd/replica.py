@@ -15,7 +15,7 @@ from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
 from worldsize.strategies.periodic.exchange import Exact, flat, mean_of, split_like
-from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
+from worldsize.strategies.periodic.parameters import averaged_buffers, frozen_parameters, trained_parameters
 from worldsize.strategies.synchronous import SynchronousReplica
 
 _HOST = torch.device("cpu")
@@ -108,8 +108,11 @@ class ElasticReplica(Replica):
 
     @contextmanager
     def _at(self, centre_n: Tensor) -> Iterator[None]:
-        """Hold the model at the centre within the context, with the mean of the workers' statistics."""
-        mine_n, shared = self._row(), averaged_buffers(self._inner.model)
+        """Hold the model at the centre within the context, with the mean of what the workers have beside it."""
+        mine_n = self._row()
+        shared = [
+            tensor.detach() for tensor in (*averaged_buffers(self._inner.model), *frozen_parameters(self._inner.model))
+        ]
         kept = [tensor.clone() for tensor in shared]
         self._move_to(centre_n)
         for tensor, mean in zip(shared, mean_of(shared, Exact(self._world)), strict=True):

@@ -17,6 +17,9 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from recipes.digits.recipe import Digits
 from worldsize.core import ConfigError, Recipe
 from worldsize.planning.construction import check_construction
+from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.strategies.single import Single
+from worldsize.testing.recipes import AveragedChain
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -33,7 +36,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 )
 def test_arguments_that_nothing_can_be_built_with_are_refused_in_one_line(recipe: Digits, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        check_construction(recipe)
+        check_construction(recipe, Single())
     assert len(str(refused.value).splitlines()) == 1
     assert "nothing was started" in str(refused.value)
 
@@ -86,7 +89,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     ],
 )
 def test_what_may_work_where_the_processes_run_is_left_to_them(recipe: Recipe) -> None:
-    check_construction(recipe)
+    check_construction(recipe, Single())
 
 
 def test_random_numbers_of_this_process_stay_as_they_were() -> None:
@@ -95,7 +98,7 @@ def test_random_numbers_of_this_process_stay_as_they_were() -> None:
         return nn.Linear(2, int(torch.randint(1, 5, ())))
 
     before = random.getstate(), torch.get_rng_state()
-    check_construction(Made(drawing))
+    check_construction(Made(drawing), Single())
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -105,4 +108,18 @@ def test_the_schedule_is_built_too() -> None:
         raise ConfigError("schedule.steps is missing.")
 
     with pytest.raises(ConfigError, match="^schedule.steps is missing.$"):
-        check_construction(Digits(4, 0.1, SGD, none))
+        check_construction(Digits(4, 0.1, SGD, none), Single())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (AveragedChain(), r"a hook for each step, AveragedChain.optimizer.<locals>.average, which no server can run"),
+        (Made(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "1 is a BatchNorm1d, whose statistics"),
+    ],
+    ids=["hook", "statistics"],
+)
+def test_what_a_strategy_cannot_carry_is_refused_before_the_start(recipe: Recipe, message: str) -> None:
+    check_construction(recipe, Single())
+    with pytest.raises(ConfigError, match=message):
+        check_construction(recipe, ParameterServer())

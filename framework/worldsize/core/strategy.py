@@ -16,7 +16,8 @@ from worldsize.core.recipe import EvaluationBatch, MicroBatch, Recipe, StateDict
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 Reduction = Literal["flat", "ordered", "hierarchical"]  # torch's own sums, the fixed tree of logical ranks, by node
 
@@ -173,6 +174,12 @@ class Strategy(ABC):
 
     def check_recipe(self, recipe: Recipe) -> None:  # noqa: B027 - most strategies take any recipe
         """Raise ConfigError if ``recipe`` does not define what this strategy asks of it."""
+
+    def check_built(self, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: B027 - most strategies take any
+        """Raise ConfigError if this strategy cannot carry what the recipe has built.
+
+        It is asked before a process starts, with both on the meta device.
+        """
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         """Return the axes along which processes that train work together: for each, disjoint groups of global ranks.

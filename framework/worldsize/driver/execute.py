@@ -79,7 +79,7 @@ def _checked(cfg: DictConfig) -> Settings:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     settings.strategy.check_recipe(settings.recipe)
-    check_construction(settings.recipe)
+    check_construction(settings.recipe, settings.strategy)
     return settings
 
 

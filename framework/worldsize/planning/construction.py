@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from worldsize.config.instantiate import described_failure
-from worldsize.core import ConfigError, Recipe
+from worldsize.core import ConfigError, Recipe, Strategy
 
 _logger = logging.getLogger(__name__)
 
@@ -21,19 +21,22 @@ _OF_THIS_HOST = (OSError, ImportError, MemoryError, NotImplementedError)
 _OF_A_DEVICE = re.compile(r"\b(meta|cuda|device|gpu|memory)\b", re.IGNORECASE)
 
 
-def check_construction(recipe: Recipe) -> None:
+def check_construction(recipe: Recipe, strategy: Strategy) -> None:
     """Build the model, its optimizer and its schedule on the meta device, where tensors take no memory.
+
+    ``strategy`` says then whether it can carry them.
 
     What fails there is built once more on the CPU, as every process builds it. Only what fails in the same way on both
     is refused; a failure that may be due to this host or to the kind of device is left to the processes.
 
     Raises:
-        ConfigError: the recipe's arguments, or the optimizer's or the schedule's, cannot be used.
+        ConfigError: the recipe's arguments, or the optimizer's or the schedule's, cannot be used, or not under
+            ``strategy``.
     """
-    failed = _failure(recipe, "meta")
+    failed = _failure(recipe, strategy, "meta")
     if failed is None or not _is_certain(failed):
         return
-    again = _failure(recipe, "cpu")
+    again = _failure(recipe, strategy, "cpu")
     if again is None or (type(again), str(again)) != (type(failed), str(failed)):
         _logger.debug("the recipe can be built on the CPU alone: %s", failed)
         return
@@ -45,11 +48,13 @@ def check_construction(recipe: Recipe) -> None:
     ) from again
 
 
-def _failure(recipe: Recipe, device: str) -> Exception | None:
+def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | None:
     try:
         with _generators_kept(), torch.device(device):
-            optimizer = recipe.optimizer(recipe.model())
+            model = recipe.model()
+            optimizer = recipe.optimizer(model)
             recipe.schedule(optimizer)
+            strategy.check_built(model, optimizer)
     except Exception as error:  # any: a recipe is anyone's code
         return error
     return None

@@ -19,6 +19,7 @@ from worldsize.cost.collectives import bucketed_exposed_seconds
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
+from worldsize.strategies.step_hooks import move_step_hooks
 from worldsize.strategies.synchronous import SynchronousReplica, alone
 from worldsize.strategies.train_state import TrainState
 
@@ -59,6 +60,7 @@ def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     known = inspect.signature(type(plain)).parameters  # AdamW keeps a default that it does not take
     defaults = {name: value for name, value in plain.defaults.items() if name in known}
     sharded = ZeroRedundancyOptimizer(groups, type(plain), process_group=world.group, **defaults)
+    move_step_hooks(plain, sharded)
     time_parameters(sharded, sharded.optim)
     whole = meta_state(recipe, model)["optimizer"]
     parts = ShardedOptimizerState(model, sharded, own=sharded.optim, whole=whole)

@@ -61,6 +61,41 @@ class Chain(Recipe):
         return {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
 
 
+@dataclass(frozen=True)
+class AveragedChain(Chain):
+    """A :class:`Chain` whose last layer is evaluated with a moving average of its weights.
+
+    The average is a frozen parameter that a hook of the optimizer changes after each step, as many programs do it.
+    """
+
+    def model(self) -> nn.Module:
+        *layers, last = super().model().children()
+        averaged = _AveragedLinear(_WIDTH, 3)
+        averaged.load_state_dict({**last.state_dict(), "average": last.weight})
+        return nn.Sequential(*layers, averaged)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+        averaged = [module for module in model.modules() if isinstance(module, _AveragedLinear)]
+
+        def average(*_: object) -> None:
+            for module in averaged:
+                module.average.lerp_(module.weight.detach(), 0.1)
+
+        optimizer.register_step_post_hook(average)
+        return optimizer
+
+
+@final
+class _AveragedLinear(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.average = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight if self.training else self.average, self.bias)
+
+
 @final
 class _Block(nn.Module):
     def __init__(self) -> None:

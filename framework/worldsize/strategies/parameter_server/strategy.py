@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, final
 
 from torch import nn
+from torch.optim import Optimizer
 
 from worldsize.core import (
     Cluster,
@@ -35,6 +36,7 @@ from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.sharding import ShardingPlan, ShardLayout, plan_shards
 from worldsize.strategies.parameter_server.slot_index import Sharding
 from worldsize.strategies.parameter_server.worker import Worker, WorkerOptions
+from worldsize.strategies.step_hooks import refuse_step_hooks
 from worldsize.strategies.train_state import TrainState
 
 _logger = logging.getLogger(__name__)
@@ -165,8 +167,11 @@ class ParameterServer(Strategy):
         Worker(recipe, context, dialer, plan, options).run(self.lease)
         return None
 
+    def check_built(self, model: nn.Module, optimizer: Optimizer) -> None:
+        check_served(model, optimizer)
+
     def _shards(self, train_state: TrainState, numerics: Numerics) -> list[ShardLayout]:
-        _check_buffers(train_state)
+        check_served(train_state.model, train_state.optimizer)
         trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
         clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
         cut = type(train_state.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
@@ -203,8 +208,17 @@ def _warn_of_momentum(train_state: TrainState, *, staleness: int) -> None:
             )
 
 
-def _check_buffers(train_state: TrainState) -> None:
-    for name, module in train_state.model.named_modules():
+def check_served(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what changes weights that no server owns.
+
+    Raises:
+        ConfigError: the model has statistics of batches, or the optimizer a hook for each step.
+    """
+    refuse_step_hooks(
+        optimizer,
+        because="which no server can run: each has a part of the parameters. Use strategy=ddp, or remove the hook.",
+    )
+    for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(
                 f"{name} is a {type(module).__name__}, whose statistics no server owns. Use LayerNorm or GroupNorm, "

@@ -23,6 +23,7 @@ from worldsize.strategies.parameter_server.remote_embedding import remotes, take
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.table_links import linked_model
+from worldsize.strategies.parameter_server.unowned import UnownedWeights
 from worldsize.strategies.parameter_server.worker_heartbeat import WorkerHeartbeat
 from worldsize.strategies.synchronous import autocast, metric_sums
 from worldsize.transport.channel import Channel, LostError
@@ -74,6 +75,7 @@ class Worker:
         self._model = model.to(context.world.device)
         self._remotes = list(remotes(self._model))
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._unowned = UnownedWeights(self._model)
         self._servers = len(plan.shards)
         self._dense = DenseLinks(self._parameters, plan, first=context.world.rank, faults=context.faults)
         nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
@@ -122,6 +124,7 @@ class Worker:
         with self._context.timing.measured(step):
             losses = self._learn(batches, step, ranks)
             self._dense.settle()
+        self._unowned.check()
         return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
 
     def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[Tensor]:

@@ -10,6 +10,11 @@ def trained_parameters(model: nn.Module) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def frozen_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that no optimizer changes; a recipe may do so itself, as with averaged copies."""
+    return [parameter for parameter in model.parameters() if not parameter.requires_grad]
+
+
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
     """Return the buffers that are saved with the model and can be averaged, such as BatchNorm's."""
     kept = model.state_dict().keys()
