@@ -48,20 +48,22 @@ def manifest(name: str, steps: int) -> dict[str, Any]:
         "code": {"commit": None, "dirty": False},
         "plugins": [],
         "environment": {"python": "3.11.7", "platform": "Linux", "torch": torch, "packages": packages},
-        "hardware": [],
+        "hardware": [{"host": "laptop", "cpu": "", "cores": 4, "memory": 2**34, "gpus": []}],
         "cluster": {
             "name": "laptop",
             "nodes": 1,
             "processes": 4,
             "processes_per_node": 4,
             "backend": "gloo",
-            "ranks": [],
+            "ranks": [
+                {"rank": rank, "role": "worker", "role_rank": rank, "node": 0, "device": "cpu"} for rank in range(4)
+            ],
             "links": {},
             "groups": {"data": [[0, 1, 2, 3]]},
         },
         "determinism": {"seed": 7, "logical_ranks": 4},
-        "data": {"files": {}, "sha256": None},
-        "reproducibility": {"level": "seeded", "why": ""},
+        "data": {"files": {}, "sha256": ""},
+        "reproducibility": {"level": "tolerance", "why": ""},
     }
 
 

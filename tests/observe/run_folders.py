@@ -134,6 +134,6 @@ def _manifest(name: str, ranks: int, nodes: int, servers: int, attempts: list[di
             "groups": {"data": [list(range(servers, len(roles)))]},
         },
         "determinism": {"seed": 7, "logical_ranks": 4},
-        "data": {"files": {}, "sha256": None},
+        "data": {"files": {}, "sha256": ""},
         "results": None,
     }

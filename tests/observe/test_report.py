@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import sys
 from contextlib import nullcontext
@@ -19,11 +21,12 @@ from worldsize.errors import WorldsizeError
 from worldsize.observe.report.curves import means
 from worldsize.observe.report.page import page, run_page
 from worldsize.observe.report.ranks import step_breakdown
-from worldsize.observe.report.read import read_run, runs_of
+from worldsize.observe.report.read import number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
 from worldsize.records.lock import run_lock
+from worldsize.records.manifest import write_manifest
 
 
 class Shown(HTMLParser):
@@ -147,11 +150,59 @@ def test_a_scaling_study_is_sorted_and_knows_how_wrong_the_prediction_was(study:
     assert points[1].predicted_samples == pytest.approx(points[1].samples_per_second / 1.1)
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"schema": 1}', '{"schema": 9, "points": []}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("{", "[]", '{"schema": 1}', '{"schema": 9, "points": []}', '{"schema": Infinity, "points": []}'),
+        *('{"schema": 1, "points": 5}', '{"schema": 1, "points": [5]}', '{"schema": 1, "points": [], "knee": 3}'),
+        '{"schema": 1, "points": [{"strategy": "ddp", "world_size": 1, "phases": "x"}]}',
+        '{"schema": 1, "points": [{"strategy": "ddp", "world_size": 0}]}',
+        '{"schema": 1, "points": [{"strategy": "ddp", "world_size": 1, "step_seconds": ' + "9" * 400 + "}]}",
+    ],
+)
 def test_a_scaling_study_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -> None:
     (tmp_path / "scaling.json").write_text(damage)
     with pytest.raises(WorldsizeError, match=r"Measure again|Upgrade worldsize"):
         page([tmp_path])
+
+
+def test_lines_that_no_run_writes_are_counted_and_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4, ranks=2, servers=1)
+    timing = run / "timing"
+    with (timing / "worker_00000.jsonl").open("a") as file:
+        file.write('{}\n{"step": 5, "data_seconds": [1]}\n')
+    for name in ("worker_abc.jsonl", "worker_00002x.jsonl", "worker_99999.jsonl"):
+        (timing / name).write_text('{"step": 1, "step_seconds": 1}\n')
+    events = ("{}", '{"event": "x", "time": ' + "9" * 400 + "}", '{"event": "straggling", "time": 1, "rank": "x"}')
+    (run / "events.jsonl").write_text("".join(f"{line}\n" for line in events))
+    step = {"event": "step", "samples": 8, "samples_per_second": 9.0, "loss": 1, "step_seconds": ["nan", 0.1]}
+    with (run / "metrics.jsonl").open("a") as file:
+        for number, facts in enumerate(([], {"servers": 5}, {"servers": [{}]}, {"servers": [5]}), 5):
+            file.write(json.dumps({**step, "step": number, "facts": facts}) + "\n")
+    record = read_run(run)
+    assert (record.damaged, sorted(record.timing), record.events) == (5, [0, 1], [])
+    assert "5 damaged lines of the run's files were left out" in page([run])
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, 10**400, "nan", float("inf")])
+def test_what_is_no_finite_number_is_nan(value: Any) -> None:
+    assert math.isnan(number(value))
+
+
+def test_a_file_that_cannot_be_read_spoils_no_page_but_its_own(tmp_path: Path) -> None:
+    whole, damaged, lacking = (write_run(tmp_path / name, steps=2) for name in ("whole", "damaged", "lacking"))
+    (damaged / "metrics.jsonl").unlink()
+    os.mkfifo(damaged / "metrics.jsonl")
+    manifest = json.loads((lacking / "run_manifest.json").read_text())
+    del manifest["overrides"]
+    write_manifest(lacking / "run_manifest.json", manifest)
+    sweep = read_sweep([whole, damaged, lacking])
+    assert [record.folder for record in sweep.runs.values()] == [whole]
+    assert "metrics.jsonl cannot be read: it is no regular file" in sweep.refused["damaged"]
+    assert "lacks the field 'overrides'" in sweep.refused["lacking"]
+    assert "lacks the field" in page([tmp_path])
+    with pytest.raises(WorldsizeError, match="it is no regular file"):
+        page([damaged])
 
 
 # ---------------------------------------------------------------- what is shown

@@ -10,9 +10,9 @@ import pytest
 
 from worldsize.core import RunEnded, RunStarted
 from worldsize.observe.progress import Tail
-from worldsize.observe.timing import Timing, is_timing
+from worldsize.observe.timing import Timing
 from worldsize.records.json_lines import Rows, row_of
-from worldsize.records.metrics import JsonLines, last_metrics, metric_rows, metrics_digest, rewind
+from worldsize.records.metrics import JsonLines, is_timing, last_metrics, metric_rows, metrics_digest, rewind
 from worldsize.strict_json import parse
 
 STEP = {"event": "step", "samples": 8, "samples_per_second": 9.0, "loss": "nan", "step_seconds": [0.1]}

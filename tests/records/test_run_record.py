@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look, note_job, opened, write_result
 from worldsize.reproducibility.data import fingerprint
+from worldsize.reproducibility.level import recorded_level
 
 
 @pytest.fixture
@@ -146,6 +149,62 @@ def test_only_the_record_knows_the_files_of_the_record() -> None:
     ]
     allowed = ("records/", "launch/kubernetes.py", "testing/runs.py", "observe/report/page.py")
     assert [place for place in found if not place.startswith(allowed)] == []
+
+
+ATTEMPT = {"number": 1, "start": "", "exit_reason": "failed", "exit_code": 1, "hosts": [], "world_size": 1, "pid": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "facts"),
+    [
+        ("config.steps", {"config": {"steps": "many"}}),
+        ("config.run.group", {"config": {"run": {"group": 5}}}),
+        ("results.metrics", {"results": {"metrics": []}}),
+        ("results.metrics.a", {"results": {"metrics": {"a": "x"}}}),
+        ("results.goodput", {"results": {"goodput": 5}}),
+        ("reproducibility.level", {"reproducibility": {"level": "perfect"}}),
+        ("attempts[0].steps[0]", {"attempts": [{**ATTEMPT, "steps": ["a", "b"]}]}),
+        ("attempts[0].steps", {"attempts": [{**ATTEMPT, "steps": [1]}]}),
+        ("attempts[0].number", {"attempts": [{**ATTEMPT, "number": True}]}),
+        ("hardware", {"hardware": 5}),
+        ("cluster.nodes", {"cluster": {"nodes": 10**12}}),
+        ("cluster.links.network.bandwidth", {"cluster": {"links": {"network": {"bandwidth": "x"}}}}),
+        ("resumed[0].changes[0]", {"resumed": [{"attempt": 1, "changes": [["a"]]}]}),
+    ],
+)
+def test_a_field_that_is_not_what_its_schema_says_is_named(tmp_path: Path, field: str, facts: dict[str, Any]) -> None:
+    path = tmp_path / "run_manifest.json"
+    write_manifest(path, {"attempts": [], "results": None, **facts})
+    with pytest.raises(WorldsizeError, match=f"{re.escape(str(path))} is not a run manifest.*: {re.escape(field)} is "):
+        read_manifest(path)
+
+
+def test_a_level_that_lacks_its_reason_is_an_error_of_the_record(tmp_path: Path) -> None:
+    write_manifest(tmp_path / "run_manifest.json", {"reproducibility": {"x": 1}})
+    with pytest.raises(WorldsizeError, match="lacks the field 'level'"):
+        recorded_level(read_manifest(tmp_path / "run_manifest.json"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "too large"])
+def test_a_manifest_that_is_no_small_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run_manifest.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(200 << 30)
+    with pytest.raises(WorldsizeError, match=r"cannot be read: it (is no regular file|has more than)"):
+        read_manifest(path)
+
+
+def test_a_user_without_a_home_signs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert write_manifest(tmp_path / "run_manifest.json", {"attempts": []})["signature"] is None
 
 
 def test_a_data_file_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import final
 
 from worldsize.core import Event, Straggling
+from worldsize.records.json_lines import Row
 
 _logger = logging.getLogger(__name__)
+
+
+def is_event(row: Row) -> bool:
+    """Return whether a row says what each line of ``events.jsonl`` says: what happened, when, and at which rank."""
+    numbers = ("step", "rank") if row.get("event") == "straggling" else ()
+    is_timed = type(row.get("time")) in (int, float)
+    return isinstance(row.get("event"), str) and is_timed and all(type(row.get(key)) is int for key in numbers)
 
 
 @final

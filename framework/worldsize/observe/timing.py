@@ -13,13 +13,9 @@ import torch
 
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
-from worldsize.records.json_lines import Row, drop_lines, is_number
+from worldsize.records.json_lines import drop_lines
+from worldsize.records.metrics import is_timing
 from worldsize.strict_json import strict
-
-
-def is_timing(row: Row) -> bool:
-    """Return whether a row says what each line of a rank's file says: its step, and seconds by name."""
-    return type(row.get("step")) is int and row["step"] >= 0 and all(map(is_number, row.values()))
 
 
 @final

@@ -10,45 +10,18 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from types import NoneType
 from typing import Any, NoReturn
 
 from worldsize.errors import WorldsizeError
-from worldsize.strict_json import parse, strict
+from worldsize.files import read_regular
+from worldsize.records.json_schema import check
+from worldsize.strict_json import LARGEST, parse, strict
 
 SCHEMA_VERSION = 1
+_LONGEST_KEY = 1 << 10  # bytes
 _SEALS = re.compile(r'^  "(digest|signature)": ("[0-9a-f]*"|null),?\n', re.MULTILINE)
-_TYPES: Mapping[str, Any] = {  # of what is read of a record; the whole is described in docs/reference.md
-    "run_id": str,
-    "parent_run": (str, NoneType),
-    "overrides": [str],
-    "command": [str],
-    "config": {"run": {"import_path": [str], "packages": [str]}, "launcher": Mapping, "allow_targets": [str]},
-    "plugins": [{"name": str, "sha256": str, "kept": bool}],
-    "jobs": [{"id": (str, int)}],
-    "resumed": [{"attempt": int, "changes": [list]}],
-    "code": {"commit": (str, NoneType), "remote": (str, NoneType), "folder": str, "patch_sha256": (str, NoneType)},
-    "environment": {"python": str, "packages": Mapping, "lock_sha256": (str, NoneType)},
-    "data": {"files": Mapping},
-    "cluster": {"processes": int, "nodes": int},
-    "results": (Mapping, NoneType),
-    "attempts": [
-        {
-            "number": int,
-            "start": str,
-            "start_at": (int, float),
-            "end_at": (int, float, NoneType),
-            "exit_reason": str,
-            "exit_code": (int, NoneType),
-            "hosts": [str],
-            "world_size": int,
-            "steps": (list, NoneType),
-            "first_step_at": (int, float, NoneType),
-            "pid": int,
-        }
-    ],
-}
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
@@ -113,11 +86,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         WorldsizeError: it is missing, not JSON, of a newer schema, or not as worldsize wrote it.
     """
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path, at_most=LARGEST).decode()
         manifest: dict[str, Any] = parse(text, mapping=_Fields)
         version = int(manifest["schema_version"])
         if version <= SCHEMA_VERSION:
-            _check(manifest, _TYPES, "")
+            check(manifest, _schema())
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Name the folder of a run.") from None
     except (ValueError, KeyError, TypeError, WorldsizeError) as error:
@@ -134,18 +107,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check(value: Any, wanted: Any, name: str) -> None:
-    """Check the types of the fields that are there: a type, several, [of each element] or {of each field}."""
-    if isinstance(wanted, dict):
-        _check(value, Mapping, name)
-        for key in wanted.keys() & value.keys():
-            _check(value[key], wanted[key], f"{name}.{key}" if name else key)
-    elif isinstance(wanted, list):
-        _check(value, list, name)
-        for number, each in enumerate(value):
-            _check(each, wanted[0], f"{name}[{number}]")
-    elif not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, which is of the wrong type")
+@cache
+def _schema() -> Mapping[str, Any]:
+    schema: dict[str, Any] = json.loads(Path(__file__).with_name("run_manifest.schema.json").read_text())
+    return schema
 
 
 def is_own(manifest: Mapping[str, Any]) -> bool:
@@ -156,15 +121,16 @@ def is_own(manifest: Mapping[str, Any]) -> bool:
 
 def _signature(digest: str) -> str | None:
     """HMAC-SHA-256 (RFC 2104) of a manifest's digest; None where the user's key can be neither read nor made."""
-    key = _key(Path.home() / ".config" / "worldsize" / "manifest.key")
+    key = _key()
     return hmac.new(key, digest.encode(), hashlib.sha256).hexdigest() if key else None
 
 
-def _key(path: Path) -> bytes | None:
-    with suppress(OSError):
+def _key() -> bytes | None:
+    with suppress(OSError, RuntimeError):  # the latter: the user has no home folder
+        path = Path.home() / ".config" / "worldsize" / "manifest.key"
         if not path.exists():
             _create(path)
-        return path.read_bytes()
+        return read_regular(path, at_most=_LONGEST_KEY)
     return None
 
 

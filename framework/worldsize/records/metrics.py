@@ -73,6 +73,11 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def is_timing(row: Row) -> bool:
+    """Return whether a row says what each line of a rank's ``timing`` file says: its step, and seconds by name."""
+    return type(row.get("step")) is int and row["step"] >= 0 and all(map(is_number, row.values()))
+
+
 def metric_rows(path: Path, *, at_most: int | None = None) -> Rows:
     """Read ``metrics.jsonl``; of a file of more than ``at_most`` lines, all evaluations and every k-th step."""
     return Rows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)

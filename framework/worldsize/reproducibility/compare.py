@@ -14,6 +14,8 @@ from torch import Tensor
 
 from worldsize.checkpoints.format import complete, read, step_of
 from worldsize.checkpoints.load import read_tensors
+from worldsize.records.damage import reading
+from worldsize.records.json_lines import is_number
 from worldsize.records.metrics import metric_rows
 from worldsize.records.run_record import view
 
@@ -57,9 +59,16 @@ class Comparison:
 
 
 def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
-    """Compare two run folders. ``tolerance``: largest relative difference of any logged figure that is let pass."""
-    results = [_results(run) for run in (first, second)]
-    series = [_series(run) for run in (first, second)]
+    """Compare two run folders. ``tolerance``: largest relative difference of any logged figure that is let pass.
+
+    Raises:
+        WorldsizeError: one of them is no run, or its record is damaged.
+    """
+    results, series = [], []
+    for run in (first, second):
+        with reading(run):
+            results.append(_results(run))
+            series.append(_series(run))
     missing = [*_unfinished(first, results[0]), *_unfinished(second, results[1])]
     names = sorted(series[0].keys() & series[1].keys())
     missing += [f"only one of the runs has logged {name}" for name in sorted(series[0].keys() ^ series[1].keys())]
@@ -86,6 +95,8 @@ def _series(run: Path) -> dict[str, Series]:
         for name, value in figures.items():
             if value is not None:
                 label = f"test {name}" if row["event"] == "evaluation" else name
+                if not is_number(value):
+                    raise ValueError(f"{name} is {str(value)[:40]!r} at step {row['step']} of metrics.jsonl")
                 found.setdefault(label, {})[row["step"]] = float(value)
     return found
 

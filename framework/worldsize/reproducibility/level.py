@@ -75,7 +75,11 @@ def downgraded_level(
 def recorded_level(manifest: Mapping[str, Any]) -> ReproducibilityLevel:
     """Return the level that the manifest names, or "none" if it is too old to name one."""
     level = manifest.get("reproducibility")
-    return ReproducibilityLevel(**level) if level else ReproducibilityLevel("none", "the record names no level")
+    return (
+        ReproducibilityLevel(level["level"], level["why"])
+        if level
+        else ReproducibilityLevel("none", "the record names no level")
+    )
 
 
 def _height(downgrade: Downgrade) -> int:

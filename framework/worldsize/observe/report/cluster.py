@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -37,11 +38,13 @@ def nodes(record: Record) -> list[Node]:
     """List the nodes with their ranks as the last attempt had them."""
     cluster, hosts = record.manifest["cluster"], _hosts(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
+    ranks: defaultdict[int, list[Rank]] = defaultdict(list)
+    for each in cluster["ranks"]:
+        ranks[each["node"]].append(_rank(each, record))
     listed = []
     for index in range(cluster["nodes"]):
         host = hosts[index] if hosts else ""
-        ranks = tuple(_rank(each, record) for each in cluster["ranks"] if each["node"] == index)
-        listed.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), ranks))
+        listed.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), tuple(ranks[index])))
     return listed
 
 

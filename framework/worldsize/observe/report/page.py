@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import is_file
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
 from worldsize.observe.report.ranks import rank_charts
@@ -19,6 +21,7 @@ from worldsize.observe.report.scaling import read_study, study_charts
 from worldsize.observe.report.servers import hot_rows, server_charts, servers
 from worldsize.observe.report.sweep import read_sweep, typed
 from worldsize.observe.report.timeline import timeline
+from worldsize.records.damage import reading
 from worldsize.reproducibility.level import recorded_level
 
 
@@ -26,9 +29,14 @@ def page(folders: Sequence[Path]) -> str:
     """Render the run, the runs or the scaling study in ``folders`` as HTML.
 
     Raises:
-        WorldsizeError: there is nothing to report, or matplotlib is missing.
+        WorldsizeError: there is nothing to report, a record is damaged, or matplotlib is missing.
     """
-    if len(folders) == 1 and (folders[0] / SCALING).exists():
+    with reading(Path(os.path.commonpath(folders))):
+        return _page(folders)
+
+
+def _page(folders: Sequence[Path]) -> str:
+    if len(folders) == 1 and is_file(folders[0] / SCALING):
         return study_page(folders[0])
     runs = [run for folder in folders for run in runs_of(folder)]
     if not runs:

@@ -109,4 +109,4 @@ def _by_step(lines: Sequence[Line], names: Sequence[str]) -> tuple[list[int], Nu
 
 def _seconds(line: Line, phase: str) -> float:
     value = line.get(f"{phase}_seconds")
-    return float(np.mean(value)) if isinstance(value, list) else number(value)
+    return float(np.mean([number(each) for each in value])) if isinstance(value, list) and value else number(value)

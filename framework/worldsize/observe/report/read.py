@@ -6,14 +6,19 @@ The configuration is the one in the manifest, from which secrets were taken out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import is_file
+from worldsize.observe.events import is_event
+from worldsize.records.damage import reading
 from worldsize.records.json_lines import Rows
-from worldsize.records.metrics import metric_rows
+from worldsize.records.metrics import is_timing, metric_rows
 from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import look
 
@@ -61,7 +66,7 @@ class Record:
     @property
     def stragglers(self) -> list[Line]:
         """Events that name a worker as slow, at a step."""
-        return [each for each in self.events if each.get("event") == "straggling" and {"rank", "step"} <= each.keys()]
+        return [each for each in self.events if each["event"] == "straggling"]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -74,30 +79,37 @@ def read_run(folder: Path) -> Record:
     """Read the run in ``folder``.
 
     Raises:
-        WorldsizeError: there is none, or its manifest was edited.
+        WorldsizeError: there is none, its manifest was edited, or a file of it cannot be read.
     """
-    manifest = look(RunDirectory(folder)).manifest
-    metrics, events = metric_rows(folder / "metrics.jsonl", at_most=_MOST), Rows(folder / "events.jsonl")
-    times = {_rank(path): Rows(path, at_most=_MOST) for path in sorted((folder / "timing").glob("worker_*.jsonl"))}
-    logged = list(metrics)
-    return Record(
-        folder=folder,
-        manifest=manifest,
-        steps=[row for row in logged if row["event"] == "step"],
-        evaluations=[row for row in logged if row["event"] == "evaluation"],
-        timing={rank: list(rows) for rank, rows in times.items()},
-        events=list(events),
-        damaged=sum(rows.damaged for rows in (metrics, events, *times.values())),
-    )
+    with reading(folder):
+        manifest = look(RunDirectory(folder)).manifest
+        metrics = metric_rows(folder / "metrics.jsonl", at_most=_MOST)
+        events = Rows(folder / "events.jsonl", is_valid=is_event, at_most=_MOST)
+        times = {rank: Rows(path, is_valid=is_timing, at_most=_MOST) for rank, path in _timing_files(folder, manifest)}
+        logged = list(metrics)
+        return Record(
+            folder=folder,
+            manifest=manifest,
+            steps=[row for row in logged if row["event"] == "step"],
+            evaluations=[row for row in logged if row["event"] == "evaluation"],
+            timing={rank: list(rows) for rank, rows in times.items()},
+            events=list(events),
+            damaged=sum(rows.damaged for rows in (metrics, events, *times.values())),
+        )
 
 
-def _rank(path: Path) -> int:
-    return int(path.stem.removeprefix("worker_"))
+def _timing_files(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[int, Path]]:
+    """Yield the rank and the path of each file of a rank that an attempt had."""
+    sizes = (manifest["cluster"]["processes"], *(attempt["world_size"] for attempt in manifest["attempts"]))
+    for path in sorted((folder / "timing").glob("worker_*.jsonl")):
+        named = re.fullmatch(r"worker_(\d{5,7})\.jsonl", path.name, re.ASCII)
+        if named and int(named[1]) < max(sizes):
+            yield int(named[1]), path
 
 
 def runs_of(folder: Path) -> list[Path]:
     """List the run that ``folder`` is, else the runs in it, else those that name it as their sweep."""
-    if RunDirectory(folder).manifest.exists():
+    if is_file(RunDirectory(folder).manifest):
         return [folder]
     inside = [run.path for run in runs_below(folder)]
     return inside or [path for path in _siblings(folder) if _group(path) == folder.name]
@@ -109,15 +121,17 @@ def _siblings(folder: Path) -> list[Path]:
 
 
 def _group(run: Path) -> str:
-    try:
+    with suppress(WorldsizeError), reading(run):
         return Path(look(RunDirectory(run)).manifest["config"]["run"]["group"] or "").name
-    except WorldsizeError:
-        return ""
+    return ""
 
 
 def number(value: Any) -> float:
     """Convert to a float, NaN if it is none; ``metrics.jsonl`` writes infinities and NaN as words."""
-    converted = math.nan if value is None else float(value)
+    try:
+        converted = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
     return converted if math.isfinite(converted) else math.nan
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import read_regular
 from worldsize.observe.report.ranks import PHASES
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import SERIES, Chart, colour, draw, plain, series_colour, tip
+from worldsize.records.json_schema import check
+from worldsize.strict_json import LARGEST, parse
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SCHEMA = 1
+_SIZE = {"type": "integer", "minimum": 1, "maximum": 1_000_000}
+_POINT = {
+    "type": "object",
+    "properties": {
+        "strategy": {"type": "string"},
+        "world_size": _SIZE,
+        "accumulation": {"type": ["integer", "null"]},
+        "phases": {"type": ["object", "null"], "additionalProperties": {"type": ["number", "null"]}},
+    },
+}
+_SHAPE = {
+    "type": "object",
+    "properties": {
+        "schema": {"type": "integer"},
+        "points": {"type": "array", "items": _POINT},
+        "knee": {"type": ["object", "null"], "additionalProperties": {"type": ["integer", "null"]}},
+    },
+}
 
 
 @final
@@ -40,7 +61,7 @@ class Point:
     @property
     def predicted_samples(self) -> float:
         """Predicted throughput in samples a second."""
-        return self.samples_per_second * self.step_seconds / self.predicted_seconds
+        return self.samples_per_second * self.step_seconds / (self.predicted_seconds or math.nan)
 
     def phase_seconds(self, phase: str) -> float:
         """Return the seconds of a phase in a step: 0 if not measured; "rest" is what the others leave."""
@@ -51,7 +72,7 @@ class Point:
     @property
     def error(self) -> float:
         """Error of the prediction, relative to what was measured: 0.1 is 10% too slow."""
-        return self.predicted_seconds / self.step_seconds - 1
+        return self.predicted_seconds / (self.step_seconds or math.nan) - 1
 
 
 @final
@@ -75,12 +96,15 @@ def read_study(path: Path) -> Study:
         WorldsizeError: it is damaged, or of a newer schema.
     """
     try:
-        facts = json.loads(path.read_text())
+        facts = parse(read_regular(path, at_most=LARGEST))
+        check(facts, _SHAPE)
         schema = int(facts["schema"])
         series: defaultdict[str, list[Point]] = defaultdict(list)
         for each in sorted(facts["points"], key=lambda point: int(point["world_size"])):
             point = _point(each, facts.get("knee") or {})
             series[point.series].append(point)
+    except OSError as error:
+        raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Measure again: worldsize scale.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise WorldsizeError(f"{path} is no scaling study: {error!r}. Measure again: worldsize scale.") from None
     if schema > _SCHEMA:

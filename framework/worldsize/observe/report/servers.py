@@ -6,13 +6,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from worldsize.observe.report.curves import Curve, lines
 from worldsize.observe.report.read import Line, Record, number
 from worldsize.observe.report.svg import Chart
 
 _HOTTEST = 10
+_FIGURES = ("pushes", "pulls", "bytes_in", "bytes_out", "longest_queue", "lost_updates", "seconds")
 
 
 @final
@@ -48,9 +49,30 @@ def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
     """Collect by server the steps, and what it did up to each since the line before."""
     loads: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line in record.steps:
-        for index, load in enumerate(line.get("facts", {}).get("servers", [])):
+        for index, load in enumerate(_servers_of(line)):
             loads[index].append((line["step"], load))
     return loads
+
+
+def _servers_of(line: Line) -> Sequence[Line]:
+    """Return what a line tells of each server; nothing if one of them is told of as no strategy does."""
+    facts = line.get("facts")
+    listed = facts.get("servers") if isinstance(facts, dict) else None
+    return listed if isinstance(listed, list) and all(map(_is_load, listed)) else []
+
+
+def _is_load(load: Any) -> bool:
+    if not isinstance(load, dict) or any(type(load.get(key)) not in (int, float) for key in _FIGURES):
+        return False
+    tables = load.get("tables", {})
+    return isinstance(tables, dict) and all(map(_is_table, tables.values()))
+
+
+def _is_table(table: Any) -> bool:
+    rows = table.get("hottest") if isinstance(table, dict) else None
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and len(row) == 2 and all(type(each) is int for each in row) for row in rows
+    )
 
 
 def _total(name: str, loads: Sequence[Line]) -> Server:
@@ -63,7 +85,7 @@ def hot_rows(record: Record) -> list[HotRows]:
     """List each table's rows with most pushes over the run; a table without any is left out."""
     counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for line in record.steps:
-        for load in line.get("facts", {}).get("servers", []):
+        for load in _servers_of(line):
             for name, table in load.get("tables", {}).items():
                 counts[name].update(dict(table["hottest"]))
     return [HotRows(name, tuple(rows.most_common(_HOTTEST))) for name, rows in sorted(counts.items()) if rows]

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from worldsize.config.overrides import key_of
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.read import Record, read_run
+from worldsize.records.damage import reading
 
 
 @final
@@ -34,17 +36,32 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
     records, refused = [], {}
     for folder in folders:
         try:
-            records.append(read_run(folder))
+            record = read_run(folder)
+            with reading(folder):
+                _check_shown(record)
+            records.append(record)
         except WorldsizeError as error:
             refused[folder.name] = str(error)
     keys = differing([typed(record) for record in records])
     return Sweep({_label(record, keys, records): record for record in records}, keys, refused)
 
 
+def _check_shown(record: Record) -> None:
+    """Ask a run for all that a page of several shows of it, so that one whose record lacks some is refused alone."""
+    manifest = record.manifest
+    _ = (
+        typed(record),
+        record.metrics,
+        record.state,
+        record.results,
+        manifest["run_id"],
+        manifest["cluster"]["processes"],
+    )
+
+
 def typed(record: Record) -> dict[str, str]:
     """Return what was typed for the run, by key."""
-    pairs = (word.lstrip("+").partition("=") for word in record.manifest["overrides"])
-    return {key: value for key, _, value in pairs}
+    return {key_of(word): word.partition("=")[2] for word in record.manifest["overrides"]}
 
 
 def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:

@@ -1,0 +1,8 @@
+"""What a word of the command line says of the configuration. Imports nothing heavy."""
+
+from __future__ import annotations
+
+
+def key_of(word: str) -> str:
+    """Return the key that an override sets, adds or deletes."""
+    return word.partition("=")[0].lstrip("+~")
