@@ -297,7 +297,10 @@ def test_a_strangers_manifest_is_shown_and_not_run_without_consent(committed: Pr
     assert refused.returncode == 2
     assert json.loads(manifest.read_text())["code"]["commit"] in refused.stderr
     assert "--yes" in refused.stderr
-    done = committed.reproduce(manifest, "--yes", HOME=str(other))
+    words = ("reproduce", str(manifest), "--yes")
+    elsewhere = committed.reproduce(manifest, "--yes", HOME=str(other))
+    assert "is in no repository here" in elsewhere.stderr, "git is not run in a folder that the record names"
+    done = committed.worldsize(*words, cwd=committed.folder, HOME=str(other), python=committed.python)
     assert done.returncode == 0, done.stderr
 
 

@@ -79,7 +79,9 @@ def test_a_lock_that_is_a_folder_is_said_to_be(tmp_path: Path) -> None:
         look(RunDirectory(run))
 
 
-@pytest.mark.parametrize("text", ["a: [", "\0", "- 1\n", "a: ${b", "x", "a: 1\n"])
+@pytest.mark.parametrize(
+    "text", ["a: [", "\0", "- 1\n", "a: ${b", "x", "a: 1\n", "run: import_path\n", "run: {import_path: 5}\n"]
+)
 def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib import metadata
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -52,6 +54,13 @@ def test_names_are_normalised_and_remains_of_uninstalled_packages_are_skipped(si
     assert packages["some-odd-name"] == "1.0"
     assert list(packages) == sorted(packages)
     assert not [pin for pin in pins(tmp_path) if "None" in pin]
+
+
+def test_installed_packages_are_read_once(site: Path, tmp_path: Path) -> None:
+    with patch.object(metadata, "distributions", wraps=metadata.distributions) as read:
+        capture_environment()
+        pins(tmp_path)
+    assert read.call_count == 1
 
 
 def test_a_package_from_a_url_is_pinned_to_it_without_credentials(site: Path, tmp_path: Path) -> None:

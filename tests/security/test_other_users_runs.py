@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.conftest import Command, Train
 from worldsize.app import ask
 from worldsize.app.cancel import cancel
+from worldsize.app.resume import check_before_start
 from worldsize.config.recorded import read_launcher
 from worldsize.driver.trust import recorded_overrides
 from worldsize.errors import ConfigError, WorldsizeError
@@ -99,6 +101,11 @@ def test_another_users_record_gives_a_scheduler_names_but_no_command(run: Path, 
     assert not mark.exists()
 
 
+def test_a_launcher_that_submits_no_jobs_is_not_built_to_ask_about_them(run: Path, tmp_path: Path) -> None:
+    with_launcher(run, {"_target_": "worldsize.launch.ssh.Ssh"}, tmp_path)  # which needs hosts
+    assert read_launcher(view(run)) is None
+
+
 @pytest.mark.parametrize(
     "node",
     [
@@ -173,7 +180,73 @@ def test_code_of_another_user_that_is_not_the_recorded_one_is_not_imported(
     assert "is not the plugins.diloco_too that the record lists" in done.stderr
 
 
-@pytest.mark.parametrize("word", ["--experimental-rerun=job.pickle", "-m", "hydra.run.dir=/tmp", "+hydra.x=1"])
+WIDENING = """# @package _global_
+steps: 4
+batch_size: 8
+lr: 0.1
+allow_targets: [os]
+recipe: {_target_: os.system, command: "touch $MARK"}
+"""
+CALLING = """# @package _global_
+defaults: [digits]
+hydra: {callbacks: {theirs: {_target_: plugins.evil.callback.Mine}}}
+"""
+OUTSIDE = """# @package _global_
+steps: 4
+batch_size: 8
+lr: 0.1
+recipe: {_target_: os.system, command: "touch $MARK"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        (WIDENING, "widens the allow-list by os"),
+        (CALLING, "changes hydra.callbacks"),
+        (OUTSIDE, "'os.system' is outside the allow-list"),
+    ],
+)
+def test_configuration_files_of_another_user_widen_nothing_and_call_nothing(
+    run: Path,
+    mark: Path,
+    command: Command,
+    environment_without_wandb: dict[str, str],
+    tmp_path: Path,
+    yaml: str,
+    message: str,
+) -> None:
+    recipes, evil = tmp_path / "theirs" / "conf" / "recipe", tmp_path / "theirs" / "plugins" / "evil"
+    for folder in (recipes, evil):
+        folder.mkdir(parents=True)
+    (recipes / "theirs.yaml").write_text(yaml)
+    (evil / "callback.py").write_text(EVIL)
+    manifest = read_manifest(run / "run_manifest.json")
+    config = {**manifest["config"], "run": {**manifest["config"]["run"], "import_path": [str(tmp_path / "theirs")]}}
+    words = [word for word in manifest["overrides"] if not word.startswith("recipe=")]
+    forge(run, config=config, overrides=[*words, "recipe=theirs"])
+    environment = {**environment_without_wandb, "MARK": str(mark)}
+    done = command("resume", str(run), "steps=4", "--yes", cwd=tmp_path, environment=environment)
+    assert (done.returncode, mark.exists()) == (2, False), done.stderr
+    assert message in done.stderr
+    assert not is_own(read_manifest(run / "run_manifest.json"))
+
+
+def test_a_target_that_was_not_shown_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"allow_targets": [], "run": {}, "recipe": {"_target_": "recipes.digits.recipe.Digits"}}
+    with patch("worldsize.app.resume.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
+        check_before_start({"config": {}, "plugins": []}, config, [], yes=False)
+    assert "recipes.digits.recipe.Digits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("--experimental-rerun=job.pickle", "-m", "hydra.run.dir=/tmp", "+hydra.x=1", "hydra/launcher=theirs"),
+        *("+logger@hydra.callbacks.x=theirs", "+logger@ hydra.callbacks=theirs", "logger@_global_.hydra:x=theirs"),
+        "logger@_global_:hydra.callbacks.x=theirs",
+    ],
+)
 @pytest.mark.parametrize("own", [True, False])
 def test_recorded_overrides_are_overrides_only(word: str, own: bool) -> None:
     with pytest.raises(WorldsizeError, match="sets no key of a configuration"):
@@ -181,7 +254,7 @@ def test_recorded_overrides_are_overrides_only(word: str, own: bool) -> None:
 
 
 def test_another_users_record_cannot_widen_the_allow_list() -> None:
-    manifest = {"overrides": ["allow_targets=[os]", "steps=3"]}
+    manifest = {"overrides": ["allow_targets=[os]", "+allow_targets.0=os", "steps=3"]}
     assert recorded_overrides(manifest, own=False) == ["steps=3"]
     assert recorded_overrides(manifest, own=True) == manifest["overrides"]
 

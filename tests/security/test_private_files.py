@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Train
+from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.code import capture_code
+from worldsize.reproducibility.plugins import keep
 
 SECRETS = {  # each in a format that its issuer has published; none was ever valid
     "notes.txt": "-----BEGIN OPENSSH PRIVATE KEY-----\n",
@@ -36,11 +38,16 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [".env", ".env.local", "server.pem", "id_ed25519", "my_secrets.txt", "Credentials.json"]
+    "name",
+    [
+        *(".env", ".env.local", "server.pem", "id_ed25519", "id_rsa.bak", "my_secrets.txt", "Credentials.json"),
+        *("secrets/prod.yaml", ".kube/config", ".docker/config.json", "deploy/.aws/config"),
+    ],
 )
 def test_a_file_with_the_name_of_a_private_one_is_left_out_and_named(
     project: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (project / name).parent.mkdir(parents=True, exist_ok=True)
     (project / name).write_text("canary\n")
     (project / "mine.py").write_text("pass\n")
     with caplog.at_level(logging.WARNING, logger="worldsize"):
@@ -50,6 +57,24 @@ def test_a_file_with_the_name_of_a_private_one_is_left_out_and_named(
     assert b"canary" not in code.patch
     assert b"mine.py" in code.patch
     assert f"{name} (its name)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["id_mapping.py", "secret_sharing.py", "id_mapping.csv", "passwords/strength.py"])
+def test_a_source_is_kept_whatever_it_is_called(project: Path, name: str) -> None:
+    (project / name).parent.mkdir(exist_ok=True)
+    (project / name).write_text("pass\n")
+    assert capture_code(project, exclude=project / "runs").left_out == ()
+
+
+def test_a_plugin_with_a_private_file_is_not_copied_unless_the_user_says_so(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine"
+    (plugin / "secrets").mkdir(parents=True)
+    (plugin / "secrets" / "prod.yaml").write_text("canary\n")
+    with pytest.raises(WorldsizeError, match=r"prod.yaml seems to be private \(its name\)"):
+        keep(plugin, tmp_path / "copy", str)
+    assert not (tmp_path / "copy").exists()
+    keep(plugin, tmp_path / "copy", str, include=["secrets/prod.yaml"])
+    assert (tmp_path / "copy" / "secrets" / "prod.yaml").exists()
 
 
 @pytest.mark.parametrize("name", SECRETS)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from rich.console import Console
 
 from worldsize.app import ask, exit_process, refuse
 from worldsize.app.compare import EXIT_CODES, add_report_options, show
+from worldsize.config.compose import assigned
 from worldsize.config.search_path import bundle
-from worldsize.driver.trust import check_recorded_targets, key_of, recorded_overrides, targets_of
+from worldsize.driver.trust import check_recorded_targets, key_of, recorded_overrides, target_names
 from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
@@ -29,9 +31,19 @@ from worldsize.reproducibility.checkout import checked_out, patched_files, read_
 from worldsize.reproducibility.compare import compare_runs
 from worldsize.reproducibility.level import recorded_level
 from worldsize.reproducibility.plugins import check_kept
-from worldsize.reproducibility.rebuild import Interpreter, different_packages, present, rebuilt, to_be_installed
+from worldsize.reproducibility.rebuild import (
+    Interpreter,
+    Lock,
+    different_packages,
+    present,
+    read_lock,
+    rebuilt,
+    to_be_installed,
+)
 from worldsize.strict_json import strict
 from worldsize.world.scratch import temporary_folder
+
+_NO_COMMIT = "only what the record holds"
 
 
 @dataclass(frozen=True)
@@ -82,34 +94,49 @@ def reproduce(options: Options) -> int:
     check_recorded_targets(manifest, options.overrides, own=own)
     has_plugins = check_kept(manifest.get("plugins", ()), original.plugins)
     patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
+    changed = different_packages(manifest["environment"])
+    lock = read_lock(manifest["environment"], original.environment) if changed or options.rebuild else None
     if not own:
-        _ask(recorded, patch, options)
+        _ask(recorded, patch, lock, changed, options)
     overrides = _overrides(manifest, options, own=own)
-    clones = [Path(place) for place in (code["checkout"], original.path, Path.cwd(), bundle()) if place]
+    clones = _clones(recorded)
     with temporary_folder() as scratch:
         root, plugins = scratch / "code", scratch / "kept"
         if has_plugins:
             shutil.copytree(original.plugins, plugins)
             check_kept(manifest.get("plugins", ()), plugins)  # what is run, though the record may have changed since
         with checked_out(code, patch, root, clones) as folder:
-            python = _python(manifest, original, options, folder, root=root, clones=clones)
+            python = _python(lock, folder, root=root, clones=clones)
             new, exit_code = _run(options, original, python, folder, overrides, plugins)
     return exit_code or _report(options, original, new)
 
 
-def _ask(recorded: RunView, patch: bytes, options: Options) -> None:
+def _clones(recorded: RunView) -> list[Path]:
+    """List the folders in whose repositories the commit is looked for.
+
+    Git runs programs that a repository's own settings name: of another user's record, no repository is taken that it
+    names or that came with it.
+    """
+    here = [Path.cwd(), bundle()]
+    if recorded.is_own:
+        checkout = recorded.manifest["code"]["checkout"]
+        return [*([Path(checkout)] if checkout else []), recorded.directory.path, *here]
+    return here
+
+
+def _ask(recorded: RunView, patch: bytes, lock: Lock | None, changed: Sequence[str], options: Options) -> None:
     """Show everything of another user's record that would be fetched, installed or run here, and ask."""
     manifest, code = recorded.manifest, recorded.manifest["code"]
-    changed = different_packages(manifest["environment"])
+    places = ", ".join(map(str, (*_clones(recorded), *([code["remote"]] if code["remote"] else []))))
     facts = {
         "run": [manifest["run_id"]],
-        "code": [f"{code['commit']} from {code['remote']}" if code["commit"] else "only what the record holds"],
+        "code": [f"{code['commit']} from the first that has it: {places}"] if code["commit"] else [_NO_COMMIT],
         "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *patched_files(patch)] if patch else [],
         "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
-        "targets": sorted(set(targets_of(manifest["config"]))),
+        "targets": target_names(manifest["config"]),
         "options": manifest["overrides"],
         "other packages": changed,
-        "to be installed": to_be_installed(recorded.directory.environment) if changed or options.rebuild else [],
+        "to be installed": to_be_installed(lock) if lock else [],
         "data": list(manifest["data"]["files"]),
     }
     ask(facts, yes=options.yes, deed="Install and run this code?")
@@ -131,20 +158,11 @@ def _revealed(word: str) -> str:
     return f"{key}={getpass.getpass(f'{key}: ')}"
 
 
-def _python(
-    manifest: Mapping[str, Any],
-    original: RunDirectory,
-    options: Options,
-    folder: Path,
-    *,
-    root: Path,
-    clones: Sequence[Path],
-) -> Interpreter:
-    environment = manifest["environment"]
-    if not options.rebuild and not different_packages(environment):
+def _python(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Path]) -> Interpreter:
+    if lock is None:
         return present(root, clones=clones)
     print("building the recorded environment with uv", file=sys.stderr, flush=True)
-    return rebuilt(environment, original.environment, folder, root.parent)
+    return rebuilt(lock, folder, root.parent)
 
 
 # the overrides come by standard input: one of them may be a secret, and a command line can be seen by everyone
@@ -168,9 +186,9 @@ def _run(
     """
     runs, name = _runs(original), f"{original.id}_reproduced_{secrets.token_hex(3)}"
     own = [
-        f"run.root={runs}",
-        f"run.name={name}",
-        f"run.reproduces={original.manifest}",
+        assigned("run.root", runs),
+        assigned("run.name", name),
+        assigned("run.reproduces", original.manifest),
         f"run.strict={options.strict}",
     ]
     path = os.pathsep.join(map(str, (*python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
@@ -186,7 +204,7 @@ def _run(
         stdout=sys.stderr if options.json else None,
         text=True,
     )
-    folder_of_new = next(runs.glob(f"*/{name}"), None)
+    folder_of_new = next(runs.glob(f"*/{escape(name)}"), None)
     if folder_of_new is None:
         raise WorldsizeError("the run was refused, see above.")
     return RunDirectory(folder_of_new), done.returncode

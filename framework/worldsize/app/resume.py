@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from worldsize.app import ask, call_composed, exit_process, refuse
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.catalogue import used
-from worldsize.config.compose import GROUPS, choices, resolved
-from worldsize.driver.trust import check_plugins, check_recorded_targets, key_of, recorded_overrides, targets_of
+from worldsize.config.compose import GROUPS, assigned, choices, compose_only, resolved
+from worldsize.driver.trust import (
+    check_composed,
+    check_plugins,
+    check_recorded_targets,
+    key_of,
+    project_of,
+    recorded_overrides,
+    take_code,
+    target_names,
+)
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, opened
@@ -37,22 +47,19 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     try:
         with opened(RunDirectory(options.run.resolve())) as record:
-            if not record.is_own:
-                _ask(record, yes=options.yes)
-            code = resume(record, options.overrides, options.ignore, allow_older=options.allow_older)
+            code = resume(record, options.overrides, options.ignore, allow_older=options.allow_older, yes=options.yes)
     except WorldsizeError as error:
         code = refuse(error)
     exit_process(code)
 
 
-def _ask(record: RunRecord, *, yes: bool) -> None:
+def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
     """Show what another user's run would run here, and ask whether to go on."""
-    manifest = record.manifest
     facts = {
         "run": [manifest["run_id"]],
-        "code": [f"what lies in {manifest['config']['run']['import_path'][0]}"],
+        "code": [f"copies of the plugins below, and the configuration in {project}"],
         "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
-        "targets": sorted(set(targets_of(manifest["config"]))),
+        "targets": target_names(manifest["config"]),
         "options": manifest["overrides"],
     }
     ask(facts, yes=yes, deed="Run this code?")
@@ -70,37 +77,66 @@ def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def resume(record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool) -> int:
+def resume(
+    record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool, yes: bool = False
+) -> int:
     """Train on as ``overrides`` say; return the exit code, as of ``worldsize train``.
 
+    ``yes``: go on with another user's run without asking.
+
     Raises:
-        WorldsizeError: the run is complete, or its record holds what worldsize has not written.
+        WorldsizeError: the run is complete, its record holds what worldsize has not written, or it is another user's
+            and was not agreed to.
     """
-    run, manifest = record.directory, record.manifest
+    run, manifest, own = record.directory, record.manifest, record.is_own
     if record.is_complete and not overrides:
         raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
-    recorded = recorded_overrides(manifest, own=record.is_own)
-    check_recorded_targets(manifest, overrides, own=record.is_own)
+    recorded = recorded_overrides(manifest, own=own)
+    check_recorded_targets(manifest, overrides, own=own)
     has_plugins = check_kept(manifest.get("plugins", ()), run.plugins)
-    folder = Path(manifest["config"]["run"]["import_path"][0])
-    if folder.is_dir():
-        os.chdir(folder)  # its recipes and plugins are found from there
+    project = project_of(manifest, run)
+    if not own:
+        _ask(manifest, project, yes=yes)
+        take_code(manifest, project, run)
+        project = run.project
+    os.chdir(project)  # its recipes and plugins are found from there
     if has_plugins:
         os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # it goes on with the code that it began with
     words = [*_kept(recorded, overrides), *overrides]
-    own = [f"run.root={run.path.parents[1]}", f"run.name={run.id}", f"checkpoint.allow_older={allow_older}"]
-    parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
-    if manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
-        parts.append(HYPERPARAMETERS)  # those of the changed configuration, also if no checkpoint has them yet
-    if saved := complete(run.checkpoints):
-        own.append(f"checkpoint.ignore_until={step_of(saved[-1])}")
+    place = [assigned("run.root", run.path.parents[1]), assigned("run.name", run.id)]
+    arguments = [*words, *place, f"checkpoint.allow_older={allow_older}", *_ignored(record, ignore)]
 
     def task(cfg: DictConfig) -> int:
         from worldsize.driver.execute import resume_run
 
-        if not record.is_own:
-            check_plugins(manifest, used(resolved(cfg), choices()))
-            record.adopt()
         return resume_run(cfg, record, words, ignore)
 
-    return call_composed(task, [*words, *own, f"checkpoint.ignore={parts}".replace(" ", "")])
+    if own:
+        return call_composed(task, arguments)
+    cfg = compose_only(arguments)
+    check_before_start(manifest, resolved(cfg), overrides, yes=yes)
+    record.adopt()
+    return task(cfg)
+
+
+def _ignored(record: RunRecord, ignore: Sequence[str]) -> list[str]:
+    """Return the overrides that say which parts of the newest checkpoint are left as they are."""
+    parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
+    if record.manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
+        parts.append(HYPERPARAMETERS)  # those of the changed configuration, also if no checkpoint has them yet
+    saved = complete(record.directory.checkpoints)
+    until = [f"checkpoint.ignore_until={step_of(saved[-1])}"] if saved else []
+    return [*until, f"checkpoint.ignore={parts}".replace(" ", "")]
+
+
+def check_before_start(
+    manifest: Mapping[str, Any], config: Mapping[str, Any], overrides: Sequence[str], *, yes: bool
+) -> None:
+    """Refuse what another user's configuration composes to beyond the allow-list and the record.
+
+    Targets that were not shown are asked about.
+    """
+    check_composed(config, overrides)
+    check_plugins(manifest, used(config, choices()))
+    if others := sorted(set(target_names(config)) - set(target_names(manifest["config"]))):
+        ask({"targets that the record lacks": others}, yes=yes, deed="Run them?")

@@ -6,16 +6,18 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config import schema
@@ -43,6 +45,12 @@ def normalised(arguments: Sequence[str]) -> list[str]:
     return sorted(words, key=lambda word: "=" in word and not word.startswith("--"))
 
 
+def assigned(key: str, value: object) -> str:
+    """Write the override that gives ``key`` the text of ``value``, whatever characters that has."""
+    text = str(value).replace("${", r"\${")
+    return f"{key}={QuotedString(text, Quote.single).with_quotes()}"
+
+
 def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
     """Run Hydra's command line over ``arguments``; ``task`` is called once for each composed configuration.
 
@@ -50,6 +58,50 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
         ConfigError: what Hydra or OmegaConf refuses, with the neighbours of a misspelt name; or two places offer the
             same option.
     """
+    _prepare(arguments)
+    sys.argv[1:] = normalised(arguments)
+    main = hydra.main(version_base="1.3", config_path=str(main_conf()), config_name="config")
+    try:
+        main(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, sys.argv[1:]) from error
+
+
+def compose_only(arguments: Sequence[str]) -> DictConfig:
+    """Compose another user's configuration without Hydra's command line, which calls what a configuration names.
+
+    Raises:
+        ConfigError: as of :func:`compose_and_call`; or the configuration changes Hydra itself.
+    """
+    _prepare(arguments)
+    try:
+        with hydra.initialize_config_dir(str(main_conf()), version_base="1.3"):
+            usual = hydra.compose("config", return_hydra_config=True)
+            cfg = hydra.compose("config", normalised(arguments), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, arguments) from error
+    before, after = _hydra_of(usual), _hydra_of(cfg)
+    if changed := sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)):
+        raise ConfigError(
+            f"the configuration changes hydra.{changed[0]}, and the record is of another user. "
+            "Look at it, and begin a run of your own with it; nothing was started."
+        )
+    HydraConfig.instance().set_config(cfg)
+    own = deepcopy(cfg)
+    with open_dict(own):
+        del own["hydra"]
+    return own
+
+
+def _hydra_of(cfg: DictConfig) -> dict[str, Any]:
+    """Return Hydra's own configuration, without what it notes there of the arguments and of this process."""
+    plain = cast("dict[str, Any]", OmegaConf.to_container(cfg.hydra))
+    plain["job"].pop("override_dirname", None)
+    return {key: value for key, value in plain.items() if key not in ("runtime", "overrides")}
+
+
+def _prepare(arguments: Sequence[str]) -> None:
+    """Make our configuration known to Hydra, and refuse what it would not."""
     check_unique()
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
         raise ConfigError(f"{chosen[0]}: a cluster brings its launcher along. Choose it with cluster=NAME.")
@@ -57,12 +109,6 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
     Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are to reach us, unprinted
-    sys.argv[1:] = normalised(arguments)
-    main = hydra.main(version_base="1.3", config_path=str(main_conf()), config_name="config")
-    try:
-        main(task)()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, sys.argv[1:]) from error
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:

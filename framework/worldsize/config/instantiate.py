@@ -54,7 +54,7 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
 
 def check_node(node: Any, *, allowed: Allowed, key: str) -> None:
     """Raise ConfigError if a target at or below ``node`` may not be called, or not with these arguments."""
-    for path, target in _targets(node, key):
+    for path, target in targets_of(node, key):
         check_arguments(resolve(target["_target_"], allowed, path), target, path)
 
 
@@ -68,7 +68,7 @@ def described_failure(error: BaseException) -> str:
 
 def check_targets(config: Any, allowed: Allowed) -> None:
     """Refuse a configuration that names a target outside the allow-list, without importing anything."""
-    for path, node in _targets(config, ""):
+    for path, node in targets_of(config):
         _check_prefix(node["_target_"], allowed, path)
 
 
@@ -123,16 +123,16 @@ def _name(found: Any) -> str:
     return str(getattr(found, "__name__", found))
 
 
-def _targets(node: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every mapping with a ``_target_`` below ``node``, with its key."""
+def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every mapping with a ``_target_`` below ``node``, with its key."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             yield key, node
         for name, child in node.items():
-            yield from _targets(child, f"{key}.{name}" if key else str(name))
+            yield from targets_of(child, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list):
         for index, child in enumerate(node):
-            yield from _targets(child, f"{key}[{index}]")
+            yield from targets_of(child, f"{key}[{index}]")
 
 
 def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:

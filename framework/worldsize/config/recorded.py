@@ -15,8 +15,8 @@ from yaml import YAMLError
 
 from worldsize.config.instantiate import Allowed, check_arguments, resolve
 from worldsize.config.search_path import make_importable
-from worldsize.config.settings import AnyLauncher, Settings, launcher_of, load_settings
-from worldsize.core import BatchLauncher
+from worldsize.config.settings import Settings, launcher_of, load_settings
+from worldsize.core import BatchLauncher, LaunchMethod
 from worldsize.errors import ConfigError
 from worldsize.messages import printable
 from worldsize.records.redaction import missing, restore
@@ -46,13 +46,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Take it from a copy of the run.") from None
-    if not isinstance(config, dict) or "import_path" not in (config.get("run") or ()):
+    run = config.get("run") if isinstance(config, dict) else None
+    folders = run.get("import_path") if isinstance(run, dict) else None
+    if not isinstance(config, dict) or not isinstance(folders, list) or not all(isinstance(e, str) for e in folders):
         raise ConfigError(f"{path} is no configuration. Take it from a copy of the run.")
     return {str(key): value for key, value in config.items()}
 
 
-def read_launcher(view: RunView) -> AnyLauncher:
-    """Build the launcher of a recorded run, to ask a scheduler about it.
+def read_launcher(view: RunView) -> BatchLauncher | None:
+    """Build the launcher of a recorded run, to ask a scheduler about it; None: its launcher submits no jobs.
 
     The record of another user chooses among the launchers of worldsize itself, and gives them names to look for, but
     no command and no code of its own.
@@ -67,10 +69,11 @@ def read_launcher(view: RunView) -> AnyLauncher:
         return _bundled_launcher(node)
     check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
-    return launcher_of(node, config)
+    launcher = launcher_of(node, config)
+    return launcher if isinstance(launcher, BatchLauncher) else None
 
 
-def _bundled_launcher(node: Mapping[str, Any]) -> AnyLauncher:
+def _bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
     target = str(node.get("_target_"))
     if not re.fullmatch(r"worldsize\.launch\.[a-z_]+\.[A-Za-z]+", target):
         raise ConfigError(
@@ -78,13 +81,14 @@ def _bundled_launcher(node: Mapping[str, Any]) -> AnyLauncher:
             "Ask its scheduler yourself."
         )
     kind = resolve(target, Allowed(("worldsize.launch",)), "launcher")
-    if not (inspect.isclass(kind) and issubclass(kind, AnyLauncher) and not inspect.isabstract(kind)):
+    if not (inspect.isclass(kind) and issubclass(kind, LaunchMethod) and not inspect.isabstract(kind)):
         raise ConfigError(f"another user's run was launched by {target}, which is no launcher.")
-    names = kind.finds_job_by if issubclass(kind, BatchLauncher) else ()
-    given = {name: node[name] for name in names if name in node}
+    if not issubclass(kind, BatchLauncher):
+        return None
+    given = {name: node[name] for name in kind.finds_job_by if name in node}
     for name, value in given.items():
         if not isinstance(value, bool) and not re.fullmatch(r"\w[\w.-]*", str(value), re.ASCII):
             raise ConfigError(f"another user's run has launcher.{name}={value!r}, which is no name.")
     check_arguments(kind, given, "launcher")
-    launcher: AnyLauncher = kind(**given)
+    launcher: BatchLauncher = kind(**given)
     return launcher

@@ -68,7 +68,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "parent_run": None,
         "command": clean.words(sys.argv),
         "code": {key: value for key, value in code.items() if key != "patch"},
-        "plugins": [_plugin(plugin, run, clean) for plugin in used(config, choices())],
+        "plugins": [_plugin(plugin, settings, run, clean) for plugin in used(config, choices())],
         "environment": {**capture_environment(), **_lock(run, clean), "image": None},
         "hardware": [hardware()],
         **_configured(settings, plan, config),
@@ -136,16 +136,20 @@ def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
     code = capture_code(Path.cwd(), exclude=settings.run.root.resolve(), include=settings.run.include)
     patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
-    own = Code() if _is_inside(bundle(), code.checkout) else capture_code(bundle(), exclude=bundle() / "runs")
+    if _is_inside(bundle(), code.checkout):
+        own = Code()
+    else:  # nothing of it is kept but digests, so nothing in it is too private
+        own = capture_code(bundle(), exclude=bundle() / "runs", include=["*"])
     framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
     code = replace(code, patch=patch)
     return {**code.describe(), "scrubbed": scrubbed, "framework": framework, "patch": patch}
 
 
-def _plugin(plugin: Plugin, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+def _plugin(plugin: Plugin, settings: Settings, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
     """Describe a plugin; one that other hosts could not find is copied into the run folder."""
     if plugin.foreign:
-        keep(plugin.folder, kept_folder(run.plugins, plugin.name), clean.text)
+        copy = kept_folder(run.plugins, plugin.name)
+        keep(plugin.folder, copy, clean.text, include=settings.run.include)
     return {
         "name": plugin.name,
         "source": plugin.source,

@@ -14,7 +14,6 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, look, view
 
 if TYPE_CHECKING:
-    from worldsize.config.settings import AnyLauncher
     from worldsize.core import BatchLauncher
 
 _logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class Scheduler:
     """Query the scheduler of a run at most every 15 s; other calls return the cached state."""
 
     run: RunDirectory
-    _launcher: AnyLauncher | None = None
+    _launcher: BatchLauncher | None = None
     _asked: float = field(default=float("-inf"))
     _said: str | None = None
 
@@ -49,10 +48,9 @@ class Scheduler:
             WorldsizeError: the record's launcher cannot be built, or not without another user's code.
         """
         from worldsize.config.recorded import read_launcher  # imports torch, which takes seconds
-        from worldsize.core import BatchLauncher
 
         self._launcher = self._launcher or read_launcher(view(self.run.path))
-        return self._launcher if isinstance(self._launcher, BatchLauncher) else None
+        return self._launcher
 
     def _answer(self, job: str) -> str | None:
         launcher = self.launcher

@@ -8,15 +8,20 @@ agreed.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from worldsize.config.catalogue import Plugin
 from worldsize.config.installed import installed
-from worldsize.config.instantiate import ALLOWED, Allowed, check_targets
+from worldsize.config.instantiate import ALLOWED, Allowed, check_targets, targets_of
+from worldsize.config.search_path import bundle, folders_of, main_conf
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import printable
-from worldsize.reproducibility.plugins import digest_of
+from worldsize.records.run_directory import RunDirectory
+from worldsize.reproducibility.plugins import check_kept, copy_files, digest_of, files_of, kept_folder
+from worldsize.world.scratch import temporary_folder
 
 _BUNDLED = "worldsize"  # the source of a plugin that came with worldsize
 
@@ -33,12 +38,22 @@ def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
         WorldsizeError: one of them is an option of the command line, or changes Hydra itself.
     """
     for word in manifest["overrides"]:
-        if word.lstrip().startswith("-") or re.split(r"[./@]", key_of(word))[0].strip() == "hydra":
+        if word.lstrip().startswith("-") or _changes_hydra(key_of(word)):
             raise WorldsizeError(
                 f"the record has {printable(word)!r} among its overrides, which sets no key of a configuration. "
                 "worldsize did not write it; nothing was started."
             )
-    return [word for word in manifest["overrides"] if own or key_of(word) != "allow_targets"]
+    return [word for word in manifest["overrides"] if own or not _widens(word)]
+
+
+def _changes_hydra(key: str) -> bool:
+    """Whether a key, or a package that it puts a group into (``group@package`` or ``group@from:to``), is Hydra's."""
+    name, _, packages = key.partition("@")
+    return re.split(r"[./]", name)[0].strip() == "hydra" or "hydra" in re.findall(r"\w+", packages)
+
+
+def _widens(word: str) -> bool:
+    return re.split(r"[./@:]", key_of(word))[0].strip() == "allow_targets"
 
 
 def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *, own: bool) -> None:
@@ -47,12 +62,46 @@ def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *,
     Raises:
         ConfigError: it names one; nothing was imported.
     """
-    added = [word.partition("=")[2] for word in typed if key_of(word) == "allow_targets"]
-    prefixes = [prefix for words in added for prefix in re.findall(r"[\w.]+", words)]
-    here = [plugin.module for plugin in installed()]
     config = manifest["config"]
     recorded = [*config.get("allow_targets", ()), *config["run"].get("packages", ())] if own else []
-    check_targets(config, Allowed((*ALLOWED, *here, *recorded, *prefixes)))
+    check_targets(config, _allowed(typed, recorded))
+
+
+def check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
+    """Refuse what the configuration files of another user put outside the allow-list, or into it.
+
+    ``config``: what they compose to, with the ``typed`` overrides, which alone widen the allow-list.
+
+    Raises:
+        ConfigError: nothing was imported but launchers inside the allow-list.
+    """
+    if others := sorted(set(config["allow_targets"]) - set(_typed_prefixes(typed))):
+        raise ConfigError(
+            f"the configuration of another user's run widens the allow-list by {', '.join(map(printable, others))}. "
+            "If you trust that, type it yourself: allow_targets=[NAME]; nothing was started."
+        )
+    check_targets(config, _allowed(typed, ()))
+
+
+def _allowed(typed: Sequence[str], recorded: Sequence[str]) -> Allowed:
+    here = [plugin.module for plugin in installed()]
+    return Allowed((*ALLOWED, *here, *recorded, *_typed_prefixes(typed)))
+
+
+def _typed_prefixes(typed: Sequence[str]) -> list[str]:
+    added = [word.partition("=")[2] for word in typed if key_of(word) == "allow_targets"]
+    return [prefix for words in added for prefix in re.findall(r"[\w.]+", words)]
+
+
+def target_names(config: Mapping[str, Any]) -> list[str]:
+    """List the targets that a configuration names, each once."""
+    return sorted({str(node["_target_"]) for _, node in targets_of(config)})
+
+
+def project_of(manifest: Mapping[str, Any], run: RunDirectory) -> Path:
+    """Return the folder in which the run began; where there is no such folder, its copy, or the working directory."""
+    known = [*map(Path, manifest["config"]["run"]["import_path"][:1]), run.project]
+    return next((folder for folder in known if folder.is_dir()), Path.cwd())
 
 
 def check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> None:
@@ -66,22 +115,61 @@ def check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> Non
     distributions = {each.distribution for each in installed()}
     listed = {each["name"]: each["sha256"] for each in manifest.get("plugins", ())}
     for plugin in plugins:
-        if plugin.source in (_BUNDLED, *distributions):
-            continue
-        if listed.get(plugin.name) != digest_of(plugin.folder):
-            raise ConfigError(
-                f"{plugin.folder} is not the {plugin.name} that the record lists, and the record is of another user. "
-                "Look at it, and begin a run of your own with it; nothing was started."
-            )
+        if plugin.source not in (_BUNDLED, *distributions):
+            _check_digest(plugin.folder, plugin.name, listed.get(plugin.name))
 
 
-def targets_of(config: Any) -> Iterator[str]:
-    """Yield every target that a configuration names."""
-    if isinstance(config, Mapping):
-        if "_target_" in config:
-            yield str(config["_target_"])
-        for child in config.values():
-            yield from targets_of(child)
-    elif isinstance(config, list):
-        for child in config:
-            yield from targets_of(child)
+def _check_digest(folder: Path, name: str, recorded: str | None) -> None:
+    if recorded != digest_of(folder):
+        raise ConfigError(
+            f"{folder} is not the {name} that the record lists, and the record is of another user. "
+            "Look at it, and begin a run of your own with it; nothing was started."
+        )
+
+
+def take_code(manifest: Mapping[str, Any], project: Path, run: RunDirectory) -> None:
+    """Put copies of the code that another user's record lists into the run's folder, in place of what lies there.
+
+    Nothing else can be imported from there: no compiled file, link, hidden or unlisted file. Of ``project``, the
+    folder of its recipes and plugins, comes also the YAML that a configuration is composed of.
+
+    Raises:
+        WorldsizeError: a copy is not what the record lists; nothing was replaced.
+    """
+    plugins = manifest.get("plugins", ())
+    with temporary_folder() as scratch:
+        kept, copied = scratch / "plugins", scratch / "project"
+        for each in (kept, copied):
+            each.mkdir()
+        for plugin in plugins:
+            name = plugin["name"]
+            if plugin["kept"]:
+                copy_files(kept_folder(run.plugins, name), kept_folder(kept, name))
+            elif plugin["source"] == "project":
+                copy_files(kept_folder(project, name), kept_folder(copied, name))
+                _check_digest(kept_folder(copied, name), name, plugin["sha256"])
+        has_kept = check_kept(plugins, kept)
+        for file in _yaml_of(project):
+            target = copied / file.relative_to(project)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, target)
+        _replace(run.project, copied)
+        if has_kept:
+            _replace(run.plugins, kept)
+
+
+def _yaml_of(project: Path) -> Iterator[Path]:
+    """List the configuration files of a project, but those that this worldsize has itself."""
+    own = (main_conf().parent, bundle())
+    for conf in (project / "conf", *(folder / "conf" for folder in folders_of(project))):
+        for file in files_of(conf):
+            is_own = any((root / file.relative_to(project)).exists() for root in own)
+            if file.suffix == ".yaml" and not file.is_symlink() and not is_own:
+                yield file
+
+
+def _replace(folder: Path, copy: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(copy, folder)

@@ -30,6 +30,9 @@ class RunDirectory:
         self.environment = path / "environment"
         self.patch = path / "code.patch"
         self.plugins = path / "plugins"  # a root of plugins: copies of those that other hosts could not find elsewhere
+        self.project = (
+            path / "project"
+        )  # of a run that was another user's: copies of what its project is recorded to have
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"

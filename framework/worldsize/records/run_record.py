@@ -176,6 +176,7 @@ class RunRecord:
         """
         if self._version != (version := self._version_on_disk()):
             self._manifest, self._version = read_manifest(self.directory.manifest), version
+            self._own = self._own and is_own(self._manifest)  # what another user has written since is not adopted
         return self._manifest
 
     @property

@@ -38,9 +38,17 @@ def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates:
     _needed(repository, "worktree", "add", "--quiet", "--detach", "--force", str(folder), code["commit"])
     try:
         _apply(patch, folder)
-        yield folder / code["folder"]
+        yield _working_directory(folder, code["folder"])
     finally:
         _git(repository, "worktree", "remove", "--force", str(folder))
+
+
+def _working_directory(folder: Path, name: str) -> Path:
+    """Return the folder ``name`` of the worktree, which a link in a stranger's commit could lead out of."""
+    directory = folder / name
+    if not directory.is_dir() or not directory.resolve().is_relative_to(folder.resolve()):
+        raise WorldsizeError(f"the recorded commit has no folder {name!r}, in which the run is said to have begun.")
+    return directory
 
 
 def remove_worktree(folder: Path) -> None:
@@ -55,6 +63,8 @@ def _check(code: Mapping[str, Any]) -> None:
         raise WorldsizeError(f"the manifest names a folder outside of the checkout: {folder}. It is not to be trusted.")
     if code["commit"] is not None and not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", code["commit"]):
         raise WorldsizeError(f"the manifest names {code['commit']!r}, which is no commit. It is not to be trusted.")
+    if "\0" in (code["remote"] or ""):
+        raise WorldsizeError(f"the manifest names the remote {code['remote']!r}. It is not to be trusted.")
 
 
 def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:

@@ -9,7 +9,8 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,15 @@ def packages() -> dict[str, str]:
     return {name: version for name, (version, _) in _installed().items()}
 
 
-def _installed() -> dict[str, tuple[str, metadata.Distribution]]:
+def _installed() -> Mapping[str, tuple[str, metadata.Distribution]]:
     """Version and distribution by normalised name, sorted; of two with one name the one that import finds."""
+    return _installed_on(tuple(sys.path))
+
+
+@cache
+def _installed_on(path: Sequence[str]) -> Mapping[str, tuple[str, metadata.Distribution]]:
     found: dict[str, tuple[str, metadata.Distribution]] = {}
-    for each in metadata.distributions():
+    for each in metadata.distributions(path=list(path)):
         facts = each.metadata  # parsed anew each time that it is asked for
         if "Name" in facts and "Version" in facts:  # an interrupted uninstall leaves folders without them
             found.setdefault(re.sub(r"[-_.]+", "-", facts["Name"]).lower(), (facts["Version"], each))

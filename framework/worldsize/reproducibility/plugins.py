@@ -13,6 +13,7 @@ from typing import Any
 from worldsize.errors import WorldsizeError
 from worldsize.messages import printable
 from worldsize.reproducibility.code import LARGEST
+from worldsize.reproducibility.private_files import why_private
 
 
 def files_of(folder: Path) -> Iterator[Path]:
@@ -32,13 +33,35 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def keep(folder: Path, target: Path, clean: Callable[[str], str]) -> None:
-    """Copy a plugin.
+def copy_files(folder: Path, target: Path) -> None:
+    """Copy the recorded files of a plugin.
 
     Raises:
-        WorldsizeError: a file holds a secret, which ``clean`` would take out.
+        WorldsizeError: one is a link, which may lead anywhere.
     """
     for file in files_of(folder):
+        if file.is_symlink():
+            raise WorldsizeError(f"{printable(str(file))} is a link, and may lead anywhere. Put the file in its place.")
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
+
+
+def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Sequence[str] = ()) -> None:
+    """Copy a plugin.
+
+    ``include``: patterns of files that are copied although they seem to be private.
+
+    Raises:
+        WorldsizeError: a file seems to be private, or holds a secret, which ``clean`` would take out.
+    """
+    for file in files_of(folder):
+        name = file.relative_to(folder).as_posix()
+        if (reason := why_private(file, name, include=include)) is not None:
+            raise WorldsizeError(
+                f"{file} seems to be private ({reason}), and would be copied into the run's folder. "
+                f"Take it out of the plugin, or say that it may be: run.include='[{name}]'."
+            )
         text = file.read_bytes().decode(errors="surrogateescape")
         if clean(text) != text:
             raise WorldsizeError(
@@ -69,6 +92,8 @@ def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
     Raises:
         WorldsizeError: a copy is lost or was changed, or a file is there that the record does not list.
     """
+    if root.is_symlink():
+        raise WorldsizeError(f"{printable(str(root))} is a link, which worldsize did not make. Take it away.")
     for cache in list(root.rglob("__pycache__")):
         shutil.rmtree(cache, ignore_errors=True)
     folders = [kept_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]

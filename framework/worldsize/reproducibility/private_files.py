@@ -9,16 +9,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cache, partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from detect_secrets.plugins.base import RegexBasedDetector
 
-_NAMES = (
-    *(".env*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", "id_*"),
-    *("*secret*", "*credential*", "*password*", "*passwd*", ".netrc", "_netrc", ".npmrc", ".pypirc", ".pgpass"),
-    *(".git-credentials", ".htpasswd", "kubeconfig*", "service[-_]account*.json"),
+_NAMES = (  # of files, and of folders around them
+    *(".env*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*secret*", "*credential*", "*password*", "*passwd*"),
+    *(".netrc", "_netrc", ".npmrc", ".pypirc", ".pgpass", ".git-credentials", ".htpasswd", "kubeconfig*"),
+    *("service[-_]account*.json", ".aws", ".azure", ".docker", ".gnupg", ".kube", ".ssh"),
 )
 _HUGGING_FACE = re.compile(r"\bhf_[A-Za-z]{34}\b")
 _GOOGLE = re.compile(r"\bAIza[\w-]{35}\b")
@@ -27,14 +28,16 @@ _GOOGLE = re.compile(r"\bAIza[\w-]{35}\b")
 def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | None:
     """Say why the file ``path`` is not to be copied into a run folder; None: nothing shows that it is private.
 
-    ``name``: relative to its project, with which the patterns of ``include`` are compared, that overrule this.
+    ``name``: relative to its project, with which the patterns of ``include`` are compared, that overrule this. Of
+    Python's sources no name shows anything: ``secret_sharing.py`` is a module.
 
     The formats of keys are those that detect-secrets knows, and two more. A mode without rights for others shows
     nothing where the user's files all have it.
     """
     if path.is_symlink() or any(fnmatch(name, pattern) for pattern in include):
         return None
-    if any(fnmatch(path.name.lower(), pattern) for pattern in _NAMES):
+    parts = () if path.suffix == ".py" else PurePath(name.lower()).parts
+    if any(fnmatch(part, pattern) for part in parts for pattern in _NAMES):
         return "its name"
     if not stat.S_IMODE(path.stat().st_mode) & 0o077 and _umask() & 0o077 != 0o077:
         return "nobody else may read it"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,8 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+from urllib.parse import urlsplit
 
 from worldsize.errors import WorldsizeError
 from worldsize.reproducibility.environment import packages
@@ -26,6 +29,43 @@ class Interpreter:
     path: tuple[Path, ...]
 
 
+@final
+@dataclass(frozen=True)
+class Lock:
+    """What uv installs from, as it was read once: what is shown is what is installed.
+
+    Attributes:
+        name: "uv.lock" or "requirements.txt".
+        content: its bytes, which have the recorded digest.
+        project: the project file beside it, where there is one.
+        python: version of the recorded Python.
+    """
+
+    name: str
+    content: bytes
+    project: bytes | None
+    python: str
+
+
+def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
+    """Read the lock in ``files``, the record's environment folder.
+
+    Raises:
+        WorldsizeError: it is lost or not the recorded one, or the record's Python is none.
+    """
+    python = environment["python"]
+    if not re.fullmatch(r"\d+(\.\d+)+\w*\+?", python, re.ASCII):
+        raise WorldsizeError(f"the record names the Python {python!r}, which is no version. It is not to be trusted.")
+    lock = next((files / name for name in ("uv.lock", "requirements.txt") if (files / name).is_file()), None)
+    content = lock.read_bytes() if lock else b""
+    if lock is None or hashlib.sha256(content).hexdigest() != environment["lock_sha256"]:
+        raise WorldsizeError(
+            f"the lock in {files} is lost or changed, so the environment cannot be rebuilt. Restore it."
+        )
+    project = files / "pyproject.toml"
+    return Lock(lock.name, content, project.read_bytes() if project.is_file() else None, python)
+
+
 def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
     """This Python for the code in the checkout ``code``.
 
@@ -34,27 +74,27 @@ def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
     return Interpreter(Path(sys.executable), tuple(_moved(clones, code)))
 
 
-def rebuilt(environment: Mapping[str, Any], files: Path, project: Path, spare: Path) -> Interpreter:
-    """A Python made by uv from the lock in ``files``, the record's environment folder.
+def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
+    """Make a Python from ``lock`` with uv.
 
     ``project`` is the run's working directory; where the lock is not its own, all is built in ``spare``.
 
     Raises:
-        WorldsizeError: the lock is lost or not the recorded one, uv is missing, or it cannot build.
+        WorldsizeError: uv is missing, or it cannot build.
     """
-    lock = next((files / name for name in ("uv.lock", "requirements.txt") if (files / name).exists()), None)
-    if lock is None or hashlib.sha256(lock.read_bytes()).hexdigest() != environment["lock_sha256"]:
-        raise WorldsizeError(
-            f"the lock in {files} is lost or changed, so the environment cannot be rebuilt. Restore it."
-        )
     if shutil.which("uv") is None:
         raise WorldsizeError("uv is needed to rebuild the environment, and is not installed. pip install uv")
+    folder = spare / "environment"
+    of_project = project / "uv.lock"
+    if lock.name == of_project.name and of_project.exists() and of_project.read_bytes() == lock.content:
+        return Interpreter(_synced(lock.python, project), ())
+    folder.mkdir()
+    (folder / lock.name).write_bytes(lock.content)
     if lock.name == "requirements.txt":
-        return Interpreter(_from_pins(environment["python"], lock, spare / "venv"), ())
-    if (project / "uv.lock").exists() and (project / "uv.lock").read_bytes() == lock.read_bytes():
-        return Interpreter(_synced(environment["python"], project), ())
-    shutil.copytree(files, spare / "environment")
-    return Interpreter(_synced(environment["python"], spare / "environment", "--no-install-project"), _framework())
+        return Interpreter(_from_pins(lock.python, folder / lock.name, spare / "venv"), ())
+    if lock.project is not None:
+        (folder / "pyproject.toml").write_bytes(lock.project)
+    return Interpreter(_synced(lock.python, folder, "--no-install-project"), _framework())
 
 
 def _synced(python: str, project: Path, *options: str) -> Path:
@@ -95,30 +135,59 @@ def _framework() -> tuple[Path, ...]:
     return (source,) if source.name == "framework" else ()
 
 
-def to_be_installed(files: Path) -> list[str]:
-    """Return what the lock in ``files`` would install that is not here already in the same version, with its source.
+def to_be_installed(lock: Lock) -> list[str]:
+    """Say what ``lock`` would install, and from where.
 
-    What comes from elsewhere than an index of packages is always named.
+    What is here already in the same version stands in one line for all that come from the same places.
+
+    Raises:
+        WorldsizeError: the lock cannot be read, or has what no lock of worldsize has.
     """
-    here, lock = packages(), files / "uv.lock"
-    if not lock.exists():
-        pins = files / "requirements.txt"
-        lines = pins.read_text().splitlines() if pins.exists() else []
-        present = {f"{name}=={version}" for name, version in here.items()}
-        return [line for line in lines if line not in present]
+    if lock.name == "requirements.txt":
+        return _pins_to_be_installed(lock.content.decode(errors="replace"))
     try:
-        locked = tomllib.loads(lock.read_text()).get("package", [])
-        return [text for package in locked if (text := _described(package, here))]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise WorldsizeError(f"{lock} cannot be read: {error}. Restore it from a copy of the run folder.") from error
+        packages_of_lock = tomllib.loads(lock.content.decode()).get("package", [])
+        lines = [*_settings(lock.project), *_grouped(packages_of_lock)]
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        text = f"the recorded {lock.name} cannot be read: {reason}. Restore it from a copy of the run folder."
+        raise WorldsizeError(text) from error
+    return lines
 
 
-def _described(package: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
-    name, version, source = package["name"], package.get("version"), package.get("source", {})
-    kind, place = next(iter(source.items()), ("unknown", ""))
-    if kind == "registry" and here.get(name) == version:
-        return None
-    return f"{name} {version or 'without a version'} from {kind} {place}"
+def _pins_to_be_installed(pins: str) -> list[str]:
+    lines = pins.splitlines()
+    for line in lines:
+        if not re.fullmatch(r"[\w.-]+(==[\w.+!-]+| @ [^\s\\]+)", line, re.ASCII):
+            raise WorldsizeError(f"the recorded requirements.txt has {line!r}, which pins no package. Do not trust it.")
+    present = {f"{name}=={version}" for name, version in packages().items()}
+    return [line for line in lines if line not in present]
+
+
+def _settings(project: bytes | None) -> list[str]:
+    """Return what the project file tells uv, such as other indexes, which what has to be built is built with."""
+    told = tomllib.loads(project.decode()).get("tool", {}).get("uv") if project else None
+    return [f"with the settings of uv {json.dumps(told, default=str)}"] if told else []
+
+
+def _grouped(locked: Sequence[Mapping[str, Any]]) -> list[str]:
+    here, same, others = packages(), dict[str, list[str]](), list[str]()
+    for package in locked:
+        name, version, source = package["name"], package.get("version"), package.get("source", {})
+        kind, place = next(iter(source.items()), ("unknown", ""))
+        files = sorted({_host(file) for file in (*package.get("wheels", ()), package.get("sdist", {})) if file})
+        origin = f"from {kind} {place}" + (f" (files from {', '.join(files)})" if files else "")
+        if kind == "registry" and here.get(name) == version:
+            same.setdefault(origin, []).append(name)
+        else:
+            others.append(f"{name} {version or 'without a version'} {origin}")
+    return [*others, *(f"in the versions that are here, {origin}: {', '.join(same[origin])}" for origin in same)]
+
+
+def _host(file: Mapping[str, Any]) -> str:
+    """Name the host that a wheel or source archive of the lock is fetched from, or its path."""
+    address = str(file.get("url") or file.get("path"))
+    return urlsplit(address).netloc or address
 
 
 def different_packages(environment: Mapping[str, Any]) -> list[str]:
