@@ -31,8 +31,7 @@ class OverlappedPush:
         }
         self._buckets = {name: [key for key, names in self._names.items() if name in names] for name in parameters}
         self._missing: dict[BucketKey, set[str]] = {}
-        self._queue: SimpleQueue[BucketKey | None] = SimpleQueue()
-        self._error: Exception | None = None
+        self._queue: SimpleQueue[BucketKey | None] = SimpleQueue()  # of the backward pass in progress
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
 
@@ -40,21 +39,25 @@ class OverlappedPush:
     def during_backward(self, push: Push) -> Iterator[None]:
         """Push the gradients of the backward pass within the block; at its end, with zeros where none came.
 
-        Within the block nobody else may use what ``push`` uses. An exception of ``push`` is raised at its end.
+        Within the block nobody else may use what ``push`` uses. An exception of ``push`` is raised at its end; however
+        the block ends, nothing is pushed afterwards.
         """
         self._missing = {key: set(names) for key, names in self._names.items()}
-        thread = threading.Thread(target=self._work, args=(push,), daemon=True, name="push")
+        queue = self._queue = SimpleQueue()  # a new one: what a pass that failed has left in its queue is not pushed
+        errors: list[Exception] = []
+        thread = threading.Thread(target=self._work, args=(push, queue, errors), daemon=True, name="push")
         thread.start()
-        yield
-        for key in list(self._missing):
-            self._queue.put(key)
-        self._missing = {}
-        self._queue.put(None)
-        with phase("communication"):
-            thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        try:
+            yield
+            for key in list(self._missing):
+                queue.put(key)
+        finally:
+            self._missing = {}
+            queue.put(None)
+            with phase("communication"):
+                thread.join()
+        if errors:
+            raise errors[0]
 
     def _arrived(self, name: str, _: Tensor) -> None:
         for key in self._buckets[name]:
@@ -65,12 +68,12 @@ class OverlappedPush:
                     del self._missing[key]
                     self._queue.put(key)
 
-    def _work(self, push: Push) -> None:
+    def _work(self, push: Push, queue: SimpleQueue[BucketKey | None], errors: list[Exception]) -> None:
         try:
-            while (key := self._queue.get()) is not None:
+            while (key := queue.get()) is not None:
                 push(key, {name: self._gradient(name) for name in self._names[key]})
         except Exception as error:  # raised again where the step waits for it
-            self._error = error
+            errors.append(error)
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self._parameters[name]

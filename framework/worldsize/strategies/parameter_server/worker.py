@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -84,25 +84,28 @@ class Worker:
     def run(self, lease: float) -> None:
         """Work until the server that leads says that it is enough; comes back to it if the connection is lost."""
         heartbeat = WorkerHeartbeat(self._dialer, lease)
-        with suppress(EndedError):
-            while not self._joined():
-                _logger.info("joins again")
-        heartbeat.stop()
+        try:
+            with suppress(EndedError):
+                while not self._joined():
+                    _logger.info("joins again")
+        finally:
+            heartbeat.stop()
 
     def _joined(self) -> bool:
         """Work as a member; False if the server that leads is gone, or has given this worker up."""
-        control, facts = self._dialer.connect(shard_service(0), "control")
-        links = [ShardLink(self._dialer, shard, facts["epoch"]) for shard in range(self._servers)]
-        self._dense.connect(links)
-        self._tables.connect(links)
-        try:
-            return self._work(control)
-        except LostError:
-            return False
-        finally:
-            control.close()
-            for link in links:
-                link.close()
+        with ExitStack() as connections:
+            control, facts = self._dialer.connect(shard_service(0), "control")
+            connections.callback(control.close)
+            links = []
+            try:
+                for shard in range(self._servers):
+                    links.append(ShardLink(self._dialer, shard, facts["epoch"]))
+                    connections.callback(links[-1].close)
+                self._dense.connect(links)
+                self._tables.connect(links)
+                return self._work(control)
+            except LostError:
+                return False
 
     def _work(self, control: Channel) -> bool:
         """Do task after task until the run ends; False: this worker is no member any more."""
@@ -155,10 +158,13 @@ class Worker:
     def _push_during_backward(self, overlap: OverlappedPush, batch: Any, step: int, rank: int) -> Tensor:
         """Push gradients during the one backward pass; give the loss."""
         part = {"step": step, "width": self._context.logical_ranks, "node": rank}
-        with overlap.during_backward(lambda key, gradients: self._dense.push_bucket(key, gradients, part)):
-            loss = self._backward(batch)
-        taken(self._parameters.values())
-        self._tables.push(take_gradients(self._remotes), **part)
+        try:
+            with overlap.during_backward(lambda key, gradients: self._dense.push_bucket(key, gradients, part)):
+                loss = self._backward(batch)
+        finally:  # else those of a pass that is lost would be added to the next one's
+            taken(self._parameters.values())
+            touched = take_gradients(self._remotes)
+        self._tables.push(touched, **part)
         return loss
 
     def _backward(self, batch: Any) -> Tensor:
