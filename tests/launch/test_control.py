@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import multiprocessing
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,12 +19,15 @@ from typing import Any
 import pytest
 
 from worldsize.core import Role
-from worldsize.errors import ConfigError
+from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch import control as controls
+from worldsize.launch import node
 from worldsize.launch.control import Control, request
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
+from worldsize.launch.resize import Resize
 from worldsize.records.run_directory import RunDirectory
+from worldsize.world.fork import ready_to_fork
 from worldsize.world.scratch import private_folder
 
 HOSTILE = {
@@ -34,6 +41,7 @@ HOSTILE = {
     "a long number": b'{"do": "add", "count": 1' + b"0" * 4000 + b"}\n",
     "no request": b'["do"]\n',
     "less than nothing": b'{"do": "add", "count": -1}\n',
+    "more than a host starts meanwhile": b'{"do": "add", "count": 65}\n',
     "nothing": b"",
 }
 
@@ -52,7 +60,7 @@ class Job:
         raise ConfigError(f"{count} must stay")
 
     def listed(self) -> list[dict[str, Any]]:
-        return [{"rank": rank} for rank in range(self.processes)]
+        return [{"role": "worker", "rank": rank, "pid": 100_000, "step": 100_000} for rank in range(self.processes)]
 
 
 @pytest.fixture
@@ -96,11 +104,17 @@ def answered(sign: Path, data: bytes) -> bytes:
 
 
 def test_requests_are_answered(sign: Path) -> None:
-    assert request(sign, do="list") == [{"rank": 0}, {"rank": 1}]
+    assert [each["rank"] for each in request(sign, do="list")] == [0, 1]
     assert request(sign, do="add", count=2) == ["worker 2"]
     assert len(request(sign, do="list")) == 4
     with pytest.raises(ConfigError, match="1 must stay"):
         request(sign, do="remove", count=1)
+
+
+def test_a_long_answer_comes_whole(sign: Path) -> None:
+    for _ in range(30):
+        request(sign, do="add", count=64)
+    assert len(request(sign, do="list")) == 2 + 30 * 64
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -115,7 +129,7 @@ def test_a_request_that_comes_in_pieces_is_answered(sign: Path) -> None:
     with sent(sign, b'{"do": ') as connection:
         assert len(request(sign, do="list")) == 2, "another one does not wait for it"
         connection.sendall(b'"list"}\n')
-        assert json.loads(connection.recv(4096)) == {"answer": [{"rank": 0}, {"rank": 1}]}
+        assert [each["rank"] for each in json.loads(connection.recv(4096))["answer"]] == [0, 1]
 
 
 def test_many_that_say_nothing_do_not_hold_up_one_that_asks(sign: Path) -> None:
@@ -187,3 +201,65 @@ def test_a_gang_is_not_held_up_by_what_comes_to_its_control_socket(tmp_path: Pat
     thread.join()
     assert outcome.exit_reason == "completed"
     assert [each["role"] for each in listed] == ["worker"]
+
+
+def test_a_host_that_does_not_lead_opens_no_control_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = multiprocessing.get_context("fork").Event()
+    end.set()
+    monkeypatch.setattr("worldsize.launch.gang.Control", None)
+    members = Members({"worker": Role(1)}, member(tmp_path, end), max_restarts=0, terminal=None)
+    members.add("worker", 0)
+    run, graces = RunDirectory(tmp_path), Graces(1.0, 1.0, 1.0)
+    gang = Gang(run, members, private_folder(), graces, terminal=None, leads=False)
+    assert gang.wait().exit_reason == "completed"
+
+
+# ---------------------------------------------------------------- a host without room for one more process
+
+
+def forked(tmp_path: Path, failing: set[tuple[int, int]]) -> Callable[[str, int, int], Member]:
+    """Start processes that fail at once; the ``failing`` ones, by rank and earlier starts, cannot even be started."""
+
+    def start(role: str, rank: int, starts: int) -> Member:
+        if (rank, starts) in failing:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        process = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
+        process.start()
+        return Member(role, rank, process, tmp_path / "log", tmp_path / "error", tmp_path / "beat")
+
+    return start
+
+
+def test_a_request_for_more_than_the_host_can_start_does_not_end_the_run(tmp_path: Path) -> None:
+    roles = {"worker": Role(2, restart="individual", min_processes=1)}
+    members = Members(roles, forked(tmp_path, {(4, 0)}), max_restarts=0, terminal=None)
+    for rank in range(2):
+        members.add("worker", rank)
+    with pytest.raises(WorldsizeError, match=r"worker 4 cannot be started: .*unavailable. Started: worker 2, worker 3"):
+        Resize(members).grow(5)
+    assert [each.rank for each in members.current] == [0, 1, 2, 3]
+    members.kill()
+
+
+@pytest.mark.parametrize(("must_live", "goes_on"), [(0, True), (1, False)])
+def test_a_process_that_cannot_be_started_again_is_a_failure_of_its_own(
+    tmp_path: Path, must_live: int, goes_on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    roles = {"server": Role(1), "worker": Role(1, restart="individual", min_processes=must_live)}
+    members = Members(roles, forked(tmp_path, {(0, 1)}), max_restarts=1, terminal=None)
+    members.add("worker", 0)
+    (dead,) = members.current
+    dead.process.join()
+    members.note_end(dead)
+    assert "worker 0 cannot be started again" in caplog.text
+    assert members.must_end is not goes_on
+    assert members.lost == ([dead] if goes_on else [])
+
+
+def test_a_fork_that_failed_leaves_signals_and_collection_as_they_were() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    frozen = gc.get_freeze_count()
+    with pytest.raises(OSError, match="no room"), ready_to_fork(), node._without_signals():
+        raise OSError("no room")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    assert gc.get_freeze_count() == frozen

@@ -14,14 +14,16 @@ from worldsize.app import refuse
 from worldsize.app.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
-from worldsize.launch.control import request
+from worldsize.launch.control import MOST, request
 from worldsize.records.run_directory import RunDirectory
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize workers", description=__doc__)
     parser.add_argument("do", choices=("add", "remove", "list"))
-    parser.add_argument("count", type=whole(Range(least=1)), nargs="?", default=1, help="how many (default: 1)")
+    parser.add_argument(
+        "count", type=whole(Range(least=1, most=MOST)), nargs="?", default=1, help="how many (default: 1)"
+    )
     parser.add_argument("--run", type=Path, required=True, help="the run's folder")
     given = parser.parse_args()
     sign = RunDirectory(given.run.resolve()).control

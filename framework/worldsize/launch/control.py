@@ -15,10 +15,10 @@ from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.bounded_io import receive_line
 from worldsize.strict_json import parse
 
+MOST = 64  # processes that one request adds or removes: so many start while whoever asks still waits
 _PATIENCE = 5.0  # seconds for one request, from the connection to its last byte
 _LONGEST_REQUEST = 1 << 12  # bytes
-_LONGEST_ANSWER = 1 << 20
-_MOST = 10_000  # processes that one request adds or removes
+_LONGEST_ANSWER = 1 << 17  # no more than a socket takes at once: it does not wait for whoever reads
 _AT_ONCE = 16  # requests that are being received; the oldest one gives way to one more
 
 
@@ -47,10 +47,10 @@ class Control:
     Whoever waits for other things waits for what :meth:`awaited` gives with them, and hands what is readable to
     :meth:`answer`.
 
-    ``path``: of the socket, in a private folder; ``sign``: a file that names it, if others are to find it.
+    ``path``: of the socket, in a private folder; ``sign``: a file that names it, by which others find it.
     """
 
-    def __init__(self, path: Path, sign: Path | None, job: Resizable) -> None:
+    def __init__(self, path: Path, sign: Path, job: Resizable) -> None:
         self._path, self._sign, self._job = path, sign, job
         self._listener = socket.socket(socket.AF_UNIX)
         self._requests: dict[socket.socket, _Request] = {}  # by their connections, the oldest first
@@ -59,13 +59,13 @@ class Control:
         self._listener.setblocking(False)
         self._listener.bind(str(self._path))
         self._listener.listen()
-        if self._sign:
-            self._sign.write_text(str(self._path))
+        draft = self._sign.with_name(f".{self._sign.name}")
+        draft.write_text(str(self._path))
+        draft.replace(self._sign)  # whoever finds it finds all of it
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._sign:
-            self._sign.unlink(missing_ok=True)
+        self._sign.unlink(missing_ok=True)
         for connection in (self._listener, *self._requests):
             connection.close()
 
@@ -127,9 +127,9 @@ class Control:
         except ValueError as error:
             return {"error": f"this is no request: {error}"}
         match request:
-            case {"do": "add", "count": int(count)} if 0 < count <= _MOST:
+            case {"do": "add", "count": int(count)} if 0 < count <= MOST:
                 return _tried(lambda: self._job.grow(count))
-            case {"do": "remove", "count": int(count)} if 0 < count <= _MOST:
+            case {"do": "remove", "count": int(count)} if 0 < count <= MOST:
                 return _tried(lambda: self._job.shrink(count))
             case {"do": "list"}:
                 return _tried(self._job.listed)
@@ -139,7 +139,7 @@ class Control:
 def _tried(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"answer": action()}
-    except WorldsizeError as error:
+    except (WorldsizeError, OSError) as error:  # an error here would end the run
         return {"error": str(error)}
 
 

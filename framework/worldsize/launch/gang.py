@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -52,7 +53,7 @@ class Gang(Job):
         leads: bool,
     ) -> None:
         self._members, self._folder, self._graces, self._terminal = members, folder, graces, terminal
-        self._control_sign = run.control if leads else None
+        self._control_sign = run.control if leads else None  # a socket that nobody can find is not opened
         self._folder_watch = FolderWatch(run.manifest)
         self._abort = Abort()
 
@@ -62,9 +63,10 @@ class Gang(Job):
         They are ended at once if the run's folder is deleted: nothing of what they compute could be kept.
         """
         signals = Signals()
-        control = Control(self._folder / "control", self._control_sign, Resize(self._members))
+        sign = self._control_sign
+        control = Control(self._folder / "control", sign, Resize(self._members)) if sign else None
         try:
-            with signals, control:
+            with signals, control or nullcontext():
                 self._join(signals, control)
                 if signals.seen and not self._abort.is_requested:
                     self._ask_to_save(signals, control)
@@ -92,13 +94,15 @@ class Gang(Job):
             member.copy_error_to_log()
         return self._outcome(silent, signum)
 
-    def _ask_to_save(self, signals: Signals, control: Control) -> None:
+    def _ask_to_save(self, signals: Signals, control: Control | None) -> None:
         """Ask all to save and to end, once; the next signal or the grace ends the wait."""
         grace = self._graces.interrupt if signals.seen[0] == signal.SIGINT else self._graces.save
         self.cancel()
         self._join(signals, control, asked=1, deadline=time.monotonic() + grace)
 
-    def _join(self, signals: Signals, control: Control, *, asked: int = 0, deadline: float | None = None) -> None:
+    def _join(
+        self, signals: Signals, control: Control | None, *, asked: int = 0, deadline: float | None = None
+    ) -> None:
         """Wait for the end of all, for a signal after the first ``asked``, until ``deadline``, or for the folder's end.
 
         The first failure sets the deadline if it is None.
@@ -109,14 +113,14 @@ class Gang(Job):
                 return
             if self._folder_watch.look():
                 return
-            sockets, seconds = control.awaited()
+            sockets, seconds = control.awaited() if control else ((), None)
             patience = min(each for each in (timeout, seconds, FolderWatch.interval) if each is not None)
             for ready in wait([*awaited, signals.arrival, self._abort.arrival, *sockets], patience):
                 if ready == signals.arrival:
                     signals.drain()
                 elif ready == self._abort.arrival:
                     break
-                elif isinstance(ready, socket.socket):
+                elif control and isinstance(ready, socket.socket):
                     control.answer(ready)
                 else:
                     self._members.note_end(awaited[ready])  # type: ignore[index]

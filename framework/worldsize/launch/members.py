@@ -155,9 +155,10 @@ class Members:
         """Start a process again that died alone, or go on without it; if neither may be, its failure is the gang's."""
         role, starts = self.roles[member.role], self._starts(member.role, member.rank)
         others = sum(each.role == member.role and each.process.is_alive() for each in self.current)
+        is_spare = others >= (role.processes if role.min_processes is None else role.min_processes)
         if starts < self._max_restarts:
             what = f"starting it again ({starts + 1} of {self._max_restarts})"
-        elif others >= (role.processes if role.min_processes is None else role.min_processes):
+        elif is_spare:
             what = "going on without it"
         else:
             return
@@ -167,4 +168,15 @@ class Members:
         self.current.remove(member)
         self.lost.append(member)
         if starts < self._max_restarts:
+            self._start_again(member, is_spare=is_spare)
+
+    def _start_again(self, member: Member, *, is_spare: bool) -> None:
+        """Start a process again; if the host cannot, go on without it, or let its failure be the gang's."""
+        try:
             self.add(member.role, member.rank)
+        except OSError as error:  # no more processes, or a full disk
+            _logger.error("%s %d cannot be started again: %s", member.role, member.rank, error)
+            if not is_spare:
+                self.lost.remove(member)
+                self.current.append(member)
+                self.ended.append(member)

@@ -105,8 +105,10 @@ def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, ran
 def _without_signals() -> Iterator[None]:
     """Block the signals that ask for an end while a child is forked, which unblocks them by itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mapping[str, str], parent: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from worldsize.core import ConfigError
+from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.members import Members
 
 
@@ -16,13 +16,23 @@ class Resize:
         self._members = members
 
     def grow(self, count: int) -> list[str]:
-        """Start ``count`` more processes; return their names."""
+        """Start ``count`` more processes; return their names.
+
+        Raises:
+            WorldsizeError: This host cannot start all of them; those that it names go on.
+        """
         role, members = self._role(), self._members
         taken = [member.rank for member in (*members.current, *members.lost) if member.role == role]
         first = max(max(taken) + 1, members.roles[role].processes)
+        names: list[str] = []
         for rank in range(first, first + count):
-            members.add(role, rank)
-        return [f"{role} {rank}" for rank in range(first, first + count)]
+            try:
+                members.add(role, rank)
+            except OSError as error:  # no more processes, or a full disk
+                started = f"Started: {', '.join(names)}" if names else "None was started"
+                raise WorldsizeError(f"{role} {rank} cannot be started: {error}. {started}.") from error
+            names.append(f"{role} {rank}")
+        return names
 
     def shrink(self, count: int) -> list[str]:
         """Ask the ``count`` youngest processes to leave; return their names."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -22,7 +25,10 @@ class Terminal:
         from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, as torch does
 
         prefix = f"[{name}] "
-        self._tails.append(TailLog(prefix, {0: str(log)}, sys.stdout, {0: prefix}).start())
+        try:
+            self._tails.append(TailLog(prefix, {0: str(log)}, sys.stdout, {0: prefix}).start())
+        except RuntimeError as error:  # a host may have room for a process and none for the thread that follows it
+            _logger.warning("%s is not shown here, see %s: %s", name, log, error)
 
     def close(self) -> None:
         """Show what is left of all logs, and end."""

@@ -13,5 +13,7 @@ def ready_to_fork() -> Iterator[None]:
     import torch._dynamo  # noqa: F401 - every optimizer imports it before its first step, and that takes a second
 
     gc.freeze()
-    yield
-    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

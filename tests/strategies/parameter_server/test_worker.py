@@ -145,7 +145,9 @@ def worked(monkeypatch: pytest.MonkeyPatch, tasks: list[dict[str, Any]], losses:
     monkeypatch.setattr(workers, "ShardLink", links)
     monkeypatch.setattr(Dialer, "connect", connect)
     recipe = Chain()
-    plan = ShardingPlan(plan_shards(dict(recipe.model().named_parameters()), 1, bucket_bytes=1024, cut=False), RowRule(0))
+    plan = ShardingPlan(
+        plan_shards(dict(recipe.model().named_parameters()), 1, bucket_bytes=1024, cut=False), RowRule(0)
+    )
     context = RunContext(World.alone(torch.device("cpu")), data=Data())
     dialer = Dialer("worker-0", None, None, 1.0, None)  # type: ignore[arg-type]
     Worker(recipe, context, dialer, plan, WorkerOptions(synchronous=True)).run(60.0)
