@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 import threading
@@ -78,7 +80,7 @@ def received(connection: socket.socket, count: int) -> bytes:
 
 
 def hello(rank: int, nonce: bytes) -> bytes:
-    return struct.pack(">8sI32s", b"wsAgent2", rank, nonce)
+    return struct.pack(">8sI32s", b"wsAgent3", rank, nonce)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -186,8 +188,16 @@ class Relay:
 
     def facts(self) -> bytes:
         """Return the message that the follower sends first."""
-        head = received(self.follower, 4)
-        return head + received(self.follower, struct.unpack(">I", head)[0] + 32)
+        return self._message(self.follower)
+
+    def admit(self, facts: bytes) -> None:
+        """Pass the follower's facts on, and the answer that it is admitted."""
+        self.leader.sendall(facts)
+        self.follower.sendall(self._message(self.leader))
+
+    def _message(self, source: socket.socket) -> bytes:
+        head = received(source, 4)
+        return head + received(source, struct.unpack(">I", head)[0] + 32)
 
 
 def test_a_proof_that_is_sent_again_is_refused(
@@ -198,7 +208,7 @@ def test_a_proof_that_is_sent_again_is_refused(
         follower = pool.submit(follows, key, listener.getsockname()[1])
         relay = Relay(listener, port, opened)
         facts = relay.facts()
-        relay.leader.sendall(facts)  # it is let in
+        relay.admit(facts)
         opened.append(follower.result())
         again = dialed(port, opened)
         again.sendall(relay.heard[0])
@@ -216,7 +226,7 @@ def test_what_the_leader_has_said_to_a_follower_is_nothing_to_it_later(
         leader = pool.submit(arrivals, Node(0, 2, HERE), port, key, patience=5.0, silence=5.0)
         follower = pool.submit(follows, key, listener.getsockname()[1])
         relay = Relay(listener, port, opened)
-        relay.leader.sendall(relay.facts())
+        relay.admit(relay.facts())
         opened += [follower.result(), *(agent.connection for agent, _ in leader.result())]
         again = pool.submit(follows, key, listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -250,10 +260,9 @@ def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
     with socket.create_server((HERE, 0)) as listener:
         node = Node(0, 3, HERE)
         leader = pool.submit(arrivals, node, port, key, patience=1.0, silence=5.0)
-        follower = pool.submit(follows, key, listener.getsockname()[1])
+        follower = pool.submit(follows, key, listener.getsockname()[1], patience=0.0)
         relay = Relay(listener, port, opened)
         facts = relay.facts()
-        opened.append(follower.result())
         forged = MessageSeal(sending=bytes(32), receiving=bytes(32)).seal({"node": 1, "host": "evil"})
         sent = {
             "another node": facts.replace(b'"node": 1', b'"node": 2'),
@@ -261,7 +270,11 @@ def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
             "one bit": facts[:-1] + bytes([facts[-1] ^ 1]),
             "twice": facts + facts,
         }[change]
-        relay.leader.sendall(sent)
+        if change == "twice":
+            relay.admit(sent)
+            opened.append(follower.result())
+        else:
+            relay.leader.sendall(sent)
         agents = [agent for agent, _ in leader.result()]
         opened += [agent.connection for agent in agents]
         if change == "twice":
@@ -269,6 +282,9 @@ def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
                 agents[0].connection.receive()
         else:
             assert agents == []
+            relay.follower.close()
+            with pytest.raises(WorldsizeError, match="does not answer"):
+                follower.result()
 
 
 @pytest.mark.parametrize("wrong", ["secret", "run"])
@@ -400,6 +416,49 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_not_heard_for_longer(
         raise AssertionError("it was heard to the end")
     opened.append(follows(key, port))
     opened += [agent.connection for agent, _ in leader.result()]
+
+
+def test_a_host_that_was_turned_away_before_it_was_admitted_comes_again(
+    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any]
+) -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        listener.settimeout(3.0)
+        leader = pool.submit(leads, key, port)
+        follower = pool.submit(follows, key, listener.getsockname()[1])
+        turned_away = Relay(listener, port, opened)
+        turned_away.facts()
+        turned_away.leader.close()
+        turned_away.follower.close()
+        again = Relay(listener, port, opened)
+        again.admit(again.facts())
+        opened += [follower.result(), *(agent.connection for agent, _ in leader.result())]
+
+
+def test_as_many_connections_as_a_large_run_has_hosts_are_heard_at_once(key: RunKey) -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        small, large = (admission.Admission(listener, key, range(1, n), silence=1.0) for n in (8, 1001))
+    assert (small._at_once, large._at_once) == (256, 2000)
+
+
+def test_a_first_host_without_file_descriptors_waits_and_goes_on(
+    key: RunKey, port: int, pool: ThreadPoolExecutor, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(admission, "_PAUSE", 0.0123)
+    monkeypatch.setattr("time.sleep", pauses.append)
+    accept, refusals = socket.socket.accept, [OSError(errno.EMFILE, os.strerror(errno.EMFILE)) for _ in range(3)]
+
+    def accepted(listener: socket.socket) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accepted)
+    leader = pool.submit(leads, key, port)
+    dialed(port, opened)
+    opened.append(follows(key, port))
+    opened += [agent.connection for agent, _ in leader.result()]
+    assert pauses.count(0.0123) == 3
 
 
 def test_a_first_host_that_does_not_answer_is_not_waited_for_longer_than_said(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from enum import IntEnum
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
+from worldsize.transport import connection_server
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.connection_server import ConnectionServer
 from worldsize.transport.endpoints import connect, listen
@@ -106,6 +110,38 @@ def test_a_server_goes_on_after_a_join_that_is_nested_too_deeply(tmp_path: Path)
     channel.send_message(CommonOperation.JOIN, {"kind": "echo", "name": "worker-0"})
     assert channel.message(channel.answer(CommonOperation.WELCOME))["name"] == "worker-0"
     channel.close()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+@pytest.mark.parametrize(("owner", "step"), [(socket.socket, "accept"), (socket.socket, "dup"), (Thread, "start")])
+def test_a_server_goes_on_after_a_connection_for_which_there_is_no_room(
+    owner: type, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed = getattr(owner, step)
+    failures = [RuntimeError("can't start new thread") if step == "start" else OSError(errno.EMFILE, "no descriptor")]
+
+    def once_fails(self: Any) -> Any:
+        if failures and threading.current_thread().name == "accept":
+            raise failures.pop()
+        return succeed(self)
+
+    monkeypatch.setattr(connection_server, "_PAUSE", 0.0)
+    monkeypatch.setattr(owner, step, once_fails)
+    listener = listen(f"unix:{tmp_path}/server", None)
+    services = {"echo": lambda channel, facts: channel.send_message(CommonOperation.WELCOME, facts)}
+    server = ConnectionServer(listener, None, services, timeout=5.0, operations=Operation)
+    server.start()
+    for _ in range(2):
+        channel = connect(f"unix:{tmp_path}/server", None, peer="", seconds=5.0, operations=Operation)
+        channel.wait_at_most(5.0)
+        with closing(channel), suppress(LostError):
+            channel.send_message(CommonOperation.JOIN, {"kind": "echo", "name": "worker-0"})
+            channel.message(channel.answer(CommonOperation.WELCOME))
+            break
+    else:
+        raise AssertionError("nobody is served any more")
+    assert server.refused == 1
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
 

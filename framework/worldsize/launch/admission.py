@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import selectors
 import socket
 import time
@@ -13,12 +12,11 @@ from typing import Self, final
 from worldsize.launch.agent_connection import AgentConnection, RemoteAgent
 from worldsize.launch.handshake import Admitted, Message, Turn, admit
 from worldsize.launch.run_key import RunKey
-
-_logger = logging.getLogger(__name__)
+from worldsize.transport.refusals import RefusalLog
 
 _SECONDS = 10.0  # for a handshake and the facts of a host, altogether
-_AT_ONCE = 256  # connections that have not been admitted; the oldest one gives way to one more
-_LOGGED = 100
+_AT_ONCE = 256  # connections that have not been admitted, or two a node; the oldest one gives way to one more
+_PAUSE = 0.1  # seconds after a connection that could not be accepted, as of file descriptors none may be left
 
 
 @final
@@ -69,7 +67,8 @@ class Admission:
         self._listener, self._key, self._ranks, self._silence = listener, key, ranks, silence
         self._candidates: dict[int, _Candidate] = {}  # by file descriptor, the oldest first
         self._selector = selectors.DefaultSelector()
-        self._refused = 0
+        self._at_once = max(_AT_ONCE, 2 * len(ranks))
+        self._refusals = RefusalLog()
 
     def __enter__(self) -> Self:
         self._listener.setblocking(False)
@@ -92,24 +91,31 @@ class Admission:
                     yield arrived
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has gone already
+        try:
             connection, address = self._listener.accept()
-            if len(self._candidates) >= _AT_ONCE:
-                self._refuse(next(iter(self._candidates.values())), "others want to be heard")
-            candidate = _Candidate(connection, address[0], self._key, self._ranks)
-            self._candidates[connection.fileno()] = candidate
-            self._selector.register(connection, selectors.EVENT_READ)
+        except BlockingIOError:  # it has gone already
+            return
+        except OSError as error:
+            self._refusals.add("a connection", error)
+            time.sleep(_PAUSE)
+            return
+        if len(self._candidates) >= self._at_once:
+            self._refuse(next(iter(self._candidates.values())), "others want to be heard")
+        candidate = _Candidate(connection, address[0], self._key, self._ranks)
+        self._candidates[connection.fileno()] = candidate
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _advance(self, candidate: _Candidate) -> tuple[RemoteAgent, Message] | None:
         try:
             admitted = candidate.advance()
+            if admitted is None:
+                return None
+            connection = AgentConnection(candidate.connection, admitted.seal, self._silence)
+            connection.send(admitted=True)
         except OSError as error:
-            self._refuse(candidate, str(error))
-            return None
-        if admitted is None:
+            self._refuse(candidate, error)
             return None
         self._forget(candidate)
-        connection = AgentConnection(candidate.connection, admitted.seal, self._silence)
         return RemoteAgent(admitted.rank, admitted.facts["host"], connection), admitted.facts
 
     def _drop_late(self) -> float:
@@ -121,10 +127,8 @@ class Admission:
             self._refuse(candidate, f"it has not proven who it is within {_SECONDS:g} s")
         return _SECONDS
 
-    def _refuse(self, candidate: _Candidate, why: str) -> None:
-        self._refused += 1
-        if self._refused <= _LOGGED or self._refused % _LOGGED == 0:  # a flood of them must not fill the disk
-            _logger.info("refused %s: %s (%d so far)", candidate.address, why, self._refused)
+    def _refuse(self, candidate: _Candidate, why: object) -> None:
+        self._refusals.add(candidate.address, why)
         self._forget(candidate)
         candidate.connection.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -27,9 +26,7 @@ class AgentConnection:
     """
 
     def __init__(self, connection: socket.socket, seal: MessageSeal, patience: float) -> None:
-        connection.setblocking(True)
-        bound = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)  # settimeout would bound receives, too
+        connection.settimeout(patience)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._seal, self._patience = connection, seal, patience
         self._sending = threading.Lock()

@@ -3,6 +3,8 @@
     follower to leader:  a magic number, the follower's node rank, the follower's nonce
     leader to follower:  the leader's nonce, the leader's proof
     follower to leader:  the follower's proof
+    follower to leader:  a message with the facts of its host
+    leader to follower:  a message that it is admitted; until then the follower may be turned away, and comes again
 
 A proof is the HMAC-SHA256, by the run's key, of the role that proves, the run's id, the follower's node rank and both
 nonces. So a proof of one role, node or connection is worth nothing as that of another, whoever passes it on. The
@@ -30,7 +32,7 @@ Message = Mapping[str, Any]
 LENGTH = struct.Struct(">I")  # comes before every message
 LONGEST = 1 << 20  # bytes of a message
 TAG_BYTES = 32
-_MAGIC = b"wsAgent2"
+_MAGIC = b"wsAgent3"
 _NONCE_BYTES = 32
 _HELLO = struct.Struct(f">8sI{_NONCE_BYTES}s")
 _COUNT = struct.Struct(">Q")

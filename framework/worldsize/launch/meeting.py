@@ -51,6 +51,8 @@ def arrivals(
     beats = HeartbeatSender(connections, silence)  # an agent that comes early hears that this host lives
     with _listening(node, port) as listener, beats, Admission(listener, key, expected, silence=silence) as admission:
         for agent, facts in admission.arrivals(deadline=deadline):
+            if agent.rank in agents:  # it has come again, so it has given its former connection up
+                agents[agent.rank][0].connection.close()
             agents[agent.rank] = agent, facts
             connections.append(agent.connection)
             if len(agents) == len(expected):
@@ -96,6 +98,8 @@ def _joined(node: Node, port: int, key: RunKey, silence: float, facts: Message) 
         seal = _conducted(follow(key, node.rank), connection)
         agent = AgentConnection(connection, seal, silence)
         agent.send(**facts)
+        if "admitted" not in agent.receive():
+            raise NotOfThisRunError("it says something else before it has admitted this host")
         return agent
     except OSError:
         connection.close()

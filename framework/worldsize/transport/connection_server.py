@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -15,12 +16,11 @@ from worldsize.transport.certificates import Credentials
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.endpoints import accept_channel, accept_join
 from worldsize.transport.frames import CommonOperation, RefusedError
-
-_logger = logging.getLogger(__name__)
+from worldsize.transport.refusals import RefusalLog
 
 _HANDSHAKE = 10.0  # seconds
 _AT_ONCE = 128  # connections that have not joined; the oldest one gives way to one more
-_LOGGED = 100
+_PAUSE = 0.1  # seconds after a connection that could not be accepted, as of file descriptors none may be left
 
 Service = Callable[[Channel, Mapping[str, Any]], None]
 """Serves one connection: its channel, and what its JOIN says. The connection ends when it returns."""
@@ -52,11 +52,16 @@ class ConnectionServer:
         operations: type[IntEnum],
     ) -> None:
         self.listener = listener
-        self.refused = 0  # frames and peers
+        self._refusals = RefusalLog()
         self._credentials, self._services = credentials, services
         self._timeout, self._operations = timeout, operations
         self._joining: dict[int, socket.socket] = {}  # by number, the oldest first
         self._changing = threading.Lock()
+
+    @property
+    def refused(self) -> int:
+        """The number of frames, peers and connections that were refused."""
+        return self._refusals.count
 
     def start(self) -> None:
         """Accept connections from now on, in threads that end with the process or when the listener is closed."""
@@ -64,12 +69,23 @@ class ConnectionServer:
 
     def _accept(self) -> None:
         for number in count():
+            connection = None
             try:
                 connection, _ = self.listener.accept()
-            except OSError:
-                return  # closed: the run is over
-            self._await_join(number, connection.dup())
-            threading.Thread(target=self.serve, args=(connection, number), daemon=True).start()
+                self._await_join(number, connection.dup())
+                threading.Thread(target=self.serve, args=(connection, number), daemon=True).start()
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left, or it has gone already
+                if connection is None and self._is_closed(error):
+                    return  # the run is over
+                self._refusals.add("a connection", error)
+                self._forget(number)
+                if connection is not None:
+                    connection.close()
+                time.sleep(_PAUSE)
+
+    def _is_closed(self, error: Exception) -> bool:
+        is_gone = isinstance(error, OSError) and error.errno in (errno.EBADF, errno.EINVAL)
+        return is_gone or self.listener.fileno() < 0
 
     def _await_join(self, number: int, connection: socket.socket) -> None:
         """Remember a connection until it has joined, by a descriptor of its own, and end the oldest surplus one."""
@@ -109,9 +125,7 @@ class ConnectionServer:
             (channel or connection).close()
 
     def _refuse(self, channel: Channel | None, peer: str, error: RefusedError) -> None:
-        self.refused += 1
-        if self.refused <= _LOGGED or self.refused % _LOGGED == 0:  # a flood of them must not fill the disk
-            _logger.info("refused %s: %s (%d so far)", peer, error, self.refused)
+        self._refusals.add(peer, error)
         if channel is not None:
             with suppress(LostError):
                 channel.send_message(CommonOperation.REFUSED, str(error))
