@@ -62,13 +62,13 @@ def agent(run: RunDirectory) -> int:
 def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node) -> int:
     others: list[RemoteAgent] = []
     with opened(run) as record:
-        if place.count > 1:
-            waits = _waits(settings, launcher)
-            agents = gather(place, _port(settings, run), read_key(run.path), **waits)
-            others = [other for other, _ in agents]
-            check_hosts(settings, facts_of(settings.recipe, place), [facts for _, facts in agents])
         code = 1
         try:
+            if place.count > 1:
+                facts = facts_of(settings.recipe, place)  # takes seconds: before the others have come and want to hear
+                agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))
+                others = [other for other, _ in agents]
+                check_hosts(settings, facts, [theirs for _, theirs in agents])
             code = run_attempts(settings, Lead.of(launcher, place, others), plan, record)
         finally:
             for other in others:

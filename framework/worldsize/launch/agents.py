@@ -150,6 +150,7 @@ class Follower:
         self._gang: Gang | None = None
         self._attempt = 0
         self._aborted = -1  # the last attempt that was called off, perhaps before it had begun here
+        self._is_lost = False  # the first host is gone, and with it every attempt that it has announced
 
     def follow(self) -> int:
         """Take part in every attempt until the first host says how the run ended; return the exit code.
@@ -175,13 +176,15 @@ class Follower:
                     self._messages.put(message)
                 else:
                     self._call_off(int(message["abort"]))
+        self._is_lost = True
+        if gang := self._gang:
+            gang.abort()
         self._messages.put(None)
-        self._call_off(self._attempt)
 
     def _call_off(self, attempt: int) -> None:
         self._aborted = attempt
-        if self._gang is not None and self._attempt == attempt:
-            self._gang.abort()
+        if (gang := self._gang) and self._attempt == attempt:
+            gang.abort()
 
     def _take_part(self, attempt: int, port: int) -> None:
         self._attempt = attempt
@@ -189,7 +192,7 @@ class Follower:
         try:
             rendezvous = _rendezvous(plan, first, port, address_towards(first))
             self._gang = self._launcher.start_node(plan, self._node, rendezvous)
-            if self._aborted == attempt:
+            if self._is_lost or self._aborted == attempt:
                 self._gang.abort()
             outcome = self._gang.wait()
         except OSError as error:  # such as a disk that is full

@@ -1,0 +1,65 @@
+"""The agent of a host takes part in attempts for as long as the first host lives."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worldsize.core import Cluster, Outcome, Plan, Role
+from worldsize.errors import WorldsizeError
+from worldsize.launch import agents
+from worldsize.launch.agent_connection import HeartbeatSender
+from worldsize.launch.agents import Follower, Lead
+from worldsize.launch.node import NodeLauncher
+from worldsize.world.environments import Node
+
+HERE = "127.0.0.1"
+
+
+class Announced:
+    """A connection to a first host that announces an attempt, and is gone then."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, int]] = [{"attempt": 2, "port": 1}]
+
+    def receive(self) -> dict[str, int]:
+        if not self.messages:
+            raise ConnectionResetError
+        return self.messages.pop()
+
+    def send(self, **message: Any) -> None: ...
+
+
+class Waits:
+    """A gang that ends if it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.abort = self.aborted.set
+
+    def wait(self) -> Outcome:
+        return Outcome("failed", 1) if self.aborted.wait(3.0) else Outcome("completed", 0)
+
+
+def test_an_attempt_that_begins_when_its_first_host_is_gone_is_called_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gang, launcher = Waits(), Lead()
+
+    class Later(HeartbeatSender):  # type: ignore[misc]
+        """Lets the attempt begin after the loss of the first host has been noticed."""
+
+        def __enter__(self) -> None:
+            for thread in threading.enumerate():
+                if thread.name == "listen":
+                    thread.join(3.0)
+
+    monkeypatch.setattr(agents, "HeartbeatSender", Later)
+    monkeypatch.setattr(NodeLauncher, "start_node", lambda *_: gang)
+    plan = Plan(tmp_path, Cluster("ssh", nodes=2, processes=2, device="cpu", backend="gloo"), {"worker": Role(2)}, {})
+    with pytest.raises(WorldsizeError, match="is gone"):
+        Follower(launcher, plan, Node(1, 2, HERE), Announced()).follow()  # type: ignore[arg-type]
+    assert gang.aborted.is_set()
