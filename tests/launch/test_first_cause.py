@@ -32,6 +32,10 @@ def test_a_process_that_a_signal_ended_comes_before_the_errors_of_its_peers() ->
     assert (failure.rank, failure.cause, failure.exit_code) == (1, "killed by SIGKILL", -signal.SIGKILL)
 
 
+def test_a_process_that_a_real_time_signal_ended_has_a_cause_too() -> None:
+    assert ending(1, -40).cause == "killed by signal 40"
+
+
 def test_the_peer_furthest_behind_is_blamed_if_a_rank_timed_out_waiting() -> None:
     failed = [ending(0, 1, error="Timed out waiting 5000ms", at=9)]
     silent = [ending(1, -signal.SIGKILL, step=4), ending(2, -signal.SIGKILL, step=3)]

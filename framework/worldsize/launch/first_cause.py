@@ -37,8 +37,15 @@ class Ending:
         if self.error:
             return str(self.error["traceback"])
         if self.exit_code < 0:
-            return f"killed by {signal.Signals(-self.exit_code).name}"
+            return f"killed by {_signal_name(-self.exit_code)}"
         return f"exited with code {self.exit_code} and left no error; its output is in {self.log}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
 
 
 def outcome_of(

@@ -14,6 +14,7 @@ from cryptography.x509.oid import NameOID
 from worldsize.errors import ConfigError
 
 LIFETIME = timedelta(days=365)
+EARLIER = timedelta(minutes=5)  # that certificates are valid before they are signed: clocks of hosts differ
 
 
 def sign_authority(folder: Path, name: str) -> None:
@@ -33,13 +34,13 @@ def sign_process(folder: Path, name: str, *, authority: str) -> None:
 
 
 def now() -> datetime:
-    """Return the time from which a certificate that is signed now is valid."""
+    """Return the time at which a certificate is signed."""
     return datetime.now(UTC)
 
 
 def _draft(name: str, issuer: str, key: ec.EllipticCurvePublicKey, *, is_authority: bool) -> x509.CertificateBuilder:
     """Say all that a certificate says, but for its signature."""
-    begins = now()
+    begins = now() - EARLIER
     return (
         x509.CertificateBuilder()
         .subject_name(_common_name(name))
