@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -162,6 +164,43 @@ def test_another_users_run_is_resumed_only_if_that_was_agreed_to(
     done = command(*words, "--yes", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
     assert is_own(read_manifest(run / "run_manifest.json")), "who agreed has taken it over"
+
+
+MARKING = "import os, pathlib; pathlib.Path(os.environ['MARK']).touch()\n"
+
+
+def test_another_users_recipe_is_trained_from_a_copy_and_what_lies_around_it_is_not_run(
+    mark: Path,
+    train_in: Callable[[Path], Train],
+    command: Command,
+    environment_without_wandb: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    theirs = tmp_path / "theirs"
+    recipe = theirs / "recipes" / "mine"
+    (recipe / "conf" / "recipe").mkdir(parents=True)
+    (recipe / "conf" / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [digits]\nrecipe: {_target_: recipes.mine.recipe.Mine}\n"
+    )
+    (recipe / "recipe.py").write_text("from recipes.digits.recipe import Digits as Mine\n")
+    trained = train_in(theirs)("steps=2", "recipe=mine")
+    assert trained.folder, trained.error
+    forge(trained.folder)
+    (theirs / "recipes" / "__init__.py").write_text(MARKING)
+    (theirs / "sitecustomize.py").write_text(MARKING)
+    (theirs / "evil.py").write_text(MARKING)
+    compiled = Path(cache_from_source(str(recipe / "recipe.py")))
+    compiled.parent.mkdir(exist_ok=True)
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(theirs / "evil.py"), str(compiled), invalidation_mode=unchecked)
+    environment = {**environment_without_wandb, "MARK": str(mark)}
+    for steps, words in ((4, ["--yes"]), (6, [])):
+        done = command("resume", str(trained.folder), f"steps={steps}", *words, cwd=theirs, environment=environment)
+        assert done.returncode == 0, done.stderr
+        assert not mark.exists()
+    assert read_manifest(trained.folder / "run_manifest.json")["config"]["run"]["import_path"][0] == str(
+        trained.folder / "project"
+    )
 
 
 def test_code_of_another_user_that_is_not_the_recorded_one_is_not_imported(

@@ -14,7 +14,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.records.manifest import is_own, write_manifest
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened
-from worldsize.reproducibility.plugins import check_kept, digest_of
+from worldsize.reproducibility.plugins import check_kept, digest_of, remove_compiled
 
 
 @pytest.fixture
@@ -113,13 +113,24 @@ def test_code_that_was_taken_once_is_taken_from_there_again(project: Path, run: 
     manifest = listed(project / "recipes" / "mine")
     take_code(manifest, project, run)
     manifest |= {"config": {"run": {"import_path": ["/no/such", "/other"]}}}
-    assert project_of(manifest, run) == run.project
+    assert project_of(manifest, run, own=False) == run.project
+    assert project_of(manifest, run, own=True) == Path.cwd(), "what lies in one's own run folder was not compared"
     take_code(manifest, run.project, run)
     assert "recipes/mine/recipe.py" in files_below(run.project)
 
 
 def test_a_record_without_import_path_began_here(run: RunDirectory) -> None:
-    assert project_of({"config": {"run": {"import_path": []}}}, run) == Path.cwd()
+    for folders in ([], ["/no/such"], ["a\0b"]):
+        assert project_of({"config": {"run": {"import_path": folders}}}, run, own=True) == Path.cwd()
+
+
+def test_a_compiled_file_of_a_commit_goes_and_so_does_a_link_to_others(tmp_path: Path) -> None:
+    (tmp_path / "recipes" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (tmp_path / "__pycache__").symlink_to(tmp_path / "elsewhere")
+    remove_compiled(tmp_path)
+    assert files_below(tmp_path) == ["elsewhere/kept"]
 
 
 def test_a_manifest_that_another_user_writes_after_it_was_adopted_is_not_adopted(run: RunDirectory) -> None:

@@ -21,8 +21,9 @@ from rich.console import Console
 from worldsize.app import ask, exit_process, refuse
 from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.compose import assigned
+from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle
-from worldsize.driver.trust import check_recorded_targets, key_of, recorded_overrides, target_names
+from worldsize.driver.trust import check_recorded_targets, recorded_overrides, target_names
 from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
@@ -30,7 +31,7 @@ from worldsize.records.run_record import RunView, view
 from worldsize.reproducibility.checkout import checked_out, patched_files, read_patch
 from worldsize.reproducibility.compare import compare_runs
 from worldsize.reproducibility.level import recorded_level
-from worldsize.reproducibility.plugins import check_kept
+from worldsize.reproducibility.plugins import check_kept, remove_compiled
 from worldsize.reproducibility.rebuild import (
     Interpreter,
     Lock,
@@ -106,6 +107,8 @@ def reproduce(options: Options) -> int:
             shutil.copytree(original.plugins, plugins)
             check_kept(manifest.get("plugins", ()), plugins)  # what is run, though the record may have changed since
         with checked_out(code, patch, root, clones) as folder:
+            if not own:
+                remove_compiled(root)
             python = _python(lock, folder, root=root, clones=clones)
             new, exit_code = _run(options, original, python, folder, overrides, plugins)
     return exit_code or _report(options, original, new)

@@ -14,11 +14,11 @@ from worldsize.app import ask, call_composed, exit_process, refuse
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.catalogue import used
 from worldsize.config.compose import GROUPS, assigned, choices, compose_only, resolved
+from worldsize.config.overrides import key_of
 from worldsize.driver.trust import (
     check_composed,
     check_plugins,
     check_recorded_targets,
-    key_of,
     project_of,
     recorded_overrides,
     take_code,
@@ -94,7 +94,7 @@ def resume(
     recorded = recorded_overrides(manifest, own=own)
     check_recorded_targets(manifest, overrides, own=own)
     has_plugins = check_kept(manifest.get("plugins", ()), run.plugins)
-    project = project_of(manifest, run)
+    project = project_of(manifest, run, own=own)
     if not own:
         _ask(manifest, project, yes=yes)
         take_code(manifest, project, run)

@@ -7,15 +7,18 @@ agreed.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from worldsize.config.catalogue import Plugin
 from worldsize.config.installed import installed
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets, targets_of
+from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle, folders_of, main_conf
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import printable
@@ -24,11 +27,6 @@ from worldsize.reproducibility.plugins import check_kept, copy_files, digest_of,
 from worldsize.world.scratch import temporary_folder
 
 _BUNDLED = "worldsize"  # the source of a plugin that came with worldsize
-
-
-def key_of(word: str) -> str:
-    """Return the key that an override sets, adds or deletes."""
-    return word.partition("=")[0].lstrip("+~")
 
 
 def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
@@ -98,10 +96,19 @@ def target_names(config: Mapping[str, Any]) -> list[str]:
     return sorted({str(node["_target_"]) for _, node in targets_of(config)})
 
 
-def project_of(manifest: Mapping[str, Any], run: RunDirectory) -> Path:
-    """Return the folder in which the run began; where there is no such folder, its copy, or the working directory."""
-    known = [*map(Path, manifest["config"]["run"]["import_path"][:1]), run.project]
-    return next((folder for folder in known if folder.is_dir()), Path.cwd())
+def project_of(manifest: Mapping[str, Any], run: RunDirectory, *, own: bool) -> Path:
+    """Return the folder in which the run began; where it cannot be entered, its copy, or the working directory.
+
+    The copy is only where what lies there will be compared with the record: where that is not one's ``own``.
+    """
+    known = [*map(Path, manifest["config"]["run"]["import_path"][:1]), *([] if own else [run.project])]
+    return next((folder for folder in known if _can_be_entered(folder)), Path.cwd())
+
+
+def _can_be_entered(folder: Path) -> bool:
+    with suppress(OSError, ValueError):  # ValueError: no path at all
+        return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+    return False
 
 
 def check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> None:

@@ -84,18 +84,26 @@ def kept_folder(root: Path, name: str) -> Path:
     return root.joinpath(*name.split("."))
 
 
+def remove_compiled(root: Path) -> None:
+    """Remove compiled files, which would be imported in place of the sources that a digest or a commit stands for."""
+    for cache in list(root.rglob("__pycache__")):
+        if cache.is_symlink():
+            cache.unlink()
+        else:
+            shutil.rmtree(cache, ignore_errors=True)
+
+
 def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
     """Check that below ``root`` lie the recorded copies of ``plugins`` and nothing else; return whether there are any.
 
-    Compiled files are removed: they would be imported in place of the sources whose digests are recorded.
+    Compiled files are removed.
 
     Raises:
         WorldsizeError: a copy is lost or was changed, or a file is there that the record does not list.
     """
     if root.is_symlink():
         raise WorldsizeError(f"{printable(str(root))} is a link, which worldsize did not make. Take it away.")
-    for cache in list(root.rglob("__pycache__")):
-        shutil.rmtree(cache, ignore_errors=True)
+    remove_compiled(root)
     folders = [kept_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]
     recorded = [plugin["sha256"] for plugin in plugins if plugin["kept"]]
     for folder, wanted in zip(folders, recorded, strict=True):
