@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -45,6 +47,7 @@ class Run:
 
 
 Train = Callable[..., Run]
+Once = Callable[[str, Callable[[Path], None]], Path]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -212,6 +215,46 @@ def train_in(command: Command) -> Callable[[Path], Train]:
         return run
 
     return at
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """``once(name, fill)`` is a folder that ``fill(folder)`` fills, and that nobody changes then.
+
+    It is filled once for all processes of a test run, by the one that needs it first; the others wait for it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
+
+    def filled(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = root / hashlib.sha256(name.encode()).hexdigest()[:16]
+        root.mkdir(exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            complete = folder.with_suffix(".complete")
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what is left if it failed
+                folder.mkdir()
+                fill(folder)
+                complete.touch()
+        return folder
+
+    return filled
+
+
+@pytest.fixture(scope="session")
+def reference_run(train_in: Callable[[Path], Train], once: Once) -> Callable[..., Run]:
+    """``reference_run("steps=3", ...)`` is a complete run with these options, of which there is one in a test run."""
+
+    def run(*options: str) -> Run:
+        def fill(folder: Path) -> None:
+            trained = train_in(folder)(*options)
+            assert trained.code == 0, trained.error
+
+        (folder,) = folders(once("\n".join(options), fill))
+        return Run(0, "", "", folder)
+
+    return run
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from worldsize.records import manifest as manifest_module
 from worldsize.records.manifest import read_manifest, write_manifest
 
 QUICK = ("steps=6", "logger=none", "cluster.processes=2")
@@ -120,8 +121,11 @@ def report(done: Any) -> dict[str, Any]:
     return document
 
 
-def test_a_clean_run_is_reproduced_bit_for_bit_from_another_folder(committed: Project) -> None:
+def test_a_clean_run_is_recorded_by_the_schema_and_reproduced_bit_for_bit_from_another_folder(
+    committed: Project,
+) -> None:
     manifest = committed.train("recipe=mine")
+    assert_the_published_schema_describes(json.loads(manifest.read_text()))
     done = committed.reproduce(manifest, "--json", python=sys.executable)
     assert done.returncode == 0, done.stderr
     comparison = report(done)
@@ -131,6 +135,18 @@ def test_a_clean_run_is_reproduced_bit_for_bit_from_another_folder(committed: Pr
     assert new["code"]["commit"] == json.loads(manifest.read_text())["code"]["commit"]
     assert committed.git("worktree", "list").count("\n") == 0
     assert committed.git("status", "--porcelain") == ""
+
+
+def assert_the_published_schema_describes(manifest: dict[str, Any]) -> None:
+    import jsonschema
+
+    schema = json.loads(Path(manifest_module.__file__).with_name("run_manifest.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert list(validator.iter_errors(manifest)) == []
+    assert set(schema["required"]) == set(manifest)
+    del manifest["determinism"]["seed"]
+    assert [re.search("'seed' is a required property", error.message) for error in validator.iter_errors(manifest)]
 
 
 def test_uncommitted_changes_and_an_untracked_recipe_are_part_of_the_record(project: Project) -> None:
@@ -251,21 +267,34 @@ def git_option(_: Project, manifest: Path) -> str:
     return "is no commit"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [changed_data, lost_commit, edited_manifest, newer_schema, lost_patch, edited_patch, foreign_target, git_option],
+DAMAGES: tuple[Callable[[Project, Path], str], ...] = (
+    changed_data,
+    edited_manifest,
+    newer_schema,
+    lost_patch,
+    edited_patch,
+    foreign_target,
+    git_option,
+    lost_commit,
 )
-def test_a_record_that_does_not_hold_is_refused_and_nothing_is_started(
-    committed: Project, damage: Callable[[Project, Path], str]
-) -> None:
+
+
+def test_a_record_that_does_not_hold_is_refused_and_nothing_is_started(committed: Project, tmp_path: Path) -> None:
     (committed.folder / "note.txt").write_text("new\n")
     manifest = committed.train("recipe=mine")
-    # this process signs the damaged manifest with a key that the project's home does not know
-    expected = damage(committed, manifest)
-    done = committed.reproduce(manifest, "--yes")
-    assert done.returncode == 2, done.stdout
-    assert expected in done.stderr
-    assert len(list(committed.folder.rglob("run_manifest.json"))) == 1
+    whole = {folder: tmp_path / f"whole {folder.name}" for folder in (committed.folder, committed.home)}
+    for folder, copy in whole.items():
+        shutil.copytree(folder, copy, symlinks=True)
+    for damage in DAMAGES:
+        # this process signs the damaged manifest with a key that the project's home does not know
+        expected = damage(committed, manifest)
+        done = committed.reproduce(manifest, "--yes")
+        assert done.returncode == 2, (damage, done.stdout)
+        assert expected in done.stderr, damage
+        assert len(list(committed.folder.rglob("run_manifest.json"))) == 1, damage
+        for folder, copy in whole.items():
+            shutil.rmtree(folder)
+            shutil.copytree(copy, folder, symlinks=True)
 
 
 def test_a_run_whose_data_changed_is_resumed_only_if_the_user_accepts_that(committed: Project) -> None:
@@ -338,18 +367,3 @@ def test_no_planted_secret_is_in_anything_that_a_run_writes(committed: Project) 
     assert [
         (path.name, place) for path in written for place in places if canaries[place].encode() in written[path]
     ] == []
-
-
-def test_the_manifest_validates_against_the_published_schema(committed: Project) -> None:
-    import jsonschema
-
-    from worldsize.records import manifest as module
-
-    schema = json.loads(Path(module.__file__).with_name("run_manifest.schema.json").read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
-    manifest = json.loads(committed.train("recipe=mine").read_text())
-    assert list(validator.iter_errors(manifest)) == []
-    assert set(schema["required"]) == set(manifest)
-    del manifest["determinism"]["seed"]
-    assert [re.search("'seed' is a required property", error.message) for error in validator.iter_errors(manifest)]

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,10 @@ def submit(slurm: Slurm, train: Any, warm_python: Path) -> Any:
     return run
 
 
-@pytest.fixture(scope="module")
-def laptop(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+@pytest.fixture
+def laptop(reference_run: Any) -> Callable[..., str]:
     """``laptop("steps=30")`` is the digest of the same training on this machine without Slurm."""
-    train = train_in(tmp_path_factory.mktemp("laptop"))
-
-    def digest(*options: str) -> str:
-        run = train(*DIGITS, *options, "cluster.processes=4")
-        assert run.code == 0, run.error
-        return str(run.json("result.json")["state_digest"])
-
-    return cache(digest)
+    return lambda *options: state_digest(reference_run(*DIGITS, *options, "cluster.processes=4").folder)
 
 
 def manifest(folder: Path) -> Any:

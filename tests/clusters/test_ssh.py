@@ -67,12 +67,12 @@ def folder_of(root: Path) -> Path:
     return manifest.parent
 
 
-def test_two_hosts_train_to_the_bits_of_one(launch: Any, train: Any, tmp_path: Path) -> None:
+def test_two_hosts_train_to_the_bits_of_one(launch: Any, reference_run: Any, tmp_path: Path) -> None:
     code, output = launch("steps=30", python=sys.executable).end()  # a cold start, from the copied code
     assert code == 0, output
     run = folder_of(tmp_path)
     result = json.loads((run / "result.json").read_text())
-    alone = train(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
+    alone = reference_run(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
     assert result["state_digest"] == alone["state_digest"]
     manifest = json.loads((run / "run_manifest.json").read_text())
     assert manifest["attempts"][0]["hosts"] == ["h1", "h2"]
@@ -120,7 +120,12 @@ def test_a_rank_that_fails_is_the_cause_whatever_its_host(launch: Any) -> None:
 
 
 def test_an_interrupt_saves_and_the_run_can_be_resumed(
-    launch: Any, begun: Any, tmp_path: Path, train: Any, command: Any, environment_without_wandb: dict[str, str]
+    launch: Any,
+    begun: Any,
+    tmp_path: Path,
+    reference_run: Any,
+    command: Any,
+    environment_without_wandb: dict[str, str],
 ) -> None:
     """The run is sharded inside each host and replicated across them; it resumes unsharded on one host."""
     launched = launch("steps=100", SLOW, "strategy=hsdp")
@@ -132,7 +137,7 @@ def test_an_interrupt_saves_and_the_run_can_be_resumed(
     changes = ("cluster=laptop", "cluster.processes=2", "faults=[]", "strategy=ddp")
     done = command("resume", str(run), *changes, cwd=run, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
-    alone = train(*DIGITS, "steps=100", "cluster.processes=4").json("result.json")
+    alone = reference_run(*DIGITS, "steps=100", "cluster.processes=4").json("result.json")
     assert json.loads((run / "result.json").read_text())["state_digest"] == alone["state_digest"]
 
 
@@ -143,10 +148,10 @@ def test_a_launching_process_that_is_killed_leaves_nothing_behind(launch: Any, b
     launched.end()  # the fixture checks that no process is left
 
 
-def test_servers_and_workers_on_several_hosts_speak_tls(launch: Any, train: Any, tmp_path: Path) -> None:
+def test_servers_and_workers_on_several_hosts_speak_tls(launch: Any, reference_run: Any, tmp_path: Path) -> None:
     code, output = launch("steps=30", "strategy=parameter_server", "strategy.servers=2").end()
     assert code == 0, output
-    alone = train(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
+    alone = reference_run(*DIGITS, "steps=30", "cluster.processes=4").json("result.json")
     result = json.loads((folder_of(tmp_path) / "result.json").read_text())
     assert result["state_digest"] == alone["state_digest"]
 

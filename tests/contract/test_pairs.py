@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
+from tests.conftest import Once
 from worldsize.core import RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -29,20 +31,23 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
+def saved(once: Once) -> dict[str, tuple[Path, dict[str, Tensor]]]:
     """The checkpoint folder and the weights of each strategy after four steps on four processes of two nodes."""
-    checkpoints = {}
+    root = once("the checkpoints of all strategies", _save_all)
+    return {name: (root / name, torch.load(root / f"{name}.pt")) for name in STRATEGIES}
+
+
+def _save_all(root: Path) -> None:
     for name, strategy in STRATEGIES.items():
-        folder = tmp_path_factory.mktemp(name)
-        checkpoints[name] = folder, dict(_train(strategy, 4, folder, save=True)[0].model)
-    return checkpoints
+        (root / name).mkdir()
+        torch.save(dict(_saved(strategy, root / name).model), root / f"{name}.pt")
 
 
-def _train(strategy: Strategy, size: int, folder: Path, *, save: bool) -> list[Trained]:
-    size = 1 if isinstance(strategy, Single) else size
+def _saved(strategy: Strategy, folder: Path) -> Trained:
+    size = 1 if isinstance(strategy, Single) else 4
     return run_in_worlds(
-        lambda world: train(strategy, RunContext(world), 4, folder, save=save), size, local_size=min(size, 2)
-    )
+        lambda world: train(strategy, RunContext(world), 4, folder, save=True), size, local_size=min(size, 2)
+    )[0]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,9 @@ def restarts(folder: Path) -> list[str]:
     return [attempt["exit_reason"] for attempt in json.loads((folder / "run_manifest.json").read_text())["attempts"]]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    train = train_in(tmp_path_factory.mktemp("uninterrupted"))
-    return cache(lambda *options: outcome(train(*OPTIONS, *options).folder))
+@pytest.fixture
+def uninterrupted(reference_run: Any) -> Callable[..., dict[str, Any]]:
+    return lambda *options: outcome(reference_run(*OPTIONS, *options).folder)
 
 
 EVERY_POINT = list(POINTS.items())
@@ -125,15 +123,19 @@ def test_a_model_of_several_buckets_killed_at_the_second_save_resumes_bitwise_fr
     assert manifest["results"]["goodput"]["recover_seconds"][0] > 0
 
 
-@pytest.mark.parametrize(
-    ("action", "cause"),
-    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("out_of_memory", "code 137"), ("raise", "a fault that the")],
-)
-def test_the_cause_of_a_failure_is_printed_with_rank_and_step(train: Any, action: str, cause: str) -> None:
-    run = train(*OPTIONS, "cluster.processes=3", fault(action, rank=2, step=6))
+def test_the_cause_of_each_failure_is_printed_with_rank_and_step(train: Any) -> None:
+    """Each attempt fails in another way at another step; after the last one there is no other."""
+    ways = (("kill", 6, "SIGKILL"), ("segfault", 7, "SIGSEGV"), ("out_of_memory", 9, "code 137"), ("raise", 10, ""))
+    faults = [{"action": way, "rank": 2, "step": step, "attempt": n} for n, (way, step, _) in enumerate(ways, 1)]
+    plan = f"faults={json.dumps(faults)}".replace('"', "")
+    run = train(*OPTIONS, "cluster.processes=3", "launcher.max_restarts=3", plan)
     assert run.code == 1
-    assert run.error.startswith("worker 2 failed at step 6:")
-    assert cause in run.error
+    lines = run.error.splitlines()
+    assert len(lines) > len(ways)
+    for line, (_, step, cause) in zip(lines, ways, strict=False):
+        assert line.startswith(f"worker 2 failed at step {step}:")
+        assert cause in line
+    assert "a fault that the" in run.error
 
 
 def test_a_rank_that_hangs_is_named_with_its_step_when_the_others_have_waited_long_enough(train: Any) -> None:

@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from worldsize.core import ConfigError, Numerics, Recipe
+from worldsize.core import ConfigError, Numerics
 from worldsize.data.loader import Order
 from worldsize.planning.calibrate import calibrate
-
-
-class Unbuilt(Recipe):
-    """A recipe whose model can never be built."""
-
-    def __init__(self, build: Callable[[], NoReturn]) -> None:
-        self.model = build  # type: ignore[method-assign]
-
-    def model(self) -> nn.Module:
-        raise NotImplementedError
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        raise NotImplementedError
-
-    def data(self, split: str) -> Any:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        raise NotImplementedError
-
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        raise NotImplementedError
+from worldsize.testing.recipes import Chain
 
 
 def _too_much() -> NoReturn:
@@ -54,12 +33,22 @@ def _broken() -> NoReturn:
     raise ValueError("of its own")
 
 
+@dataclass(frozen=True)
+class Unbuilt(Chain):
+    """A recipe whose model can never be built."""
+
+    build: Callable[[], NoReturn] = _broken
+
+    def model(self) -> nn.Module:
+        self.build()
+
+
 @pytest.mark.parametrize(("build", "name"), [(_too_much, "RuntimeError"), (_killed, "BrokenProcessPool")])
 def test_too_little_memory_is_an_error_with_a_remedy(build: Callable[[], NoReturn], name: str) -> None:
     with pytest.raises(ConfigError, match=rf"cannot take the recipe's steps, 2 process\(es\) at once: {name}.*Give"):
-        calibrate(Unbuilt(build), Numerics(), Order(0, 4, 1, (0,)), "cpu", at_once=2)
+        calibrate(Unbuilt(build=build), Numerics(), Order(0, 4, 1, (0,)), "cpu", at_once=2)
 
 
 def test_another_error_is_raised_unchanged() -> None:
     with pytest.raises(ValueError, match="of its own"):
-        calibrate(Unbuilt(_broken), Numerics(), Order(0, 4, 1, (0,)), "cpu")
+        calibrate(Unbuilt(build=_broken), Numerics(), Order(0, 4, 1, (0,)), "cpu")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
@@ -19,7 +19,7 @@ from worldsize.core import ConfigError, Recipe
 from worldsize.planning.construction import check_construction
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
-from worldsize.testing.recipes import AveragedChain
+from worldsize.testing.recipes import AveragedChain, Chain
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -42,10 +42,10 @@ def test_arguments_that_nothing_can_be_built_with_are_refused_in_one_line(recipe
 
 
 @dataclass(frozen=True)
-class Made(Recipe):
+class Made(Chain):
     """Build a model by a function."""
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module] = nn.Identity
     make_optimizer: Callable[..., Optimizer] = SGD
 
     def model(self) -> nn.Module:
@@ -53,15 +53,6 @@ class Made(Recipe):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return self.make_optimizer(model.parameters())
-
-    def data(self, split: str) -> Any:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        raise NotImplementedError
-
-    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        raise NotImplementedError
 
 
 def from_values() -> nn.Module:
@@ -81,11 +72,11 @@ def raising(error: Exception) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "recipe",
     [
-        Made(from_values),
-        Made(raising(FileNotFoundError("weights.bin"))),
-        Made(raising(ImportError("no module flash"))),
-        Made(raising(RuntimeError("no CUDA GPUs are available"))),
-        Made(partial(nn.Linear, 2, 2), raising(ValueError("fused needs parameters on a GPU"))),
+        Made(make=from_values),
+        Made(make=raising(FileNotFoundError("weights.bin"))),
+        Made(make=raising(ImportError("no module flash"))),
+        Made(make=raising(RuntimeError("no CUDA GPUs are available"))),
+        Made(make=partial(nn.Linear, 2, 2), make_optimizer=raising(ValueError("fused needs parameters on a GPU"))),
     ],
 )
 def test_what_may_work_where_the_processes_run_is_left_to_them(recipe: Recipe) -> None:
@@ -98,7 +89,7 @@ def test_random_numbers_of_this_process_stay_as_they_were() -> None:
         return nn.Linear(2, int(torch.randint(1, 5, ())))
 
     before = random.getstate(), torch.get_rng_state()
-    check_construction(Made(drawing), Single())
+    check_construction(Made(make=drawing), Single())
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -115,7 +106,7 @@ def test_the_schedule_is_built_too() -> None:
     ("recipe", "message"),
     [
         (AveragedChain(), r"a hook for each step, AveragedChain.optimizer.<locals>.average, which no server can run"),
-        (Made(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "1 is a BatchNorm1d, whose statistics"),
+        (Made(make=lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "1 is a BatchNorm1d, whose statistics"),
     ],
     ids=["hook", "statistics"],
 )

@@ -61,20 +61,6 @@ def test_shards_on_the_host_need_a_gpu() -> None:
         FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cpu", "gloo"))
 
 
-def test_elastic_runs_end_with_the_bits_of_ddp(train: Any) -> None:
-    """The runs clip gradients, use bfloat16 autocast, and have several micro-batches per rank."""
-    options = ("reproducibility=elastic", *STDLIB, "precision=bf16", "logical_ranks=4")
-    expected = train(*options, "cluster.processes=4").json("result.json")
-    for strategy, processes in (("fsdp", 2), ("zero", 2), ("hsdp", 4)):
-        run = train(*options, f"strategy={strategy}", f"cluster.processes={processes}")
-        assert run.code == 0, run.error
-        result = run.json("result.json")
-        assert (result["state_digest"], result["metrics_digest"]) == (
-            expected["state_digest"],
-            expected["metrics_digest"],
-        ), strategy
-
-
 def test_a_run_resumes_under_other_strategies(
     train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
 ) -> None:

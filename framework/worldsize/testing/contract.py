@@ -166,6 +166,7 @@ def reference(recipe: Recipe = CHAIN) -> Trained:
 
 _Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # and the processes and ports that are left then
 _ended: dict[tuple[type, int], list[_Ended]] = {}
+_saved: dict[type, tuple[Path, Trained]] = {}
 
 
 class StrategyContract:
@@ -216,6 +217,14 @@ class StrategyContract:
                 return CHAIN
         return recipe
 
+    def _saved(self, folders: pytest.TempPathFactory) -> tuple[Path, Trained]:
+        """Return the checkpoints of 4 steps at the largest size, and their outcome; see :meth:`_ended`."""
+        if type(self) not in _saved:
+            folder, size = folders.mktemp("saved"), self.sizes[-1]
+            ended = self.run(size, lambda context: train(self.strategy, context, 4, folder, save=True))
+            _saved[type(self)] = folder, ended[0]
+        return _saved[type(self)]
+
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
         """Compare with plain PyTorch, up to ``tolerance``, at every size; so do weights that no optimizer changes."""
         expected = reference(self._recipe())
@@ -224,20 +233,21 @@ class StrategyContract:
             assert_close("test error", found.error, expected.error, self.tolerance)
             assert found.moved, f"rank {rank} is idle: its parameters are what they were"
 
-    def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
         """Compare 7 steps with 4, a checkpoint and 3 more, at the largest size."""
         size = self.sizes[-1]
         straight = self.run(size, lambda context: train(self.strategy, context, 7))[0]
-        self.run(size, lambda context: train(self.strategy, context, 4, tmp_path, save=True))
-        resumed = self.run(size, lambda context: train(self.strategy, context, 7, tmp_path, perturbed=True))[0]
+        folder, _ = self._saved(tmp_path_factory)
+        resumed = self.run(size, lambda context: train(self.strategy, context, 7, folder, perturbed=True))[0]
         assert resumed.losses == straight.losses[4:], f"{resumed.losses}, not {straight.losses[4:]}"
         assert_same(resumed.model, straight.model)
 
-    def test_its_checkpoint_holds_the_plain_model(self, tmp_path: Path) -> None:
-        """Compare the saved weights with those in memory after 4 steps, by the recipe's names."""
-        size = self.sizes[0]
-        saved = self.run(size, lambda context: train(self.strategy, context, 4, tmp_path, save=True))[0]
-        checkpoint = newest(tmp_path, ALONE)
+    def test_its_checkpoint_holds_the_plain_model(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Compare the saved weights with those in memory after 4 steps at the largest size, by the recipe's names."""
+        folder, saved = self._saved(tmp_path_factory)
+        checkpoint = newest(folder, ALONE)
         assert checkpoint is not None
         assert_same(read_tensors(checkpoint, "model"), saved.model)
         Chain().model().load_state_dict(dict(saved.model))

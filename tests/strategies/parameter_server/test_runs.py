@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from worldsize.strategies.parameter_server.strategy import _warn_of_momentum
+from worldsize.strategies.train_state import TrainState
 
 REPOSITORY = Path(__file__).parents[3]
 DIGITS = ("recipe=digits", "steps=24", "evaluate_every=10", "cluster.threads=1")
@@ -30,11 +34,11 @@ def digests(run: Any) -> tuple[str, str]:
     return result["state_digest"], result["metrics_digest"]
 
 
-@pytest.fixture(scope="module")
-def single(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, str]]:
+@pytest.fixture
+def single(reference_run: Any) -> Callable[..., tuple[str, str]]:
     """``single(*options)`` is the digests of one process without any server."""
-    train = train_in(tmp_path_factory.mktemp("single"))
-    return cache(lambda *options: digests(train(*DIGITS, *ELASTIC, *options, "strategy=single", "cluster.processes=1")))
+    alone = ("strategy=single", "cluster.processes=1")
+    return lambda *options: digests(reference_run(*DIGITS, *ELASTIC, *options, *alone))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -48,19 +52,25 @@ def test_synchronous_training_ends_with_the_bits_of_one_process(train: Any, sing
 
 
 @pytest.mark.parametrize("workers", [2, 8])  # 4 logical ranks a worker, or one, whose pushes overlap its backward pass
-def test_gradients_that_are_pushed_during_the_backward_pass_change_no_bit(train: Any, workers: int) -> None:
+def test_gradients_that_are_pushed_during_the_backward_pass_change_no_bit(
+    train: Any, reference_run: Any, workers: int
+) -> None:
     gpt = ("recipe=stdlib_lm", "recipe.context=32", "recipe.test_bytes=2000", "steps=4", "cluster.threads=1")
     wide = (*gpt, "reproducibility=elastic", "batch_size=8", "strategy.bucket_mb=0.25")
-    expected = digests(train(*gpt, *wide[-3:-1], "strategy=single", "cluster.processes=1"))
+    expected = digests(reference_run(*gpt, *wide[-3:-1], "strategy=single", "cluster.processes=1"))
     servers = ("strategy.servers=2", f"cluster.processes={workers + 2}")
     assert digests(train(*wide, SERVER, *servers)) == expected
 
 
-def test_clipping_and_three_workers_for_four_logical_ranks_change_no_bit(train: Any, single: Any) -> None:
+def test_clipping_changes_no_bit_and_workers_among_which_logical_ranks_do_not_divide_are_refused(
+    train: Any, single: Any
+) -> None:
     clipped = ("clip_norm=0.5", "nonfinite=skip")
     size = ("strategy.servers=2", "cluster.processes=4")
-    with pytest.raises(AssertionError):  # two workers: 4 logical ranks divide, 3 do not at the start
-        digests(train(*DIGITS, *ELASTIC, *clipped, SERVER, "cluster.processes=4"))
+    refused = train(*DIGITS, *ELASTIC, *clipped, SERVER, "strategy.servers=1", "cluster.processes=4")
+    assert refused.code == 2
+    assert "4 logical ranks do not divide over 3 data-parallel workers" in refused.error
+    assert refused.folder is None
     assert digests(train(*DIGITS, *ELASTIC, *clipped, SERVER, *size)) == single(*clipped)
 
 
@@ -84,13 +94,17 @@ def test_overlapping_steps_reach_the_accuracy_of_synchronous_ones(
     assert overlapping.json("result.json")["metrics"]["accuracy"] > synchronous - 0.08
 
 
-@pytest.mark.parametrize(("staleness", "warns"), [(2, False), (4, True)])
-def test_momentum_with_much_staleness_gives_a_warning(train: Any, staleness: int, warns: bool) -> None:
-    bounded = ("strategy.consistency=bounded", f"strategy.staleness={staleness}", "optimizer=sgd", "lr=0.01")
+def test_momentum_with_much_staleness_gives_a_warning_in_the_log_of_the_server(
+    train: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bounded = ("strategy.consistency=bounded", "strategy.staleness=4", "optimizer=sgd", "lr=0.01")
     run = train(*DIGITS, SERVER, *bounded, "cluster.processes=3", "steps=2")
     assert run.code == 0, run.error
     log = (run.folder / "logs" / "server_00000.log").read_text()
-    assert ("momentum 0.9 with strategy.staleness=4 may diverge" in log) == warns
+    assert "momentum 0.9 with strategy.staleness=4 may diverge" in log
+    model = nn.Linear(1, 1)
+    _warn_of_momentum(TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), None), staleness=2)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("restarts", [0, 2])

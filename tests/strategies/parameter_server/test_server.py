@@ -179,12 +179,10 @@ def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
 
 
 @pytest.mark.heavy
-def test_a_hundred_thousand_frames_of_noise_change_nothing(
-    server: ShardServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ten_thousand_frames_of_noise_change_nothing(server: ShardServer, caplog: pytest.LogCaptureFixture) -> None:
     before, noise, hello = weights(server), random.Random(7), b"".join(_join_bytes())
     address = address_of(server.connections.listener).removeprefix("unix:")
-    for number in range(100_000):
+    for number in range(10_000):
         frame = _noise(noise, hello)
         if number % 50 == 0:  # over a connection, as a stranger would
             with socket.socket(socket.AF_UNIX) as connection:
@@ -198,7 +196,7 @@ def test_a_hundred_thousand_frames_of_noise_change_nothing(
                 server.connections.serve(ours)
     assert torch.equal(weights(server), before)
     assert_it_serves(server)
-    assert server.connections.refused > 50_000  # the other frames were too short to be refused
+    assert server.connections.refused > 5_000  # the other frames were too short to be refused
     assert "not a frame" in caplog.text
 
 

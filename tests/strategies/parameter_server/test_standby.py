@@ -197,9 +197,11 @@ ELASTIC = ("reproducibility=elastic", "logical_ranks=4")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_synchronous_run_whose_server_is_killed_ends_with_the_same_bits_in_one_attempt(train: Any, rank: int) -> None:
+def test_a_synchronous_run_whose_server_is_killed_ends_with_the_same_bits_in_one_attempt(
+    train: Any, reference_run: Any, rank: int
+) -> None:
     size = ("strategy.servers=2", "strategy.replicas=1", "cluster.processes=8", "strategy.lease=3", "steps=24")
-    expected = train(*DIGITS, *ELASTIC, "strategy.servers=1", "cluster.processes=3", "steps=24")
+    expected = reference_run(*DIGITS, *ELASTIC, "strategy.servers=1", "cluster.processes=3", "steps=24")
     kill = f"faults=[{{action: kill, rank: {rank}, step: 9}}, {{action: sleep, rank: 4, seconds: 0.02}}]"
     run = train(*DIGITS, *ELASTIC, *size, kill)
     assert run.code == 0, run.error

@@ -64,21 +64,44 @@ def reference(
     return model.state_dict()
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        (SERVERS, "cluster.processes=6", "strategy.servers=2"),
-        (SERVERS, "cluster.processes=4", "strategy.servers=2", "strategy.sharding=range", "strategy.transport=tls"),
-        (HYBRID, "cluster.processes=5", "strategy.servers=3"),
-    ],
-    ids=" ".join,
+def assert_learned(folder: Path, expected: dict[str, Tensor]) -> None:
+    trained = weights(folder)
+    for name, tensor in expected.items():
+        assert (trained[name] - tensor).norm() / tensor.norm() < 1e-6, (folder, name)
+
+
+def digests(folder: Path) -> tuple[str, str]:
+    """Return the digests of a run's state and metrics."""
+    result = json.loads((folder / "result.json").read_text())
+    return result["state_digest"], result["metrics_digest"]
+
+
+@pytest.fixture
+def one_server(reference_run: Any) -> Path:
+    """The folder of a run with one server and one worker."""
+    folder = reference_run(*WORDS, *ELASTIC, SERVERS, "cluster.processes=2").folder
+    assert isinstance(folder, Path)
+    return folder
+
+
+WAYS = (
+    (SERVERS, "cluster.processes=7", "strategy.servers=3"),
+    (SERVERS, "cluster.processes=4", "strategy.servers=2", "strategy.sharding=range", "strategy.transport=tls"),
+    (HYBRID, "cluster.processes=7", "strategy.servers=3"),
 )
-def test_tables_on_servers_learn_what_they_learn_in_one_process(train: Any, how: tuple[str, ...]) -> None:
-    run = train(*WORDS, *ELASTIC, *how)
-    assert run.code == 0, run.error
-    trained = weights(run.folder)
-    for name, tensor in reference().items():
-        assert (trained[name] - tensor).norm() / tensor.norm() < 1e-6, name
+
+
+def test_tables_learn_what_they_learn_in_one_process_with_the_same_bits_on_any_servers_and_workers(
+    train: Any, one_server: Path
+) -> None:
+    """The dense parameters are on the side of the servers, or of the workers."""
+    expected = reference()
+    assert_learned(one_server, expected)
+    for how in WAYS:
+        run = train(*WORDS, *ELASTIC, *how)
+        assert run.code == 0, run.error
+        assert_learned(run.folder, expected)
+        assert digests(run.folder) == digests(one_server), how
 
 
 def test_gradients_on_servers_and_workers_are_clipped_by_their_common_norm(train: Any) -> None:
@@ -86,33 +109,7 @@ def test_gradients_on_servers_and_workers_are_clipped_by_their_common_norm(train
     run = train(*WORDS, *plain, "seed=3", HYBRID, "cluster.processes=6", "strategy.servers=2", f"clip_norm={clip}")
     assert run.code == 0, run.error
     assert all(step["grad_norm"] > clip for step in run.steps())
-    trained = weights(run.folder)
-    for name, tensor in reference(partial(torch.optim.SGD, lr=100), clip, lambda step: 1.0).items():
-        assert (trained[name] - tensor).norm() / tensor.norm() < 1e-6, name
-
-
-@pytest.fixture(scope="module")
-def bits(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Digests of state and metrics of a run with one server."""
-    run = train_in(tmp_path_factory.mktemp("one"))(*WORDS, *ELASTIC, SERVERS, "cluster.processes=2")
-    assert run.code == 0, run.error
-    return run.json("result.json")["state_digest"], run.json("result.json")["metrics_digest"]
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        (SERVERS, "cluster.processes=7", "strategy.servers=3"),
-        (HYBRID, "cluster.processes=5", "strategy.servers=1"),
-    ],
-    ids=" ".join,
-)
-def test_workers_servers_and_the_side_of_dense_parameters_change_no_bit(
-    train: Any, bits: tuple[str, str], how: tuple[str, ...]
-) -> None:
-    run = train(*WORDS, *ELASTIC, *how)
-    assert run.code == 0, run.error
-    assert (run.json("result.json")["state_digest"], run.json("result.json")["metrics_digest"]) == bits
+    assert_learned(run.folder, reference(partial(torch.optim.SGD, lr=100), clip, lambda step: 1.0))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_a_run_with_tables_resumes_with_another_number_of_servers(
     train: Any,
     command: Any,
     environment_without_wandb: dict[str, str],
-    bits: tuple[str, str],
+    one_server: Path,
     first: tuple[str, ...],
     then: tuple[str, ...],
 ) -> None:
@@ -138,7 +135,7 @@ def test_a_run_with_tables_resumes_with_another_number_of_servers(
     words = ("resume", str(run.folder), *then, "steps=8")
     done = command(*words, cwd=run.folder, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
-    assert json.loads((run.folder / "result.json").read_text())["state_digest"] == bits[0]
+    assert digests(run.folder)[0] == digests(one_server)[0]
 
 
 def test_rows_that_are_updated_asynchronously_learn_too(train: Any) -> None:
