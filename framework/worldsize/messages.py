@@ -17,7 +17,7 @@ class _Line(logging.Formatter):
     """Names the level of a warning; what failed says so by itself."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
+        text = printable_lines(record.getMessage())
         return f"warning: {text}" if record.levelno == logging.WARNING else text
 
 
@@ -34,6 +34,11 @@ def printable(text: str) -> str:
     What comes from files and hosts that others may write is shown through it: ``"a\nb"`` is shown as ``a\\nb``.
     """
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """Escape each line of a message of several as :func:`printable` does."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def show_messages() -> None:

@@ -73,6 +73,17 @@ def test_a_killed_run_ended_when_it_last_wrote_and_keeps_its_results(run: Path) 
     assert look(RunDirectory(run)).manifest == manifest
 
 
+def test_a_file_of_the_far_future_or_of_before_1970_makes_no_date_impossible(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "metrics.jsonl").touch()
+    for path in run.iterdir():
+        os.utime(path, (0, 0))
+    os.utime(run / "metrics.jsonl", (0, 2**38))  # a disk that cannot say it says another time
+    last = (run / "metrics.jsonl").stat().st_mtime
+    assert look(RunDirectory(run)).manifest["attempts"][-1]["end_at"] == min(last, 253_402_300_799.0)
+
+
 def test_a_run_that_ends_while_it_is_looked_at_keeps_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = {**read_manifest(run / "run_manifest.json"), "results": {"loss": 1}}
     manifest["attempts"] = [{**manifest["attempts"][0], "exit_reason": "completed", "exit_code": 0}]

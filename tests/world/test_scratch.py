@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from worldsize.app import remove_leftovers
+from worldsize.world import scratch
 from worldsize.world.scratch import leftovers, private_folder, temporary_folder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -141,3 +142,16 @@ def test_a_run_leaves_nothing_however_it_ends(train: Any, spare: Path, fault: st
     run = train(*OPTIONS, *words, TMPDIR=str(spare))
     assert run.code == (0 if fault == "[]" else 1), run.error
     assert list(spare.glob("worldsize_*")) == []
+
+
+@pytest.mark.parametrize(("error", "start"), [(None, 0), (PermissionError(), 0), (ProcessLookupError(), None)])
+def test_elsewhere_than_on_linux_a_process_of_another_user_is_alive(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, start: int | None
+) -> None:
+    def kill(*_: int) -> None:
+        if error:
+            raise error
+
+    monkeypatch.setattr("worldsize.world.scratch.sys.platform", "darwin")
+    monkeypatch.setattr("worldsize.world.scratch.os.kill", kill)
+    assert scratch._start_of(1) == start

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
-from worldsize.messages import printable, show_messages, until_output_closes
+from worldsize.messages import printable, printable_lines, show_messages, until_output_closes
 from worldsize.reproducibility.checkout import remove_worktree
 from worldsize.world.scratch import leftovers
 
@@ -44,6 +44,9 @@ COMMANDS = {
 }
 
 
+_OF_RUNS = ("status", "logs", "cancel", "resume", "reproduce", "compare", "report", "watch", "workers")
+
+
 def main() -> None:
     """Entry of the ``worldsize`` command."""
     show_messages()
@@ -58,7 +61,13 @@ def _call() -> None:
     elif name in COMMANDS:
         del sys.argv[1]
         remove_leftovers()
-        importlib.import_module(f"worldsize.app.{name}").main()
+        command = importlib.import_module(f"worldsize.app.{name}").main
+        try:
+            command()
+        except OSError as error:
+            if name not in _OF_RUNS or error.filename is None:  # else it is about no file, but perhaps a connection
+                raise
+            sys.exit(refuse(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
     else:
         sys.exit(refuse(WorldsizeError(f"no command {name!r}{neighbours(name, COMMANDS)}")))
 
@@ -90,8 +99,8 @@ def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -
 
 
 def refuse(error: WorldsizeError) -> int:
-    """Say why; return the exit code."""
-    print(error, file=sys.stderr)
+    """Say why, escaped, since an error may quote what others wrote; return the exit code."""
+    print(printable_lines(str(error)), file=sys.stderr)
     return CONFIG_ERROR
 
 

@@ -71,7 +71,7 @@ def _examine(cfg: DictConfig, wanted: Wanted) -> int:
     console = Console(stderr=wanted.report == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(report.table())
     if folder and not report.ok:
-        console.print(f"logs: {folder}", soft_wrap=True)
+        console.print(f"logs: {folder}", markup=False, soft_wrap=True)
     if wanted.report == "-":
         print(json.dumps(report.as_json(), indent=2))
     elif wanted.report:

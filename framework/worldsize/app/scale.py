@@ -100,7 +100,7 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
     if done:
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table(done, title=f"{first.recipe}, {mode} scaling"))
-        console.print(f"{folder / 'scaling.json'}", highlight=False, soft_wrap=True)
+        console.print(f"{folder / 'scaling.json'}", highlight=False, markup=False, soft_wrap=True)
     return code
 
 

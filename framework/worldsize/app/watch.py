@@ -15,10 +15,11 @@ from rich.live import Live
 from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler, is_alive, state_of
 from worldsize.errors import WorldsizeError
+from worldsize.messages import printable
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told
-from worldsize.observe.watch import Watched, screen
+from worldsize.observe.watch import Watched, damage_of, screen
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, look
 
@@ -73,9 +74,12 @@ def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
     def show(watched: Watched, view: RunView, state: str) -> None:
         reasons = [each["exit_reason"] for each in view.attempts]
         for number, reason in enumerate([*reasons[:-1], state], start=1):
-            if (line := f"attempt {number}: {reason}") not in seen:
+            if (line := printable(f"attempt {number}: {reason}")) not in seen:
                 seen.add(line)
                 console.print(line, highlight=False, markup=False)
+        if watched.damaged and (line := damage_of(watched)) not in seen:
+            seen.add(line)
+            console.print(line, highlight=False, markup=False)
         for row in watched.news:
             if row.get("event") in ("step", "evaluation"):
                 steps.show(dict(row))

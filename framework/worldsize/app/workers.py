@@ -9,12 +9,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from worldsize.app import refuse
 from worldsize.app.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.launch.control import MOST, request
+from worldsize.messages import printable
 from worldsize.records.run_directory import RunDirectory
 
 
@@ -40,5 +42,5 @@ def main() -> None:
 def _table(processes: list[dict[str, Any]]) -> Table:
     table = Table("role", "rank", "process", "step")
     for each in processes:
-        table.add_row(each["role"], str(each["rank"]), str(each["pid"]), str(each["step"] or ""))
+        table.add_row(Text(printable(str(each["role"]))), str(each["rank"]), str(each["pid"]), str(each["step"] or ""))
     return table

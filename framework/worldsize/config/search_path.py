@@ -9,6 +9,7 @@ from pathlib import Path
 
 from worldsize.config.installed import installed
 from worldsize.errors import ConfigError
+from worldsize.files import is_folder
 from worldsize.world.environments import plugin_folders
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ def foreign_roots() -> list[Path]:
 def folders_of(root: Path) -> list[Path]:
     """List the folders ``recipes/*`` and ``plugins/*`` of a root that have something in them."""
     found = [folder for kind in ("recipes", "plugins") for folder in sorted(root.glob(f"{kind}/*"))]
-    return [folder for folder in found if (folder / "conf").is_dir() or any(folder.glob("*.py"))]
+    return [folder for folder in found if is_folder(folder / "conf") or any(folder.glob("*.py"))]
 
 
 def config_folders() -> list[Path]:
@@ -50,7 +51,7 @@ def config_folders() -> list[Path]:
     found = [root / "conf" for root in roots()]
     found += [folder / "conf" for root in roots() for folder in folders_of(root)]
     found += [plugin.folder / "conf" for plugin in installed() if plugin.folder]
-    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+    return [folder for folder in dict.fromkeys(found) if is_folder(folder)]
 
 
 def searched() -> list[Path]:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from worldsize.messages import printable
 from worldsize.reproducibility.compare import Comparison, Divergence
 
 _COLOURS = {"bitwise identical": "bold green", "within tolerance": "bold yellow", "different": "bold red"}
@@ -22,7 +23,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     if differing:
         parts.append(_table("tensor", differing[:_SHOWN]))
     parts.append(Text(f"{equal} of {len(comparison.tensors)} tensors are equal bit for bit"))
-    parts += [Text(f"missing: {text}") for text in comparison.missing]
+    parts += [Text(printable(f"missing: {text}")) for text in comparison.missing]
     return Group(*parts, Text(comparison.verdict, style=_COLOURS[comparison.verdict]))
 
 
@@ -33,7 +34,7 @@ def _order(each: Divergence) -> tuple[float, int]:
 def _table(kind: str, rows: Sequence[Divergence]) -> Table:
     table = Table(kind, "first differs at step", "max absolute", "max relative", "max ULP", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(row.name, *_cells(row))
+        table.add_row(Text(printable(row.name)), *_cells(row))
     return table
 
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from worldsize.files import is_file
+from worldsize.messages import printable
 from worldsize.records.json_lines import complete_lines, row_of
 from worldsize.records.metrics import is_metric
 
@@ -92,7 +93,7 @@ class _Live:
         if row["event"] == "step":
             self._bar.update(self._task, completed=row["step"], figures=figures(row))
         else:
-            self._bar.console.print(_evaluation(row))
+            self._bar.console.print(_evaluation(row), markup=False)
 
 
 @final
@@ -111,12 +112,12 @@ class Plain:
     def show(self, row: dict[str, Any]) -> None:
         """Print an evaluation, and a step if it is the last one or enough time has passed since the one before."""
         if row["event"] != "step":
-            self._console.print(_evaluation(row), highlight=False)
+            self._console.print(_evaluation(row), highlight=False, markup=False)
         elif row["step"] == self._steps or time.monotonic() - self._shown > _PLAIN_EVERY:
             self._shown = time.monotonic()
             left = (self._steps - row["step"]) * row["samples"] / row["step"] / row["samples_per_second"]
             text = f"step {row['step']}/{self._steps}  {figures(row)}  ETA {left:.0f} s"
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, markup=False)
 
 
 def figures(row: dict[str, Any]) -> str:
@@ -125,5 +126,5 @@ def figures(row: dict[str, Any]) -> str:
 
 
 def _evaluation(row: dict[str, Any]) -> str:
-    metrics = "  ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items())
+    metrics = "  ".join(f"{printable(name)} {float(value):.4f}" for name, value in row["metrics"].items())
     return f"step {row['step']}  test: {metrics}"

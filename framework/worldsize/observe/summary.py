@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
+
+from worldsize.messages import printable, printable_lines
 
 
 def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
@@ -15,11 +18,11 @@ def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
     table.add_column()
     table.add_column(overflow="fold")  # a folder that is cut off cannot be opened
     for name, value in result["metrics"].items():
-        table.add_row(f"test {name}", f"{value:.4f}")
+        table.add_row(Text(printable(f"test {name}")), f"{value:.4f}")
     for line in result["remarks"]:
-        table.add_row("", line)
+        table.add_row("", Text(printable_lines(line)))
     table.add_row("steps", f"{result['steps']:,} ({result['samples']:,} samples)")
     table.add_row("time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s")
     table.add_row("state", result["state_digest"][:16])
-    table.add_row("run", str(folder))
+    table.add_row("run", Text(printable(str(folder))))
     return table

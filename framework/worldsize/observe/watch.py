@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -12,12 +13,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from worldsize.files import open_regular
+from worldsize.observe.events import is_event
 from worldsize.observe.progress import Tail, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told
-from worldsize.records.json_lines import row_of
-from worldsize.records.metrics import is_metric
+from worldsize.records.json_lines import Row, row_of
+from worldsize.records.metrics import is_metric, is_timing
 
 _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, where there are more
@@ -28,7 +31,12 @@ _END = 4096  # bytes of a file that hold its last line
 class Watched:
     """State of a running job, read from its folder.
 
-    ``news``: the last step, the evaluations and the events since the look before.
+    Attributes:
+        step: the last step that was logged
+        evaluation: the last evaluation
+        events: the last few events
+        news: the last step, the evaluations and the events since the look before
+        damaged: lines that could not be read so far
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,22 +47,31 @@ class Watched:
         self.evaluation: Mapping[str, Any] | None = None
         self.events: list[Mapping[str, Any]] = []
         self.news: list[Mapping[str, Any]] = []
+        self.damaged = 0
 
     def look(self) -> None:
         """Read what the files have gained, and replace ``news`` by it."""
         last, evaluations = b"", []
         for line in self._metrics.read():  # of a long run all at first, so only what is shown is parsed
-            if b'"event": "evaluation"' not in line:
+            if b'"event": "evaluation"' in line:
+                evaluations += self._rows([line], is_metric)
+            elif line.startswith(b"{") and line.endswith(b"}\n"):
                 last = line
-            elif (row := row_of(line)) and is_metric(row):
-                evaluations.append(row)
-        step = row_of(last)
-        steps = [step] if step and is_metric(step) else []
-        events = [row for row in map(row_of, self._told.read()) if row]
+            else:
+                self.damaged += 1
+        steps = self._rows([last] if last else [], is_metric)
+        events = self._rows(self._told.read(), is_event)
         self.step = steps[-1] if steps else self.step
         self.evaluation = evaluations[-1] if evaluations else self.evaluation
         self.news = [*sorted([*steps, *evaluations], key=_place), *events]
         self.events = [*self.events, *events][-_EVENTS:]
+
+    def _rows(self, lines: Iterable[bytes], is_valid: Callable[[Row], bool]) -> list[Row]:
+        """Parse lines, and count those that are damaged."""
+        rows = [row_of(line) for line in lines]
+        valid = [row for row in rows if row is not None and is_valid(row)]
+        self.damaged += len(rows) - len(valid)
+        return valid
 
     def own_seconds(self, rank: int) -> float:
         """Return the seconds of the rank's own work in its last logged step; NaN where runs do not tell it."""
@@ -63,13 +80,12 @@ class Watched:
 
 
 def last_row(path: Path) -> Mapping[str, Any]:
-    """Read the last line of a file that may be growing; empty if it has none."""
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
+    """Read the last line of a rank's times, which may be growing; empty if there is none."""
+    with suppress(OSError), open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
         lines = file.read().splitlines()
-    return next((row for line in reversed(lines) if (row := row_of(line))), {})
+        return next((row for line in reversed(lines) if (row := row_of(line)) and is_timing(row)), {})
+    return {}
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, bool]:
@@ -86,7 +102,13 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
         words = "  ".join(f"{name} {number(value):.4f}" for name, value in evaluation["metrics"].items())
         parts.append(Text(f"test after step {evaluation['step']}: {plain(words)}"))
     parts += [Text(plain(told(event), at_most=200), style="red") for event in watched.events]
+    parts += [Text(damage_of(watched), style="yellow")] if watched.damaged else []
     return Group(*parts)
+
+
+def damage_of(watched: Watched) -> str:
+    """Say how many lines could not be read."""
+    return f"{watched.damaged} damaged lines of the run's files were left out"
 
 
 def _header(manifest: Mapping[str, Any], state: str) -> Text:
@@ -96,7 +118,7 @@ def _header(manifest: Mapping[str, Any], state: str) -> Text:
     earlier = ", ".join(each["exit_reason"] for each in attempts[:-1])
     count = f"attempt {len(attempts)}" + f" (before: {earlier})" * bool(earlier)
     text = f"{manifest['run_id']}  {count}  world size {size}  {hosts}"
-    return Text.assemble((state, "green" if state == "completed" else "bold"), "  ", plain(text, at_most=200))
+    return Text.assemble((plain(state), "green" if state == "completed" else "bold"), "  ", plain(text, at_most=200))
 
 
 def _progress(step: Mapping[str, Any], steps: int) -> Table:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from worldsize.errors import CheckpointError, RunFolderError, WorldsizeError
+from worldsize.files import is_file
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # these import torch, for which those who only look at record
 
 Manifest = Mapping[str, Any]
 
+_LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 
@@ -83,7 +85,8 @@ def view(path: Path) -> RunView:
     Raises:
         WorldsizeError: its manifest is missing, of a newer worldsize, or was edited.
     """
-    directory = RunDirectory((path if path.is_dir() else path.parent).resolve())
+    is_manifest = path.name == RunDirectory.MANIFEST or is_file(path)
+    directory = RunDirectory((path.parent if is_manifest else path).resolve())
     return RunView(directory, read_manifest(directory.manifest))
 
 
@@ -272,7 +275,7 @@ def opened(directory: RunDirectory) -> Iterator[RunRecord]:
         WorldsizeError: there is no such run, or a process holds its lock already.
     """
     with ExitStack() as lock:
-        is_run = directory.manifest.exists()
+        is_run = is_file(directory.manifest)
         with writing(directory) if is_run else nullcontext():
             if is_run:  # else the lock would be left in a folder that is no run
                 lock.enter_context(run_lock(directory.path))
@@ -302,8 +305,9 @@ def _with_end(manifest: Manifest, **facts: Any) -> dict[str, Any]:
 
 
 def _last_written(folder: Path) -> float:
-    """Unix time at which the run last wrote."""
-    return max(file.stat().st_mtime for file in folder.rglob("*") if file.is_file())
+    """Return the Unix time at which the run last wrote, as far as a date can say it."""
+    last = max(file.stat().st_mtime for file in folder.rglob("*") if is_file(file))
+    return min(max(last, 0.0), _LATEST)
 
 
 def _rewind_metrics(directory: RunDirectory) -> None:

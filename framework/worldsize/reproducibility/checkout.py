@@ -12,7 +12,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from worldsize.errors import WorldsizeError
+from worldsize.files import is_folder, read_regular
 
+_LARGEST_PATCH = 1 << 30  # bytes
 _ALL = "+refs/*:refs/*"
 # no hook or helper that a repository names, and no prompt for a password
 _OPTIONS = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never")
@@ -75,14 +77,16 @@ def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
     """
     if digest is None:
         return b""
-    if not path.exists():
+    try:
+        patch = read_regular(path, at_most=_LARGEST_PATCH)
+    except OSError as error:
         if approximate:
             return b""
+        why = "lost" if isinstance(error, FileNotFoundError) else f"not to be read ({error.strerror})"
         raise WorldsizeError(
-            f"{path} is lost: the run had uncommitted changes with SHA-256 {digest}. "
+            f"{path} is {why}: the run had uncommitted changes with SHA-256 {digest}. "
             "Bring it back, or go on without them with --approximate."
-        )
-    patch = path.read_bytes()
+        ) from None
     if (found := hashlib.sha256(patch).hexdigest()) != digest:
         raise WorldsizeError(f"{path} was changed: its SHA-256 is {found}, the manifest says {digest}. Bring it back.")
     return patch
@@ -98,7 +102,7 @@ def patched_files(patch: bytes) -> list[str]:
 def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path) -> Path:
     commit, remote = code["commit"], code["remote"]
     for folder in candidates:
-        if folder.is_dir() and _git(folder, "cat-file", "-e", f"{commit}^{{commit}}"):
+        if is_folder(folder) and _git(folder, "cat-file", "-e", f"{commit}^{{commit}}"):
             return folder
     if remote is not None:
         spare.mkdir(parents=True)

@@ -21,7 +21,7 @@ from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
 from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
 from worldsize.records.run_directory import RunDirectory
-from worldsize.records.run_record import opened
+from worldsize.records.run_record import opened, writing
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.context import context_of
 from worldsize.worker.probe import introduce, probe
@@ -43,12 +43,21 @@ def main() -> None:
     except (WorldsizeError, OSError) as error:
         sys.exit(f"{error}")
     watched = "WORLDSIZE_ATTEMPT" in os.environ  # by a launching process, which keeps the record
-    sys.exit(play(run, place) if place.rank or watched else _recorded(run, place))
+    if place.rank or watched:
+        sys.exit(play(run, place))
+    try:
+        sys.exit(_recorded(run, place))
+    except WorldsizeError as error:
+        sys.exit(f"{error}")
 
 
 def _recorded(run: RunDirectory, place: Placement) -> int:
-    """Play the first rank of a run that no launcher watches, and keep the record of this attempt."""
-    with opened(run) as record:
+    """Play the first rank of a run that no launcher watches, and keep the record of this attempt.
+
+    Raises:
+        WorldsizeError: the record cannot be opened or written.
+    """
+    with writing(run), opened(run) as record:
         record.begin_attempt([], world_size=place.world_size)
         outcome = Outcome("failed", 1)
         try:

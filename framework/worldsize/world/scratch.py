@@ -80,10 +80,13 @@ def _process_space() -> str:
 def _start_of(pid: int) -> int | None:
     """Return when a process began, in clock ticks since the boot (0 where only Linux could say); None if it is dead."""
     if sys.platform != "linux":
-        with suppress(ProcessLookupError):
+        try:
             os.kill(pid, 0)
+        except PermissionError:  # it is another user's
             return 0
-        return None
+        except (ProcessLookupError, OverflowError):
+            return None
+        return 0
     try:
         facts = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

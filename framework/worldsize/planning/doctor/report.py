@@ -69,7 +69,7 @@ class Report:
                 table.add_row("[green]✓[/]", name, _listed(hosts), escape(detail))
             for bad in (check for check in checks if not check.ok):
                 text = f"{bad.detail}\n→ {bad.remedy}" if bad.remedy else bad.detail
-                table.add_row("[red]✗[/]", f"[red]{name}[/]", bad.host, escape(text))
+                table.add_row("[red]✗[/]", f"[red]{name}[/]", escape(bad.host), escape(text))
         return table
 
 
