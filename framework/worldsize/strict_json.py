@@ -27,14 +27,16 @@ def parse(
     *,
     at_most: int = LARGEST,
     deepest: int = _DEEPEST,
+    finite: bool = True,
     mapping: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Any:
-    """Parse JSON that may come from anybody; each number in it can be made a float, and is finite then.
+    """Parse JSON that may come from anybody. Each number in it can be made a float, and is finite then.
 
     Args:
         text: what is parsed.
         at_most: the size that is accepted, in bytes (of a str, in characters).
         deepest: how many levels of lists and objects are accepted.
+        finite: whether NaN, infinities and numbers that are too large for a float are refused.
         mapping: makes the dict that stands for each object (default: a plain one).
 
     Raises:
@@ -44,9 +46,15 @@ def parse(
         raise ValueError(f"it has {len(text)} bytes, which is more than {at_most}")
     decoded = text.decode() if isinstance(text, bytes) else text  # a UnicodeDecodeError is a ValueError
     # a function for each number would be slow
-    decimal, integer = (_finite, _integer) if _LARGE_NUMBER.search(decoded) else (None, None)
+    decimal, integer = (_finite, _integer) if finite and _LARGE_NUMBER.search(decoded) else (None, None)
     try:
-        value = json.loads(decoded, parse_constant=_refuse, parse_float=decimal, parse_int=integer, object_hook=mapping)
+        value = json.loads(
+            decoded,
+            parse_constant=_refuse if finite else None,
+            parse_float=decimal,
+            parse_int=integer,
+            object_hook=mapping,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if decoded.count("[") + decoded.count("{") > deepest:

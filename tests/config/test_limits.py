@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 
@@ -13,6 +13,9 @@ from worldsize.config.instantiate import Allowed, build, check_node
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
 from worldsize.core.limits import check_limits
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh as Mesh
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,38 @@ def test_a_plugins_option_outside_its_annotation_is_refused_before_it_is_built(
 )
 def test_what_an_annotation_allows_is_taken(values: dict[str, Any]) -> None:
     check_limits(Options, values, key="strategy")
+
+
+@dataclass(frozen=True)
+class Partly:
+    """Stand for a plugin that imports a name for type checkers alone."""
+
+    mesh: Mesh | None = None
+    share: Annotated[float, Range(least=0, below=1)] = 0.5
+    many: Annotated[str, OneOf("auto")] | Annotated[int, Range(least=1)] = "auto"
+
+
+@pytest.mark.parametrize("name", [f"{__name__}.Partly", f"{__name__}.partly"])
+def test_a_name_for_type_checkers_alone_takes_the_limits_of_no_other_option(name: str) -> None:
+    allowed = Allowed((__name__,))
+    check_node({"_target_": name, "share": 0.25}, allowed=allowed, key="strategy")
+    with pytest.raises(ConfigError, match=r"strategy.share=1.0 must be at least 0 and below 1"):
+        check_node({"_target_": name, "share": 1.0}, allowed=allowed, key="strategy")
+    with pytest.raises(ConfigError, match=r"strategy.share='x' is of the wrong type: it takes float"):
+        check_node({"_target_": name, "share": "x"}, allowed=allowed, key="strategy")
+
+
+def partly(mesh: Mesh | None = None, share: Annotated[float, Range(least=0, below=1)] = 0.5) -> None:
+    """Stand for a function that names what is imported for type checkers alone."""
+
+
+def test_a_word_or_a_number_is_either() -> None:
+    for value in ("auto", 3):
+        check_limits(Partly, {"many": value}, key="key")
+    with pytest.raises(ConfigError, match="key.many='aut' is unknown; did you mean 'auto'"):
+        check_limits(Partly, {"many": "aut"}, key="key")
+    with pytest.raises(ConfigError, match="key.many=0 must be 1 or more"):
+        check_limits(Partly, {"many": 0}, key="key")
 
 
 def test_words_of_a_literal_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def test_what_is_no_strict_json_is_a_value_error(text: str | bytes) -> None:
 def test_large_exponents_that_are_finite_are_read() -> None:
     assert parse('[1e-400, 2.5e+100, 1, "1e400"]') == [0.0, 2.5e100, 1, "1e400"]
     assert parse("9" * 308) == 10**308 - 1
+
+
+def test_our_own_checkpoints_may_say_nan() -> None:
+    """A metric may be NaN, and Python's JSON writes it as that."""
+    assert math.isnan(parse('{"loss": NaN}', finite=False)["loss"])
 
 
 def test_many_brackets_are_not_deep() -> None:

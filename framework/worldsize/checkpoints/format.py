@@ -21,6 +21,8 @@ import torch
 
 from worldsize.checkpoints.validation import check_count, check_manifest, is_shard
 from worldsize.errors import CheckpointError
+from worldsize.files import read_regular
+from worldsize.strict_json import parse
 
 SCHEMA_VERSION = 1
 PARTS = ("model", "optimizer", "schedule", "scaler")  # of the state, that need not be loaded
@@ -43,6 +45,8 @@ DTYPES = {
     )
 }
 _FOLDER = re.compile(r"step_(\d{7,})")
+_LARGEST = 1 << 30  # bytes of a manifest
+_DEEPEST = 400  # levels of a manifest: a level of a state takes up to four (see checkpoints/tree.py)
 _PIECE = 8 << 20  # bytes that are hashed at once
 
 
@@ -86,7 +90,7 @@ def read(path: Path) -> Checkpoint:
     if expected != actual or seal != f"{actual}\n":
         raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {actual}"))
     try:
-        return _parsed(path, json.loads(text))
+        return _parsed(path, parse(text, at_most=_LARGEST, deepest=_DEEPEST, finite=False))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         kind = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is no manifest ({kind}).") from None
@@ -143,9 +147,9 @@ def _sha256(path: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointError(_differs(path, "a regular file", "a link" if path.is_symlink() else "another thing"))
-        return path.read_bytes()
+        return read_regular(path, at_most=_LARGEST)
     except OSError as error:
         raise CheckpointError(_differs(path, "a readable file", error.strerror or "an error")) from None
 

@@ -24,7 +24,7 @@ from worldsize.config import schema
 from worldsize.config.explain import explain
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.search_path import check_unique, main_conf, searched
-from worldsize.core.limits import check_limits
+from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
@@ -128,14 +128,20 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str) -> None:
-    """Check ``plain``, what ``node`` resolves to, against the annotations of the section and of those below it."""
+def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_checked: bool = False) -> None:
+    """Check ``plain``, what ``node`` resolves to, against the annotations of the section and of those below it.
+
+    A section that its parent's annotation names ``is_checked`` with the parent.
+    """
     kind = OmegaConf.get_type(node)
-    if is_dataclass(kind):
+    hints = hints_of(kind) if is_dataclass(kind) else {}
+    if hints and not is_checked:
         check_limits(kind, plain, key=path)
     for name in plain:
         if OmegaConf.is_dict(child := node._get_node(name)) and isinstance(plain[name], Mapping):
-            _check_values(cast("DictConfig", child), plain[name], f"{path}.{name}" if path else str(name))
+            place = f"{path}.{name}" if path else str(name)
+            is_named = OmegaConf.get_type(child) is hints.get(str(name))
+            _check_values(cast("DictConfig", child), plain[name], place, is_checked=is_named)
 
 
 def variables_of(cfg: DictConfig) -> set[str]:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import hydra.utils
 from hydra.errors import InstantiationException
@@ -158,10 +158,10 @@ def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key
 
 def _plain_hints(target: Any) -> Mapping[str, Any]:
     """The annotations that values are held to: those of a dataclass's fields, of other targets those with limits."""
+    plain = hints_of(target, limits=False)
     if is_dataclass(target):
-        hints = get_type_hints(target)
-        return {field.name: hints[field.name] for field in fields(target)}
-    return {name: get_args(hint)[0] for name, hint in hints_of(target).items() if get_origin(hint) is Annotated}
+        return {field.name: plain[field.name] for field in fields(target) if field.name in plain}
+    return {name: plain[name] for name, hint in hints_of(target).items() if get_origin(hint) is Annotated}
 
 
 def _fits(value: Any, hint: Any) -> bool:

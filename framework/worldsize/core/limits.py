@@ -6,12 +6,16 @@ exists, whether the field belongs to the schema, a strategy, a launcher, a recip
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, final, get_args, get_origin, get_type_hints
 
 from worldsize.errors import ConfigError, neighbours
@@ -86,13 +90,14 @@ class Range(Limit):
 
 @final
 class OneOf(Limit):
-    """One of a few words, of which a refusal names the nearest."""
+    """One of a few words, of which a refusal names the nearest. What is no word is left to the other limits."""
 
     def __init__(self, *known: str) -> None:
         self._known = known
 
     def refusal(self, value: Any) -> str | None:
-        return None if value in self._known else f"is unknown{neighbours(str(value), self._known)}"
+        is_taken = value in self._known or not isinstance(value, str)
+        return None if is_taken else f"is unknown{neighbours(value, self._known)}"
 
 
 @final
@@ -138,13 +143,33 @@ def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
 
 
 @cache
-def hints_of(target: Any) -> Mapping[str, Any]:
-    """Read the annotations of a dataclass's fields, or of the arguments of a class or function, with their limits."""
+def hints_of(target: Any, *, limits: bool = True) -> Mapping[str, Any]:
+    """Read the annotations of a dataclass's fields, or of the arguments of a class or function.
+
+    Those that cannot be evaluated, since they name what is imported for type checkers alone, are left out.
+
+    Args:
+        target: a class or function.
+        limits: whether ``Annotated[kind, ...]`` is kept, or becomes ``kind``.
+    """
     annotated = target if is_dataclass(target) or not isinstance(target, type) else target.__init__  # type: ignore[misc]
     try:
-        return get_type_hints(annotated, include_extras=True)
-    except (NameError, TypeError):  # names for type checkers alone, or a callable without annotations
-        return {}
+        return get_type_hints(annotated, include_extras=limits)
+    except _UNRESOLVED:
+        return dict(_resolvable(annotated, limits=limits))
+
+
+_UNRESOLVED = (NameError, TypeError, AttributeError)
+
+
+def _resolvable(annotated: Any, *, limits: bool) -> Iterator[tuple[str, Any]]:
+    for owner in reversed(annotated.__mro__) if isinstance(annotated, type) else [inspect.unwrap(annotated)]:
+        space = getattr(owner, "__globals__", None) or vars(sys.modules.get(owner.__module__, builtins))
+        own = vars(owner) if isinstance(owner, type) else None
+        for name, annotation in inspect.get_annotations(owner).items():
+            alone = SimpleNamespace(__annotations__={name: annotation})
+            with suppress(*_UNRESOLVED):
+                yield from get_type_hints(alone, space, own, include_extras=limits).items()
 
 
 def _check(key: str, value: Any, hint: Any) -> None:
