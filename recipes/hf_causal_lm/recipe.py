@@ -95,12 +95,13 @@ class HFCausalLM(Recipe):
             )
         if split == "test":
             return Windows(tokens[first:][: self.test_tokens], self.context)
-        # whole windows only: the mean over a micro-batch then gives every token the same weight
         return Windows(tokens[: first // self.context * self.context], self.context)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy of all predicted tokens in nats, and their number."""
         inputs_bt, targets_bt = batch
-        return F.cross_entropy(_logits(model, inputs_bt), targets_bt.flatten(), ignore_index=IGNORED)
+        nats = F.cross_entropy(_logits(model, inputs_bt), targets_bt.flatten(), ignore_index=IGNORED, reduction="sum")
+        return nats, (targets_bt != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Return the mean cross entropy of a token in nats; its exponential is the perplexity."""

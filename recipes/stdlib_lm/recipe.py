@@ -62,13 +62,14 @@ class StdlibLM(Recipe):
         if split == "test":
             return Windows(read("test", self.test_bytes), self.context)
         text = read("train")
-        # whole windows only: the mean over a micro-batch then gives every byte the same weight
         return Windows(text[: len(text) // self.context * self.context], self.context)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy of all predicted bytes in nats, and their number."""
         _, targets_bt = batch
         logits = model(*self.model_inputs(batch)).flatten(0, 1)
-        return F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED)
+        nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="sum")
+        return nats, (targets_bt != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Return bits per byte: the cross entropy in base 2 over every predicted byte."""

@@ -39,6 +39,7 @@ from worldsize.core import (
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.loss_weights import mean_loss
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.partition import balanced
 from worldsize.strategies.mesh.stage import KnownOutput
@@ -74,7 +75,7 @@ def trained_by_hand(*, clip: bool) -> tuple[Losses, dict[str, Tensor], float]:
     optimizer = own.optimizer(model)
     losses, norms = [], []
     for rows in DATA:
-        loss = own.loss(model, batch_of(rows))
+        loss = mean_loss(own.loss(model, batch_of(rows)))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if clip:
@@ -262,7 +263,7 @@ def test_ranks_that_share_a_layer_draw_the_same_dropout() -> None:
     expected = []
     for place, rows in enumerate(torch.split(DATA[0], 2)):
         seed_generators(place, torch.device("cpu"))
-        expected.append(own.loss(model, batch_of(rows)).item())
+        expected.append(mean_loss(own.loss(model, batch_of(rows))).item())
 
     def body(world: World) -> Losses:
         strategy = Mesh(tensor=2)

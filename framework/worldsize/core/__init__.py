@@ -42,6 +42,7 @@ from worldsize.core.numerics import Nonfinite, Numerics, Precision
 from worldsize.core.recipe import (
     Batch,
     EvaluationBatch,
+    Loss,
     MicroBatch,
     Recipe,
     RowValues,
@@ -82,6 +83,7 @@ __all__ = [
     "Limit",
     "Link",
     "Listener",
+    "Loss",
     "MicroBatch",
     "Nonfinite",
     "NonfiniteLossError",

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor, nn
@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # torch takes seconds
     from torch.optim.lr_scheduler import LRScheduler
 
 Batch = Any
+Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor]"  # a mean over the micro-batch, or a sum over it and its weight
 StateDict = dict[str, Any]
 TensorStyle = Literal["column", "row"]
 
@@ -43,8 +44,12 @@ class Recipe(ABC):
         """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss, a scalar: the mean over the micro-batch."""
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """Return the loss, a scalar: the mean over the micro-batch; or two scalars, the sum over it and its weight.
+
+        A step's gradient is that of the mean of means; with weights, such as the number of tokens that count, it is
+        that of the sum over all micro-batches over the weight of all, however samples are dealt.
+        """
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:

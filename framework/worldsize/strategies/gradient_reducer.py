@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import MicroBatch, StateDict
+from worldsize.strategies.loss_weights import scale_gradients
 
 Backward = Callable[[MicroBatch, float], Tensor]
 
@@ -25,11 +26,15 @@ class GradientReducer(ABC):
         Args:
             batches: Micro-batches of this process.
             backward: Called with a micro-batch and a factor; adds the gradient times the factor to ``.grad``, and
-                returns the loss, a scalar.
+                returns a record of the loss, a scalar or [2].
 
         Returns:
-            The losses in the order of ``batches``.
+            What ``backward`` returned, in the order of ``batches``.
         """
+
+    def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+        """Multiply what :meth:`run` has left by ``factor``, a scalar."""
+        scale_gradients(parameters, factor)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Scale the gradients so that their norm is at most ``limit``; return the norm before, over all parameters."""

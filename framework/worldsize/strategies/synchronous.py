@@ -24,6 +24,7 @@ from worldsize.core import (
 )
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.loss_weights import differentiable, fp16_share, is_weighted, weight_factor
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.train_state import TrainState
 
@@ -70,7 +71,11 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 @final
 class SynchronousReplica(Replica):
-    """Accumulates micro-batches and steps once; ``module`` is what wraps the model, if something does."""
+    """Accumulates micro-batches and steps once.
+
+    ``module`` is what wraps the model, if something does. With ``sums_alone`` its ``reducer`` sums the micro-batches
+    of this process, not those of all.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class SynchronousReplica(Replica):
         train_state: TrainState,
         reducer: GradientReducer,
         module: nn.Module | None = None,
+        sums_alone: bool = False,
     ) -> None:
         self.recipe = recipe
         self.world = context.world
@@ -87,13 +93,16 @@ class SynchronousReplica(Replica):
         self.module = module or train_state.model
         self.numerics = context.numerics
         self.reducer = reducer
+        self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.train_state = train_state
         self.optimizer, self.schedule = train_state.optimizer, train_state.schedule
+        self._share: Tensor | None = None  # of a sum in float16, agreed on in each step
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self.optimizer.zero_grad()
-        losses = self.reducer.run(micro_batches, self._backward)
+        self._share = None
+        losses = self._weighed(self.reducer.run(micro_batches, self._backward))
         lr: float = self.optimizer.param_groups[0]["lr"]
         with phase("update"):
             norm = self._clip()
@@ -105,13 +114,28 @@ class SynchronousReplica(Replica):
     def _backward(self, batch: MicroBatch, scale: float) -> Tensor:
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
-            loss = self.recipe.loss(self.module, batch.data)
+            loss, record = differentiable(self.recipe.loss(self.module, batch.data))
+        if self.scaler.is_enabled() and is_weighted(record):
+            loss = loss * self._fp16_share(record)
         scaled = self.scaler.scale(loss if scale == 1 else loss * scale)
         if self.module is self.model:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
             backward(scaled)
-        return loss.detach()
+        return record
+
+    def _fp16_share(self, record: Tensor) -> Tensor:
+        if self._share is None:
+            self._share = fp16_share(record[1], self._group)
+        return self._share
+
+    def _weighed(self, records: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Divide the gradient by the weight of the step if its losses are sums; return shares of the mean loss."""
+        if not is_weighted(records[0]):
+            return records
+        factor = weight_factor([record[1] for record in records], self._group)
+        self.reducer.scale(list(self.model.parameters()), factor if self._share is None else factor / self._share)
+        return [record[0] * factor for record in records]
 
     def _autocast(self) -> AbstractContextManager[None]:
         return autocast(self.world.device, self.numerics.precision)
@@ -151,4 +175,4 @@ class SynchronousReplica(Replica):
 def alone(recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reduction = "flat") -> SynchronousReplica:
     """Train ``model``, which is on the device of ``context.world``, in this process with no other."""
     sums = gradient_reducer(reduce, model, None)
-    return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
+    return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums, sums_alone=True)

@@ -32,6 +32,7 @@ from worldsize.core import Cluster, ConfigError, Recipe, Replica, RunContext, St
 from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.heap import Heap
+from worldsize.strategies.loss_weights import mean_loss
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.recipes import AveragedChain, Chain
 from worldsize.testing.worlds import run_in_worlds
@@ -152,7 +153,7 @@ def reference(recipe: Recipe = CHAIN) -> Trained:
     optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
     losses = []
     for step in range(1, STEPS + 1):
-        loss = recipe.loss(model, fetch(data, order.indices(step, 0, len(data))))
+        loss = mean_loss(recipe.loss(model, fetch(data, order.indices(step, 0, len(data)))))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

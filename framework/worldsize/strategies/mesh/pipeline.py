@@ -5,6 +5,7 @@ The schedules split numbers of micro-batches, not their data: a stage looks up t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -19,6 +20,7 @@ from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import phase
 from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.loss_weights import differentiable
 from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.passing import receive, send
 from worldsize.strategies.mesh.schedule import Kind
@@ -58,7 +60,8 @@ class Pipeline(GradientReducer):
     tied: Sequence[Tied]
     norm: MeshNorm
     _schedules: dict[int, Any] = field(default_factory=dict)
-    _losses: dict[int, Tensor] = field(default_factory=dict)
+    _records: dict[int, Tensor] = field(default_factory=dict)
+    _is_weighted: bool | None = None
 
     @property
     def is_last(self) -> bool:
@@ -89,9 +92,8 @@ class Pipeline(GradientReducer):
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
             with phase("compute"):
-                mean = self.stages[-1].loss(output, number)
-                self._losses[int(number)] = mean.detach()
-                return mean / count
+                loss, self._records[int(number)] = differentiable(self.stages[-1].loss(output, number))
+                return loss / count
 
         return _SCHEDULES[self.kind](given, count, loss_fn=loss, scale_grads=False)
 
@@ -113,12 +115,15 @@ class Pipeline(GradientReducer):
         return [own for keys, buffers in kept for name, own in buffers if name in keys and own.is_floating_point()]
 
     def _shared_losses(self, count: int) -> list[Tensor]:
-        """Return the last stage's losses [count] on every rank."""
-        losses = torch.empty(count, device=self.device)
+        """Return the last stage's records of the losses on every rank."""
+        records_b2 = torch.full((count, 2), math.nan, dtype=torch.float64, device=self.device)
         if self.is_last:
-            losses = torch.stack([self._losses[number] for number in range(count)]).float()
-        dist.broadcast(losses, group=self.group, group_src=(self.total - 1) % self.group.size())
-        return list(losses.unbind())
+            for number in range(count):
+                records_b2[number, : max(1, self._records[number].numel())] = self._records[number]
+        dist.broadcast(records_b2, group=self.group, group_src=(self.total - 1) % self.group.size())
+        if self._is_weighted is None:  # a recipe does not change its mind, and to look waits for the device
+            self._is_weighted = bool(records_b2[0, 1].isfinite())
+        return list(records_b2.unbind() if self._is_weighted else records_b2[:, 0].float().unbind())
 
     def output(self, batch: Batch) -> Tensor | None:
         """Return the model's output for a batch of evaluation on the rank of the last stage, and None on the others."""

@@ -142,6 +142,9 @@ class _Clipping(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
         return self.inner.run(batches, backward)
 
+    def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+        self.inner.scale(parameters, factor)
+
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)
 

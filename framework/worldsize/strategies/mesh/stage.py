@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import Batch, ConfigError, MicroBatch, Precision, Recipe
+from worldsize.core import Batch, ConfigError, Loss, MicroBatch, Precision, Recipe
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.synchronous import autocast
 
@@ -86,7 +86,7 @@ class Stage(nn.Module):
                 output = layer(output)
         return output.contiguous()
 
-    def loss(self, output: Tensor, number: Tensor) -> Tensor:
+    def loss(self, output: Tensor, number: Tensor) -> Loss:
         """Return the loss of micro-batch ``number``, whose ``output`` the last stage has computed."""
         batch = self._batches[int(number)]
         seed_generators(batch.seed, self._device)  # the recipe draws what it drew on the first stage

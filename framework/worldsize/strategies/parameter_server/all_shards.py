@@ -40,7 +40,7 @@ class Peer:
         return self._request(frame, lambda channel: channel.message(channel.answer(CommonOperation.MESSAGE)))
 
     def command(self, operation: Operation, facts: Any) -> None:
-        """Have the shard do something, APPLY, RESET or STOP, and wait until it has."""
+        """Have the shard do something, APPLY, RESET, WEIGH or STOP, and wait until it has."""
         self._request(message(operation, facts), lambda channel: channel.answer(CommonOperation.DONE))
 
     def state(self) -> Any:
@@ -75,6 +75,11 @@ class AllShards:
         """Commit the update of ``step`` on every shard; see :meth:`Shard.apply`."""
         self._master.apply(step, factor)  # from here on it is decided, also if this server dies
         self._ask(lambda peer: peer.command(Operation.APPLY, {"step": step, "factor": factor}))
+
+    def weigh(self, step: int, factor: float) -> None:
+        """Multiply the mean gradient of ``step`` on every shard; see :meth:`Shard.weigh`."""
+        self._master.weigh(step, factor)
+        self._ask(lambda peer: peer.command(Operation.WEIGH, {"step": step, "factor": factor}))
 
     def norms(self) -> dict[str, list[float]]:
         """Return the norms of the pieces of the gradient that waits for its commit, by parameter."""

@@ -129,6 +129,12 @@ class RowGradientCapture(GradientReducer):
     def resumed(self) -> None:
         self._inner.resumed()
 
+    def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+        self._inner.scale(parameters, factor)
+        for gradients in self.captured.values():
+            for _, values_nd in gradients:
+                values_nd.mul_(factor)
+
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Clip by the norm of the whole gradient, rows included, as torch.nn.utils.clip_grad_norm_ does."""
         dense = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -41,6 +41,9 @@ class LeaderService:
             case Operation.APPLY:
                 self._master.apply(**channel.message(header))
                 channel.send(Header(CommonOperation.DONE))
+            case Operation.WEIGH:
+                self._master.weigh(**channel.message(header))
+                channel.send(Header(CommonOperation.DONE))
             case Operation.RESET:
                 self._master.reset(**channel.message(header))
                 channel.send(Header(CommonOperation.DONE))

@@ -23,6 +23,7 @@ class Operation(IntEnum):
     STOP = 43  # message, to a server: the run ends; answered by DONE
     RESET = 44  # message: the step that is done; what has come of later ones is dropped; answered by DONE
     FACTS = 45  # answered by a MESSAGE
+    WEIGH = 46  # message: the step, and what its mean gradient is multiplied by before NORMS; answered by DONE
 
 
 class Fields(NamedTuple):

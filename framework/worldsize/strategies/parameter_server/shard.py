@@ -121,6 +121,14 @@ class Shard:
         """Whether the mean gradient of the next step is complete and only :meth:`apply` is missing."""
         return self.rule.requires_commit and self._gradients.all_wait
 
+    def weigh(self, step: int, factor: float) -> None:
+        """Multiply the mean gradient of ``step``, which waits for its commit, by ``factor``; once, however often asked.
+
+        Where losses are sums with a weight, it makes the gradient of their mean from the mean of their gradients.
+        """
+        if step == self.step + 1 and self.waits_for_commit:
+            self._gradients.weigh(factor)
+
     def norms(self) -> dict[str, list[float]]:
         """Compute the norms of the pieces of the mean gradient that waits for its commit, by parameter."""
         return self.parameters.norms(self._gradients.means)

@@ -122,6 +122,14 @@ class ShardMaster:
             self.log.changed.notify_all()
         self.log.settle(ticket)
 
+    def weigh(self, step: int, factor: float) -> None:
+        """Multiply the mean gradient of ``step`` by ``factor``, once all of it has come; see :meth:`Shard.weigh`."""
+        with self.log.changed:
+            self.log.changed.wait_for(lambda: self.shard.waits_for_commit, self.timeout)
+            ticket = self.log.forward(*message(Operation.WEIGH, {"step": step, "factor": factor}))
+            self.shard.weigh(step, factor)
+        self.log.settle(ticket)
+
     def reset(self, step: int, factor: float | None) -> None:
         """Begin with another server that leads; see :meth:`Shard.reset`."""
         with self.log.changed:

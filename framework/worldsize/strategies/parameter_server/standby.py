@@ -132,6 +132,8 @@ class Succession:
                 self.receiver.take(header, gradient)
             case Operation.APPLY:
                 shard.apply(**channel.message(header))
+            case Operation.WEIGH:
+                shard.weigh(**channel.message(header))
             case Operation.RESET:
                 shard.reset(**channel.message(header))
             case CommonOperation.HEARTBEAT:

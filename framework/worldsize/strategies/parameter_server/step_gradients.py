@@ -36,6 +36,7 @@ class StepGradients:
         self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in range(tables)]
         self._covered: list[set[int]] = [set() for _ in range(buckets + tables)]  # logical ranks that have come
         self._updated = 0  # means that were taken
+        self._is_weighed = False
 
     def add(self, index: int, gradient: Gradient, *, step: int, width: int, node: int) -> bool:
         """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in Arrivals.
@@ -76,6 +77,13 @@ class StepGradients:
         """Whether every mean is complete and none was taken."""
         return len(self.means) == len(self._covered)
 
+    def weigh(self, factor: float) -> None:
+        """Multiply all means by ``factor``; a second time does nothing."""
+        if not self._is_weighed:
+            for gradient in self.means.values():
+                (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
+        self._is_weighed = True
+
     def take(self, index: int) -> Gradient:
         """Hand over the mean of gradient ``index`` for its update."""
         self._updated += 1
@@ -94,6 +102,7 @@ class StepGradients:
             "row_parts": [[[*key, *part] for key, part in each.items()] for each in self._row_parts],
             "covered": [sorted(each) for each in self._covered],
             "updated": self._updated,
+            "is_weighed": self._is_weighed,
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
@@ -103,7 +112,7 @@ class StepGradients:
             arrivals.parts = {(width, node): part for width, node, part in parts}
         self._row_parts = [{(width, node): (ids, g) for width, node, ids, g in each} for each in image["row_parts"]]
         self._covered = [set(each) for each in image["covered"]]
-        self._updated = image["updated"]
+        self._updated, self._is_weighed = image["updated"], image["is_weighed"]
 
 
 def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:

@@ -11,6 +11,8 @@ import torch
 from worldsize.collectives.exact import Sums
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler, Unit
 
+LossRecord = float | list[float]  # a mean, or a sum and its weight
+
 
 @final
 class EvaluationTasks:
@@ -67,8 +69,8 @@ class TaskPool:
     def __init__(self, staleness: StalenessScheduler) -> None:
         self.staleness = staleness
         self.evaluation = EvaluationTasks(0)
-        self._losses: dict[tuple[int, int], float] = {}  # by step and logical rank
-        self._recent: deque[float] = deque(maxlen=staleness.logical_ranks)
+        self._losses: dict[tuple[int, int], LossRecord] = {}  # by step and logical rank
+        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)
 
     def join(self, name: str, now: float) -> int:
         """Admit a worker, or have it come back with empty hands; gives its clock."""
@@ -98,7 +100,7 @@ class TaskPool:
         if "part" in facts:
             self.evaluation.take(name, facts)
 
-    def pop_losses(self, step: int) -> list[float]:
+    def pop_losses(self, step: int) -> list[LossRecord]:
         """Hand over the losses of ``step`` by logical rank; if steps overlap and one is missing, the last ones."""
         losses = [self._losses.pop((step, rank), None) for rank in range(self.staleness.logical_ranks)]
         return [loss for loss in losses if loss is not None] if None not in losses else list(self._recent)

@@ -12,7 +12,7 @@ from typing import Any, final
 from worldsize.collectives.exact import Sums
 from worldsize.errors import WorldsizeError
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
-from worldsize.strategies.parameter_server.task_pool import EvaluationTasks, TaskPool
+from worldsize.strategies.parameter_server.task_pool import EvaluationTasks, LossRecord, TaskPool
 
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class TaskScheduler:
             self._staleness.open(step)
             self._changed.notify_all()
 
-    def finished(self, step: int) -> list[float]:
+    def finished(self, step: int) -> list[LossRecord]:
         """Wait for ``step``, and give its losses by logical rank, or the last ones if steps overlap.
 
         Raises:

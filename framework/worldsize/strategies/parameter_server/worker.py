@@ -16,6 +16,7 @@ from worldsize.core import Recipe, RunContext
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
+from worldsize.strategies.loss_weights import differentiable, mean_loss
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
@@ -128,10 +129,10 @@ class Worker:
             losses = self._learn(batches, step, ranks)
             self._dense.settle()
         self._unowned.check()
-        return {"unit": [step, ranks], "losses": [float(loss) for loss in losses]}
+        return {"unit": [step, ranks], "losses": [loss.tolist() for loss in losses]}
 
     def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[Tensor]:
-        """Pull weights, compute gradients and push them; give the losses."""
+        """Pull weights, compute gradients and push them; give the records of the losses."""
         synchronous = self._options.synchronous
         self._pull(step - 1 if synchronous else 0)
         self._tables.oldest = step - 1 - self._options.staleness
@@ -140,7 +141,7 @@ class Worker:
         return self._push_after_backward(batches, step, ranks)
 
     def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[Tensor]:
-        """Push gradients when those of all backward passes have been added up; give the losses."""
+        """Push gradients when those of all backward passes have been added up; give the records of the losses."""
         total, arrivals, losses, touched = self._context.logical_ranks, Arrivals(self._context.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
@@ -156,7 +157,7 @@ class Worker:
         return losses
 
     def _push_during_backward(self, overlap: OverlappedPush, batch: Any, step: int, rank: int) -> Tensor:
-        """Push gradients during the one backward pass; give the loss."""
+        """Push gradients during the one backward pass; give the record of the loss."""
         part = {"step": step, "width": self._context.logical_ranks, "node": rank}
         try:
             with overlap.during_backward(lambda key, gradients: self._dense.push_bucket(key, gradients, part)):
@@ -172,8 +173,10 @@ class Worker:
         seed_generators(batch.seed, device)
         with autocast(device, self._context.numerics.precision):
             loss = self._recipe.loss(self._model, batch.data)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        # a step that is one update divides by the weight of all of it, an update of its own by its own
+        total, record = differentiable(loss if self._options.synchronous else mean_loss(loss))
+        total.backward()  # type: ignore[no-untyped-call]
+        return record
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         """Clip a unit's gradient by its own norm, as is done where steps overlap."""

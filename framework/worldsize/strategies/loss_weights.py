@@ -1,0 +1,86 @@
+"""Losses that are a sum with a weight: the step's gradient is the sum over all micro-batches over the weight of all.
+
+A mean of micro-batch means would weigh the tokens of a short micro-batch more than those of a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import phase
+from worldsize.core import Loss
+
+
+def differentiable(loss: Loss) -> tuple[Tensor, Tensor]:
+    """Split what ``Recipe.loss`` returned.
+
+    Returns:
+        The scalar whose gradient is taken, and the detached record of the loss: a mean is a scalar as it is, a sum
+        with its weight float64 [2].
+    """
+    if isinstance(loss, Tensor):
+        return loss, loss.detach()
+    total, weight = loss
+    return total, torch.stack([total.detach().double(), torch.as_tensor(weight, device=total.device).double()])
+
+
+def mean_loss(loss: Loss) -> Tensor:
+    """Return the mean over the micro-batch alone, whichever way ``Recipe.loss`` said it."""
+    return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
+
+
+def is_weighted(record: Tensor) -> bool:
+    """Whether the loss that :func:`differentiable` recorded is a sum with its weight."""
+    return record.ndim == 1
+
+
+def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:
+    """Return what turns the mean of summed gradients into the gradient of the mean: micro-batches over their weight.
+
+    Each rank writes its weights into a table that is zero elsewhere, and all add up the whole table in one order: the
+    bits are the same at every world size.
+
+    Args:
+        weights: Weight of each local micro-batch, scalars.
+        group: Processes whose gradients are summed; None: this one alone.
+
+    Returns:
+        A scalar, float64: 0 where nothing weighs anything.
+    """
+    table = torch.stack(list(weights))
+    if group is not None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        table_bp = table.new_zeros(len(weights), size)  # strided, as data are dealt
+        table_bp[:, rank] = table
+        with phase("communication"):
+            dist.all_reduce(table_bp, group=group)
+        table = table_bp.flatten()
+    total = table.sum()
+    return torch.where(total > 0, len(table) / total, 0.0)
+
+
+def fp16_share(weight: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return a power of two that brings a sum near its mean, so that its gradients stay within the range of float16.
+
+    Args:
+        weight: Weight of this process's first micro-batch of a step, a scalar.
+        group: Processes whose gradients are summed, which agree on the largest; None: this one alone.
+    """
+    largest = weight.clone()
+    if group is not None:
+        with phase("communication"):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return torch.exp2(-largest.clamp(min=1).log2().ceil())
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients by ``factor``, a scalar."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
