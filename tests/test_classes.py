@@ -20,6 +20,7 @@ CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
 MANY_METHODS = {
     "Recipe": "a question each that a strategy may ask of a model; all but five have an answer",
+    "Strategy": "a question each that the launcher or the planner may ask; all but two have an answer",
 }
 MANY_FIELDS = {
     "ClusterSchema": "keys of the configuration",

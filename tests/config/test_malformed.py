@@ -317,7 +317,7 @@ def test_a_malformed_command_is_refused(place: Place, words: list[str], name: in
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
-@settings(LIGHT, max_examples=60)
+@settings(LIGHT, max_examples=160)
 @given(words=composed())
 def test_many_malformed_configurations_are_refused(place: Place, words: list[str]) -> None:
     check_refused([str(place.run) if word == RUN else word for word in words], place)
@@ -325,7 +325,7 @@ def test_many_malformed_configurations_are_refused(place: Place, words: list[str
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
-@settings(LIGHT, max_examples=60)
+@settings(LIGHT, max_examples=150)
 @given(words=other(), name=st.integers(0, 6))
 def test_many_malformed_commands_are_refused(place: Place, words: list[str], name: int) -> None:
     there = {RUN: str(place.run), PLACE: str(place.folder / place.places[name])}

@@ -129,7 +129,7 @@ def test_git_runs_in_no_repository_that_another_users_record_names(
 
 @pytest.fixture
 def code(tmp_path: Path) -> dict[str, Any]:
-    """What a manifest says of a commit that has a folder, and a link that leads out of it."""
+    """Return what a manifest says of a commit that has a folder, and a link that leads out of it."""
     root = tmp_path / "repository"
     (root / "sub").mkdir(parents=True)
     (root / "sub" / "train.py").touch()

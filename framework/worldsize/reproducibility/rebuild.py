@@ -32,7 +32,7 @@ class Interpreter:
 @final
 @dataclass(frozen=True)
 class Lock:
-    """What uv installs from, as it was read once: what is shown is what is installed.
+    """The files that uv installs from, read once: what is shown is what is installed.
 
     Attributes:
         name: "uv.lock" or "requirements.txt".

@@ -54,12 +54,9 @@ class Shard:
         self.parameters, self.rule, self.step = parameters, rule, step
         self.updates = step if rule.synchronous else step * rule.logical_ranks
         self.last_factor: float | None = 1.0
-        self._gradients = self._next_gradients()
+        buckets, tables = len(parameters.buckets), len(parameters.tables)
+        self._gradients = StepGradients(step + 1, logical_ranks=rule.logical_ranks, buckets=buckets, tables=tables)
         self._units = UnitLog(step, logical_ranks=rule.logical_ranks, gradients=parameters.gradients)
-
-    def _next_gradients(self) -> StepGradients:
-        buckets, tables = len(self.parameters.buckets), len(self.parameters.tables)
-        return StepGradients(self.step + 1, logical_ranks=self.rule.logical_ranks, buckets=buckets, tables=tables)
 
     @property
     def closed(self) -> int:
@@ -114,7 +111,7 @@ class Shard:
         self.step += 1
         self.updates += 1
         self.parameters.advance_schedule()
-        self._gradients = self._next_gradients()
+        self._gradients = self._gradients.empty(self.step + 1)
 
     @property
     def waits_for_commit(self) -> bool:
@@ -149,7 +146,7 @@ class Shard:
         """Begin with another server that leads: end ``step``, if it was committed, and drop what came of later ones."""
         self.apply(step, factor)
         if self.rule.synchronous:
-            self._gradients = self._next_gradients()
+            self._gradients = self._gradients.empty(self.step + 1)
 
     def image(self) -> dict[str, Any]:
         """Describe all of it, also what has come of steps in progress, for a standby; tensors are not copied."""
@@ -166,7 +163,7 @@ class Shard:
         """Become what the master's shard was when it gave its :meth:`image`."""
         self.parameters.restore(image["parameters"])
         self.step, self.updates, self.last_factor = image["step"], image["updates"], image["last_factor"]
-        self._gradients = self._next_gradients()
+        self._gradients = self._gradients.empty(self.step + 1)
         self._gradients.restore(image["gradients"])
         self._units.restore(**image["units"])
 

@@ -38,6 +38,11 @@ class StepGradients:
         self._updated = 0  # means that were taken
         self._is_weighed = False
 
+    def empty(self, step: int) -> StepGradients:
+        """Make the gradients of ``step``, for the same buckets and tables, of which nothing has come."""
+        buckets, tables = len(self._arrivals), len(self._row_parts)
+        return StepGradients(step, logical_ranks=self._logical_ranks, buckets=buckets, tables=tables)
+
     def add(self, index: int, gradient: Gradient, *, step: int, width: int, node: int) -> bool:
         """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in Arrivals.
 
