@@ -72,3 +72,26 @@ def test_the_last_save_comes_before_the_last_evaluation(
     config: LoopConfig, first: TrainingProgress, expected: list[str]
 ) -> None:
     assert evaluations_and_saves(config, first) == expected
+
+
+@pytest.mark.parametrize("follows", ["evaluate_every", "save_every"])
+def test_logged_steps_are_examined_also_where_an_evaluation_or_a_save_follows(follows: str) -> None:
+    examined: list[int] = []
+    config = replace(LoopConfig(7, batch_size=1, log_every=2), **{follows: 2})
+    callbacks = LoopCallbacks(dict, lambda event: None, examine=lambda done: examined.append(done.step))
+    fit(Idle(), repeat([]), ALONE, config=config, callbacks=callbacks)
+    assert examined == [1, 2, 4, 6], "after the last step there is nothing to examine for"
+
+
+def test_a_run_that_is_asked_to_end_saves_without_examining_its_last_step() -> None:
+    log: list[str] = []
+    callbacks = LoopCallbacks(
+        dict,
+        lambda event: None,
+        save=lambda progress: log.append(f"saved {progress.step}"),
+        wants_stop=lambda: True,
+        examine=lambda done: log.append(f"examined {done.step}"),
+    )
+    fit(Idle(), repeat([]), ALONE, config=LoopConfig(9, batch_size=1, log_every=1), callbacks=callbacks)
+    assert log[-1].startswith("saved")
+    assert f"examined {log[-1].removeprefix('saved ')}" not in log

@@ -127,6 +127,8 @@ class _Loop:
                 self._evaluate(step)
                 is_due = False
             stops = self._agreement.reached(step) and step < config.steps
+            if stops:
+                self._emit_logged(examine=False)  # whoever has asked for the end does not wait for more than the save
             if stops or config.saves(step):
                 self._save(step, evaluated=not is_due)
             if stops:
@@ -144,23 +146,22 @@ class _Loop:
         self._callbacks.begins()
         window.add(self._replica.step(micro_batches))
         window.stepped()
-        done = self._emit_logged()  # the figures of the step before have crossed the network during this one
-        if done is not None:
-            with window.paused():
-                self._callbacks.examine(done)
+        self._emit_logged()  # the figures of the step before have crossed the network during this one
         if self._config.logs(step):
             self._logged = window.close(step, self._replica.facts())
 
-    def _emit_logged(self) -> StepDone | None:
-        """Emit the event of the last logged step and return it; None: it has been emitted already."""
+    def _emit_logged(self, *, examine: bool = True) -> None:
+        """Emit the event of the last logged step, unless that has been done; all ranks examine it if steps follow."""
         if self._logged is None:
-            return None
+            return
         done, self._logged = self._logged.event(), None
         self._agreement.tell(done)
         self._callbacks.emit(done)
         if self._config.stop_on_nonfinite and not math.isfinite(done.loss):
             raise NonfiniteLossError(_explain(done))
-        return done
+        if examine and done.step < self._config.steps:
+            with self._window.paused():
+                self._callbacks.examine(done)
 
     def _evaluate(self, step: int) -> None:
         self._emit_logged()
