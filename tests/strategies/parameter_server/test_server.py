@@ -178,6 +178,16 @@ def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
     assert server.master.shard.step == 1
 
 
+def test_norms_of_a_step_that_is_not_complete_are_refused() -> None:
+    learned = learning()
+    (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
+    shard = Shard(ShardParameters(learned, owned), Rule(1, requires_commit=True))
+    log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
+    master = ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=0.01)
+    with pytest.raises(RefusedError, match="the gradients of step 1 did not all come"):
+        master.norms()
+
+
 @pytest.mark.heavy
 def test_ten_thousand_frames_of_noise_change_nothing(server: ShardServer, caplog: pytest.LogCaptureFixture) -> None:
     before, noise, hello = weights(server), random.Random(7), b"".join(_join_bytes())

@@ -109,9 +109,14 @@ class ShardMaster:
         self._load.count_pull(nbytes)
 
     def norms(self) -> dict[str, list[float]]:
-        """Return the norms of the step that waits for its commit, by parameter, once all its gradients have come."""
+        """Return the norms of the step that waits for its commit, by parameter, once all its gradients have come.
+
+        Raises:
+            RefusedError: They did not come in time.
+        """
         with self.log.changed:
-            self.log.changed.wait_for(lambda: self.shard.waits_for_commit, self.timeout)
+            if not self.log.changed.wait_for(lambda: self.shard.waits_for_commit, self.timeout):
+                raise RefusedError(f"the gradients of step {self.shard.step + 1} did not all come")
             return self.shard.norms()
 
     def apply(self, step: int, factor: float | None) -> None:
