@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from worldsize.collectives.step_timer import phase
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -30,9 +31,9 @@ from worldsize.core.limits import SECONDS
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
-from worldsize.strategies.parameter_server.all_shards import Peer
 from worldsize.strategies.parameter_server.model_state import joined_rows, train_state_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
+from worldsize.strategies.parameter_server.peers import Peer, Peers
 from worldsize.strategies.parameter_server.remote_embedding import remotes, take_gradients
 from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
@@ -210,7 +211,8 @@ class _HybridReplica(Replica):
         self._push()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
-            answers = [peer.ask(Operation.NORMS) for peer in self._peers]
+            with phase("communication"):
+                answers = self._peers.ask(Operation.NORMS)
             norm += torch.linalg.vector_norm(
                 torch.tensor([n for norms_of in answers for norms in norms_of.values() for n in norms])
             )
@@ -222,8 +224,9 @@ class _HybridReplica(Replica):
         """Let the servers update; or leave the step out, as the dense part does."""
         skipped = self._inner.numerics.skips(norm)
         if self._world.rank == 0:
-            for peer in self._peers:
-                peer.command(Operation.APPLY, {"step": self._step, "factor": None if skipped else float(factor)})
+            decision = {"step": self._step, "factor": None if skipped else float(factor)}
+            with phase("communication"):
+                self._peers.command(Operation.APPLY, decision)
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         self._tables.step = self._step if self._synchronous else 0
@@ -233,12 +236,12 @@ class _HybridReplica(Replica):
         """Return the load of each server; only the first worker asks."""
         if self._world.rank:
             return {}
-        return {"servers": [peer.ask(Operation.FACTS) for peer in self._peers]}
+        return {"servers": self._peers.ask(Operation.FACTS)}
 
     def state(self) -> StateDict:
         """Ask for all rows on every worker, since each saves a share of what all of them have."""
         self._settle()
-        states = [peer.state()["tables"] for peer in self._peers]
+        states = [state["tables"] for state in self._peers.request(Peer.state)]
         return with_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
 
     def _settle(self) -> None:
@@ -249,8 +252,8 @@ class _HybridReplica(Replica):
             torch.distributed.barrier(self._world.group)
 
     @cached_property
-    def _peers(self) -> list[Peer]:
-        return [Peer(self._dialer, shard) for shard in range(len(self._tables.links))]
+    def _peers(self) -> Peers:
+        return Peers(self._dialer, range(len(self._tables.links)))
 
     def load(self, state: StateDict) -> None:
         """Load the dense part; servers have loaded their rows by themselves."""
@@ -264,5 +267,4 @@ class _HybridReplica(Replica):
             link.close()
         if self._world.rank == 0:
             self._dialer.registry.end()
-            for peer in self._peers:
-                peer.command(Operation.STOP, {})
+            self._peers.command(Operation.STOP, {})

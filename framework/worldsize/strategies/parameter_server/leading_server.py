@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from worldsize.core import RunContext
-from worldsize.strategies.parameter_server.all_shards import AllShards, Peer
+from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.coordinator import Coordinator
 from worldsize.strategies.parameter_server.operations import shard_service
+from worldsize.strategies.parameter_server.peers import Peers
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.server_group import PendingServer
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
@@ -47,5 +48,5 @@ def _lead(pending: PendingServer, context: RunContext, *, bound: float, rows: Ro
     scheduler.meet(context.workers, seconds=lease)
     if bound:
         scheduler.open(context.steps)
-    shards = AllShards(server, [Peer(dialer, shard) for shard in range(1, rows.shards)])
+    shards = AllShards(server, Peers(dialer, range(1, rows.shards)))
     return Coordinator(shards, scheduler, dialer.registry, pending.train_state, context, rows=rows)
