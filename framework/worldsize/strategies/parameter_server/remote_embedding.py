@@ -53,6 +53,8 @@ class RemoteTable(nn.Module):
         touched, self.touched = [touch for touch in self.touched if touch.rows_nd.grad is not None], []
         if not touched:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.table.dim)
+        if len(touched) == 1 and (gradient_nd := touched[0].rows_nd.grad) is not None:
+            return touched[0].ids_n, gradient_nd.add_(0.0)  # as the sum below would: -0.0 becomes 0.0
         ids_n, inverse = torch.unique(torch.cat([touch.ids_n for touch in touched]), return_inverse=True)
         gradients_nd = torch.zeros(len(ids_n), self.table.dim)
         gradients = [touch.rows_nd.grad for touch in touched if touch.rows_nd.grad is not None]

@@ -71,17 +71,21 @@ class ShardLink:
         self._pending.append(_Push(numbered, payload))
         self._persist(lambda: self._channel.send(numbered, payload))
 
-    def pull_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> tuple[Tensor, int]:
-        """Pull rows that have seen all updates up to ``step``, and all that was pushed before.
+    def ask_rows(self, table: int, ids_n: Tensor, *, step: int) -> None:
+        """Begin to pull rows that have seen all updates up to ``step``, and all that was pushed before."""
+        header = Header(Operation.PULL_ROWS, torch.int64, (len(ids_n),), Fields(table, step=step))
+        while not self._persist(lambda: self._channel.send(header, [view(ids_n)])):
+            pass
+
+    def receive_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> tuple[Tensor, int]:
+        """Receive the rows that were asked for.
 
         Returns:
             float32 [n, dim], and the step up to which they have seen all updates.
         """
         rows_nd = torch.empty(len(ids_n), dim)
-        header = Header(Operation.PULL_ROWS, torch.int64, (len(ids_n),), Fields(table, step=step))
         while True:
             try:
-                self._channel.send(header, [view(ids_n)])
                 answer = self._weights()
                 answer.require(torch.float32, (len(ids_n), dim))
                 self._channel.fill([view(rows_nd)])
@@ -90,6 +94,7 @@ class ShardLink:
                 return rows_nd, fields.step
             except LostError:
                 self._recover()
+                self.ask_rows(table, ids_n, step=step)
 
     def _weights(self) -> Header:
         """Receive the header of the next weights, which come after acknowledgements of pushes."""

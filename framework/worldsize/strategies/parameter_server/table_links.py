@@ -60,22 +60,29 @@ class TableLinks:
         """Pull float32 [n, dim] from the servers; also give the clock of the one that is behind the others."""
         number = self._numbers[table.name]
         if len(self.links) == 1:
-            return self.links[0].pull_rows(number, ids_n, table.dim, step=self.step)
+            (link,) = self.links
+            link.ask_rows(number, ids_n, step=self.step)
+            return link.receive_rows(number, ids_n, table.dim, step=self.step)
         rows_nd, owners_n, clocks = torch.empty(len(ids_n), table.dim), self._rule.shard_of(ids_n, table), []
-        for shard, link in enumerate(self.links):
-            mine_n = (owners_n == shard).nonzero().flatten()
-            if len(mine_n):
-                rows_nd[mine_n], clock = link.pull_rows(number, ids_n[mine_n], table.dim, step=self.step)
-                clocks.append(clock)
+        mine = [(owners_n == shard).nonzero().flatten() for shard in range(len(self.links))]
+        asked = [(link, mine_n, ids_n[mine_n]) for link, mine_n in zip(self.links, mine, strict=True) if len(mine_n)]
+        for link, _, wanted_n in asked:  # all of them, before the first is waited for
+            link.ask_rows(number, wanted_n, step=self.step)
+        for link, mine_n, wanted_n in asked:
+            rows_nd[mine_n], clock = link.receive_rows(number, wanted_n, table.dim, step=self.step)
+            clocks.append(clock)
         return rows_nd, min(clocks, default=0)
 
     def push(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
         """Push to every server, also where there is nothing, so that each knows what has come."""
         part = {"step": step, "width": width, "node": node}
         for number, (table, (ids_n, gradients_nd)) in enumerate(zip(self._tables, gradients, strict=True)):
+            if len(self.links) == 1:
+                self.links[0].push_rows(number, ids_n, gradients_nd, **part)
+                continue
             owners_n = self._rule.shard_of(ids_n, table)
             for shard, link in enumerate(self.links):
-                mine_n = owners_n == shard
+                mine_n = (owners_n == shard).nonzero().flatten()
                 link.push_rows(number, ids_n[mine_n], gradients_nd[mine_n], **part)
 
     def cache_facts(self) -> list[str]:
