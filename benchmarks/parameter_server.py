@@ -34,9 +34,9 @@ from torch.distributed import rpc
 
 from links import trained_on
 from worldsize.core import RowValues
-from worldsize.strategies.parameter_server.all_shards import Peer
 from worldsize.strategies.parameter_server.mastership import SoleMastership
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
+from worldsize.strategies.parameter_server.peers import Peer
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
 from worldsize.strategies.parameter_server.replication import ReplicationLog
 from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table
@@ -133,7 +133,8 @@ def _sparse_rounds(link: ShardLink, touched: int) -> Round:
     def once() -> None:
         step = next(steps)
         ids_n = batches[step % len(batches)]
-        rows_nd, _ = link.pull_rows(0, ids_n, DIM, step=step - 1)
+        link.ask_rows(0, ids_n, step=step - 1)
+        rows_nd, _ = link.receive_rows(0, ids_n, DIM, step=step - 1)
         link.push_rows(0, ids_n, rows_nd, step=step, width=1, node=0)  # answered by the next pull, as in training
 
     return once

@@ -74,10 +74,12 @@ def test_the_last_save_comes_before_the_last_evaluation(
     assert evaluations_and_saves(config, first) == expected
 
 
-@pytest.mark.parametrize("follows", ["evaluate_every", "save_every"])
-def test_logged_steps_are_examined_also_where_an_evaluation_or_a_save_follows(follows: str) -> None:
+LOGS = LoopConfig(7, batch_size=1, log_every=2)
+
+
+@pytest.mark.parametrize("config", [replace(LOGS, evaluate_every=2), replace(LOGS, save_every=2)], ids=str)
+def test_logged_steps_are_examined_also_where_an_evaluation_or_a_save_follows(config: LoopConfig) -> None:
     examined: list[int] = []
-    config = replace(LoopConfig(7, batch_size=1, log_every=2), **{follows: 2})
     callbacks = LoopCallbacks(dict, lambda event: None, examine=lambda done: examined.append(done.step))
     fit(Idle(), repeat([]), ALONE, config=config, callbacks=callbacks)
     assert examined == [1, 2, 4, 6], "after the last step there is nothing to examine for"

@@ -15,6 +15,7 @@ from worldsize.strategies.parameter_server import worker as workers
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.sharding import BucketKey, ShardingPlan, plan_shards
+from worldsize.strategies.parameter_server.table_links import linked_model
 from worldsize.strategies.parameter_server.worker import Worker, WorkerOptions
 from worldsize.testing.recipes import Chain
 from worldsize.transport.channel import LostError
@@ -150,7 +151,8 @@ def worked(monkeypatch: pytest.MonkeyPatch, tasks: list[dict[str, Any]], losses:
     )
     context = RunContext(World.alone(torch.device("cpu")), data=Data())
     dialer = Dialer("worker-0", None, None, 1.0, None)  # type: ignore[arg-type]
-    Worker(recipe, context, dialer, plan, WorkerOptions(synchronous=True)).run(60.0)
+    model, tables = linked_model(recipe, plan.rows)
+    Worker(recipe, context, dialer, plan, WorkerOptions(synchronous=True), model=model, tables=tables).run(60.0)
     assert all(control.is_closed for control in controls)
     assert not losses
     return links

@@ -30,6 +30,17 @@ def tables_of(train_state: TrainState, rule: RowRule, shard: int) -> list[Rows]:
     ]
 
 
+def empty_rows(train_state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Make the state of tables of which no row exists yet."""
+    return {
+        each.table.name: {
+            "ids": torch.empty(0, dtype=torch.int64),
+            "rows": torch.empty(0, _update_of(train_state.optimizer, each).width(each.table.dim)),
+        }
+        for each in remotes(train_state.model)
+    }
+
+
 def _update_of(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
     groups = optimizer.param_groups
     own = next((group for group in groups if any(each is remote.weight for each in group["params"])), groups[0])

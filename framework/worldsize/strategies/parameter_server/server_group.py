@@ -12,7 +12,13 @@ from typing import Literal, final
 from worldsize.core import Cluster, ConfigError, Recipe, Rendezvous, RunContext
 from worldsize.records.run_directory import private
 from worldsize.strategies.parameter_server.mastership import RegisteredMastership
-from worldsize.strategies.parameter_server.model_state import full_state, load_full_state, tables_of, train_state_of
+from worldsize.strategies.parameter_server.model_state import (
+    empty_rows,
+    full_state,
+    load_full_state,
+    tables_of,
+    train_state_of,
+)
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
 from worldsize.strategies.parameter_server.replication import ReplicationLog
@@ -169,8 +175,8 @@ class ServerGroup:
     ) -> tuple[Shard, TrainState]:
         """Make the shard, and the whole model, from the newest checkpoint if there is one."""
         full = train_state_of(recipe)
-        empty = {each.table.name: each.state() for each in tables_of(train_state, plan.rows, index)}
-        state, step = context.checkpoints.restore(lambda: full_state(full, empty, plan.rows)) or (None, 0)
+        restored = context.checkpoints.restore(lambda: full_state(full, empty_rows(full), plan.rows))
+        state, step = restored or (None, 0)
         if state is not None:
             load_full_state(train_state, state)
             load_full_state(full, state)

@@ -33,8 +33,9 @@ from worldsize.strategies.parameter_server.model_state import train_state_of
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
-from worldsize.strategies.parameter_server.sharding import ShardingPlan, ShardLayout, plan_shards
+from worldsize.strategies.parameter_server.sharding import ShardingPlan, plan_shards
 from worldsize.strategies.parameter_server.slot_index import Sharding
+from worldsize.strategies.parameter_server.table_links import linked_model
 from worldsize.strategies.parameter_server.worker import Worker, WorkerOptions
 from worldsize.strategies.step_hooks import refuse_step_hooks
 from worldsize.strategies.train_state import TrainState
@@ -155,27 +156,29 @@ class ParameterServer(Strategy):
         raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        train_state = train_state_of(recipe)
-        codec = codec_of(self.compression, share=self.top_share)
-        plan = ShardingPlan(self._shards(train_state, context.numerics), self._rows, codec)
         if context.world.role == "server":
+            train_state = train_state_of(recipe)
+            plan = self._plan(train_state, context.numerics)
             pending = self._group.server(recipe, train_state, context, plan=plan, rule=self._rule(context))
             _warn_of_momentum(pending.train_state, staleness=self.staleness)
             return run_server(pending, context, bound=self.bound, rows=self._rows)
+        model, tables = linked_model(recipe, self._rows, cache_rows=self.cache_rows)
+        plan = self._plan(TrainState.of(recipe, model), context.numerics)
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
-        options = WorkerOptions(self.bound == 0, staleness=self.staleness, cache_rows=self.cache_rows)
-        Worker(recipe, context, dialer, plan, options).run(self.lease)
+        options = WorkerOptions(self.bound == 0, staleness=self.staleness)
+        Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
         return None
 
     def check_built(self, model: nn.Module, optimizer: Optimizer) -> None:
         check_served(model, optimizer)
 
-    def _shards(self, train_state: TrainState, numerics: Numerics) -> list[ShardLayout]:
+    def _plan(self, train_state: TrainState, numerics: Numerics) -> ShardingPlan:
         check_served(train_state.model, train_state.optimizer)
         trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
         clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
         cut = type(train_state.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
-        return plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
+        shards = plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
+        return ShardingPlan(shards, self._rows, codec_of(self.compression, share=self.top_share))
 
     def _rule(self, context: RunContext) -> Rule:
         synchronous = self.bound == 0

@@ -23,7 +23,7 @@ from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
 from worldsize.strategies.parameter_server.remote_embedding import remotes, take_gradients
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
-from worldsize.strategies.parameter_server.table_links import linked_model
+from worldsize.strategies.parameter_server.table_links import TableLinks
 from worldsize.strategies.parameter_server.unowned import UnownedWeights
 from worldsize.strategies.parameter_server.worker_heartbeat import WorkerHeartbeat
 from worldsize.strategies.synchronous import autocast, metric_sums
@@ -43,12 +43,10 @@ class WorkerOptions:
     Attributes:
         synchronous: A step's gradients are summed before they are an update.
         staleness: Steps that what the worker reads may be behind.
-        cache_rows: Rows of each table that the worker keeps, and reads again within the staleness.
     """
 
     synchronous: bool
     staleness: int = 0
-    cache_rows: int = 0
 
 
 @final
@@ -61,6 +59,8 @@ class Worker:
         dialer: Connects to the servers.
         plan: Which server owns what.
         options: How gradients are computed and weights are read.
+        model: The recipe's model, with its tables on servers.
+        tables: The links by which it reads their rows, see :func:`linked_model`.
     """
 
     def __init__(
@@ -70,8 +70,11 @@ class Worker:
         dialer: Dialer,
         plan: ShardingPlan,
         options: WorkerOptions,
+        *,
+        model: nn.Module,
+        tables: TableLinks,
     ) -> None:
-        model, self._tables = linked_model(recipe, plan.rows, cache_rows=options.cache_rows)
+        self._tables = tables
         self._recipe, self._context, self._dialer, self._options = recipe, context, dialer, options
         self._model = model.to(context.world.device)
         self._remotes = list(remotes(self._model))
