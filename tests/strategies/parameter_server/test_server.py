@@ -178,7 +178,7 @@ def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
     assert server.master.shard.step == 1
 
 
-def test_norms_of_a_step_that_is_not_complete_are_refused() -> None:
+def test_a_step_that_is_not_complete_is_neither_weighed_nor_does_it_have_a_norm() -> None:
     learned = learning()
     (owned,) = plan_shards(dict(learned.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     shard = Shard(ShardParameters(learned, owned), Rule(1, requires_commit=True))
@@ -186,6 +186,8 @@ def test_norms_of_a_step_that_is_not_complete_are_refused() -> None:
     master = ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=0.01)
     with pytest.raises(RefusedError, match="the gradients of step 1 did not all come"):
         master.norms()
+    with pytest.raises(RefusedError, match="the gradients of step 1 did not all come"):
+        master.weigh(1, 0.5)
 
 
 @pytest.mark.heavy

@@ -14,6 +14,7 @@ from worldsize.strategies.parameter_server.replication import ReplicationLog
 from worldsize.strategies.parameter_server.row_tables import Rows
 from worldsize.strategies.parameter_server.server_load import ServerLoad
 from worldsize.strategies.parameter_server.sessions import Session, Sessions
+from worldsize.strategies.parameter_server.shard import Shard
 from worldsize.strategies.parameter_server.step_gradients import Gradient
 from worldsize.transport.frames import Header, RefusedError, message
 
@@ -115,8 +116,7 @@ class ShardMaster:
             RefusedError: They did not come in time.
         """
         with self.log.changed:
-            if not self.log.changed.wait_for(lambda: self.shard.waits_for_commit, self.timeout):
-                raise RefusedError(f"the gradients of step {self.shard.step + 1} did not all come")
+            _await_gradients(self.log, self.shard, seconds=self.timeout)
             return self.shard.norms()
 
     def apply(self, step: int, factor: float | None) -> None:
@@ -128,9 +128,13 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def weigh(self, step: int, factor: float) -> None:
-        """Multiply the mean gradient of ``step`` by ``factor``, once all of it has come; see :meth:`Shard.weigh`."""
+        """Multiply the mean gradient of ``step`` by ``factor``, once all of it has come; see :meth:`Shard.weigh`.
+
+        Raises:
+            RefusedError: It did not come in time.
+        """
         with self.log.changed:
-            self.log.changed.wait_for(lambda: self.shard.waits_for_commit, self.timeout)
+            _await_gradients(self.log, self.shard, seconds=self.timeout)
             ticket = self.log.forward(*message(Operation.WEIGH, {"step": step, "factor": factor}))
             self.shard.weigh(step, factor)
         self.log.settle(ticket)
@@ -159,3 +163,9 @@ class ShardMaster:
             tables = {rows.table.name: rows.facts(hottest=_HOTTEST) for rows in self.shard.parameters.tables}
         state = {"step": self.shard.step, "lost_updates": self._lost, "refused": refused}
         return {**state, **load.facts(), **({"tables": tables} if tables else {})}
+
+
+def _await_gradients(log: ReplicationLog, shard: Shard, *, seconds: float) -> None:
+    """Wait until all gradients of the step that is to be committed have come. The caller holds the lock."""
+    if not log.changed.wait_for(lambda: shard.waits_for_commit, seconds):
+        raise RefusedError(f"the gradients of step {shard.step + 1} did not all come")
