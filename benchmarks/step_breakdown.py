@@ -101,7 +101,7 @@ class Texts:
     def __getitem__(self, index: int) -> Tensor:
         return torch.ones(int(self.lengths[index]), WIDTH)
 
-    def batch(self, indices: Tensor) -> Tensor:
+    def load_batch(self, indices: Tensor) -> Tensor:
         return pad_sequence([self[int(index)] for index in indices], batch_first=True)
 
 

@@ -77,10 +77,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs_bt, targets_bt = self.batch(torch.tensor([index]))
+        inputs_bt, targets_bt = self.load_batch(torch.tensor([index]))
         return inputs_bt[0], targets_bt[0]
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def load_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return windows ``indices``, int64 [batch], as inputs and targets int64 [batch, context]."""
         places_bt = indices[:, None] * self.context + torch.arange(self.context + 1)
         tokens_bt = self.text[places_bt].long()

@@ -61,10 +61,10 @@ class Pairs(Dataset[Triple]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Triple:
-        center, context, negatives = self.batch(torch.tensor([index]))
+        center, context, negatives = self.load_batch(torch.tensor([index]))
         return center[0], context[0], negatives[0]
 
-    def batch(self, indices: Tensor) -> Triple:
+    def load_batch(self, indices: Tensor) -> Triple:
         """Return centers [b], contexts [b] and negatives [b, negatives], int64."""
         center_b, context_b = self.pairs[indices].long().unbind(1)
         drawn_bk = torch.rand(len(indices), self.negatives, dtype=torch.float64) * self.weights[-1]

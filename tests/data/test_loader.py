@@ -10,11 +10,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from worldsize.core import World
-from worldsize.data.loader import Order, evaluation_batches, logical_ranks_of, micro_batches
+from worldsize.data.loader import Order, collate_of, evaluation_batches, logical_ranks_of, micro_batches
 from worldsize.errors import ConfigError
+from worldsize.testing.recipes import Chain
 
 CPU = torch.device("cpu")
 
@@ -126,3 +128,48 @@ def test_evaluation_counts_every_sample_once_and_ranks_take_equally_many_batches
     rows = [batch.data[0] if isinstance(batch.data, list | tuple) else batch.data for batch in counted]
     assert sorted(torch.cat(rows).tolist()) == list(range(10))
     assert sorted(batch.index for batch in counted) == [0, 1, 2]
+
+
+class Table(Dataset[dict[str, list[int]]]):
+    """A data set as Hugging Face's: rows of unequal length, and a method ``batch`` that makes a table of batches."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"tokens": list(range(index + 1))}
+
+    def batch(self, batch_size: int, drop_last_batch: bool = False) -> Table:
+        raise AssertionError("this is no access to a batch")
+
+
+class Padding(Chain):
+    """Pads what it is given with -1."""
+
+    def collate(self, samples: list[Any]) -> torch.Tensor:
+        return pad_sequence([torch.tensor(each["tokens"]) for each in samples], batch_first=True, padding_value=-1)
+
+
+class PaddingStream(IterableDataset[dict[str, list[int]]]):
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return (Table()[index] for index in range(5))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_recipe_pads_the_samples_of_a_data_set_whose_batch_means_something_else(workers: int) -> None:
+    ((batch,),) = islice(micro_batches(Table(), order(5, 1), CPU, workers=workers, collate=collate_of(Padding())), 1)
+    assert sorted((row != -1).sum() for row in batch.data) == [1, 2, 3, 4, 5]
+    assert batch.data.shape == (5, 5)
+
+
+@pytest.mark.parametrize("dataset", [Table(), PaddingStream()], ids=["table", "stream"])
+def test_evaluation_and_streams_are_padded_too(dataset: Any) -> None:
+    first, last = evaluation_batches(dataset, world(0, 1), batch_size=4, collate=collate_of(Padding()))
+    assert (first.data.shape, last.data.shape) == ((4, 4), (1, 5))
+    ((batch,),) = islice(micro_batches(PaddingStream(), order(2, 1), CPU, collate=collate_of(Padding())), 1)
+    assert batch.data.tolist() == [[0, -1], [0, 1]]
+
+
+def test_a_recipe_that_says_nothing_leaves_the_shortest_way_to_a_batch() -> None:
+    assert collate_of(Chain()) is default_collate
+    assert Chain().collate([torch.ones(2), torch.zeros(2)]).shape == (2, 2)

@@ -37,7 +37,7 @@ def by_hand(own: HFCausalLM) -> list[float]:
     model, data, losses = own.model(), own.data("train"), []
     optimizer = own.optimizer(model)
     for step in range(STEPS):
-        inputs_bt, targets_bt = data.batch(torch.arange(4) + 4 * step)
+        inputs_bt, targets_bt = data.load_batch(torch.arange(4) + 4 * step)
         whole = torch.cat([inputs_bt, targets_bt[:, -1:]], dim=1)
         loss = model(input_ids=whole, labels=whole).loss
         optimizer.zero_grad()
@@ -53,7 +53,7 @@ def losses_of(strategy: Strategy, own: HFCausalLM, world: World) -> list[float]:
     losses = []
     for step in range(STEPS):
         rows = torch.arange(share) + 4 * step + share * world.rank
-        (loss,) = replica.step([MicroBatch(data.batch(rows), seed=1)]).losses
+        (loss,) = replica.step([MicroBatch(data.load_batch(rows), seed=1)]).losses
         losses.append(float(loss))
     return losses
 

@@ -52,7 +52,7 @@ def test_heads_that_do_not_divide_the_width_are_refused_before_a_model_is_built(
 def test_every_byte_is_predicted_exactly_once(length: int) -> None:
     text = torch.arange(1, length + 1, dtype=torch.uint8)
     windows = Windows(text, context=12)
-    inputs, targets = windows.batch(torch.arange(len(windows)))
+    inputs, targets = windows.load_batch(torch.arange(len(windows)))
     counted = targets != IGNORED
     assert targets[counted].tolist() == list(range(1, length + 1))
     assert inputs[counted].tolist() == list(range(length))
@@ -73,7 +73,7 @@ def test_a_batch_is_the_stack_of_its_items() -> None:
     windows = Windows(read("test", 1000), context=16)
     indices = torch.tensor([3, 0, len(windows) - 1])
     stacked = [torch.stack(part) for part in zip(*(windows[int(index)] for index in indices), strict=True)]
-    assert all(torch.equal(a, b) for a, b in zip(windows.batch(indices), stacked, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(windows.load_batch(indices), stacked, strict=True))
 
 
 def test_a_later_byte_does_not_change_earlier_predictions() -> None:
@@ -116,7 +116,7 @@ class Uniform(nn.Module):
 def test_bits_per_byte_is_exact() -> None:
     recipe = StdlibLM(16, 1, 2, 10, 0.0, test_bytes=995, make_optimizer=torch.optim.AdamW)
     dataset = recipe.data("test")
-    sums, count = recipe.evaluate(Uniform(), dataset.batch(torch.arange(len(dataset))))["bits_per_byte"]
+    sums, count = recipe.evaluate(Uniform(), dataset.load_batch(torch.arange(len(dataset))))["bits_per_byte"]
     predicted = read("test", 995).tolist()
     newlines = predicted.count(10)
     expected = newlines * -math.log2(2 / 257) + (len(predicted) - newlines) * -math.log2(1 / 257)

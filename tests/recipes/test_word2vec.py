@@ -42,7 +42,7 @@ def test_negatives_are_drawn_by_frequency_to_the_power_of_three_quarters() -> No
     counts = torch.tensor([1000, 100, 10])
     dataset = Pairs(torch.zeros(1000, 2, dtype=torch.int32), counts, negatives=50)
     torch.manual_seed(0)
-    drawn = dataset.batch(torch.arange(1000))[2]
+    drawn = dataset.load_batch(torch.arange(1000))[2]
     expected = counts.double().pow(0.75)
     shares = torch.bincount(drawn.flatten(), minlength=3).double() / drawn.numel()
     torch.testing.assert_close(shares, expected / expected.sum(), rtol=0.05, atol=0.0)
@@ -54,7 +54,7 @@ def test_the_loss_agrees_with_the_formula() -> None:
     torch.manual_seed(0)
     for table in (model.get_submodule("inner"), model.get_submodule("outer")):
         torch.nn.init.normal_(table.weight)  # type: ignore[arg-type]
-    center, context, negatives = word2vec.data("test").batch(torch.arange(7))
+    center, context, negatives = word2vec.data("test").load_batch(torch.arange(7))
     inner, outer = (model.get_parameter(name).detach() for name in ("inner.weight", "outer.weight"))
     total = 0.0
     for c, o, ns in zip(center, context, negatives, strict=True):

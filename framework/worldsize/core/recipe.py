@@ -38,10 +38,16 @@ class Recipe(ABC):
     def data(self, split: str) -> Any:
         """Return the dataset of ``split`` ("train" or "test"): map-style or iterable.
 
-        A map-style dataset with a method ``batch(indices: Tensor)`` is asked for a whole batch at
+        A map-style dataset with a method ``load_batch(indices: Tensor)`` is asked for a whole batch at
         once; one with ``__getitems__`` for a list of samples; any other sample by sample. Its attribute ``lengths``,
         a tensor [samples], says how long each is, for ``length_balanced``.
         """
+
+    def collate(self, samples: list[Any]) -> Batch:
+        """Make a batch of samples; torch's way unless overridden, for example to pad them to one length."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss:

@@ -19,7 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, World
+from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, Recipe, World
 from worldsize.data.balanced import Balanced
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.world.parent import die_with_parent
@@ -78,15 +78,27 @@ def _permutation(seed: int, length: int) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
-def fetch(dataset: Any, indices: Tensor) -> Batch:
-    """Load one batch by the widest access that the data set offers: ``batch``, ``__getitems__`` or ``__getitem__``."""
-    if hasattr(dataset, "batch"):
-        return dataset.batch(indices)
-    if isinstance(dataset, torch.utils.data.TensorDataset):
+Collate = Callable[[list[Any]], Batch]
+
+
+def collate_of(recipe: Recipe) -> Collate:
+    """Return how ``recipe`` makes batches of samples: torch's own way, which data sets may shorten, unless it says."""
+    return default_collate if type(recipe).collate is Recipe.collate else recipe.collate
+
+
+def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> Batch:
+    """Load one batch by the widest access that the data set offers.
+
+    It may load whole batches (``load_batch``), lists of samples (``__getitems__``) or single ones (``__getitem__``);
+    ``collate`` makes a batch of samples.
+    """
+    if hasattr(dataset, "load_batch"):
+        return dataset.load_batch(indices)
+    if isinstance(dataset, torch.utils.data.TensorDataset) and collate is default_collate:
         return tuple(tensor[indices] for tensor in dataset.tensors)
     if hasattr(dataset, "__getitems__"):
-        return default_collate(dataset.__getitems__(indices.tolist()))
-    return default_collate([dataset[index] for index in indices.tolist()])
+        return collate(dataset.__getitems__(indices.tolist()))
+    return collate([dataset[index] for index in indices.tolist()])
 
 
 class _Request(NamedTuple):
@@ -102,16 +114,17 @@ def _requests(order: Order, first: int) -> Iterator[_Request]:
 class _Fetcher(Dataset[Batch]):
     """Loads the batch of a request, in this process or in a data worker."""
 
-    def __init__(self, dataset: Any, order: Order) -> None:
+    def __init__(self, dataset: Any, order: Order, collate: Collate) -> None:
         self.dataset = dataset
         self.order = order
+        self._collate = collate
         self._balanced = _balanced(dataset, order) if order.balanced else None
 
     def __getitems__(self, request: _Request) -> Batch:
         seed_generators(stream(self.order.seed, "data", *request), _CPU)
         if self._balanced:
-            return fetch(self.dataset, self._balanced.indices(*request))
-        return fetch(self.dataset, self.order.indices(*request, len(self.dataset)))
+            return fetch(self.dataset, self._balanced.indices(*request), self._collate)
+        return fetch(self.dataset, self.order.indices(*request, len(self.dataset)), self._collate)
 
 
 def _balanced(dataset: Any, order: Order) -> Balanced:
@@ -130,18 +143,26 @@ def _balanced(dataset: Any, order: Order) -> Balanced:
 
 
 def micro_batches(
-    dataset: Any, order: Order, device: torch.device, *, first: int = 0, workers: int = 0
+    dataset: Any,
+    order: Order,
+    device: torch.device,
+    *,
+    first: int = 0,
+    workers: int = 0,
+    collate: Collate = default_collate,
 ) -> Iterator[list[MicroBatch]]:
     """Yield this process's micro-batches of step ``first + 1`` and of every later one, without end.
 
     Args:
         workers: processes that load map-style data ahead; 0 loads in this process.
+        collate: makes a batch of a list of samples.
     """
     if order.balanced and is_iterable(dataset):
         raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
-    batches = (
-        _streamed(dataset, order, first) if is_iterable(dataset) else _drawn(dataset, order, first, device, workers)
-    )
+    if is_iterable(dataset):
+        batches: Iterable[Batch] = _streamed(dataset, order, first, collate)
+    else:
+        batches = _drawn(_Fetcher(dataset, order, collate), first, device, workers)
     tagged = (
         MicroBatch(to_device(batch, device), order.step_seed(*request))
         for batch, request in zip(batches, _requests(order, first), strict=False)
@@ -150,14 +171,16 @@ def micro_batches(
         yield step
 
 
-def drawn(dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int) -> MicroBatch:
+def drawn(
+    dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int, collate: Collate = default_collate
+) -> MicroBatch:
     """Load one micro-batch of any step, from a data set with an index."""
-    batch = _Fetcher(dataset, order).__getitems__(_Request(step, logical_rank))
+    batch = _Fetcher(dataset, order, collate).__getitems__(_Request(step, logical_rank))
     return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank))
 
 
-def _drawn(dataset: Any, order: Order, first: int, device: torch.device, workers: int) -> Iterable[Batch]:
-    fetcher, requests = _Fetcher(dataset, order), _requests(order, first)
+def _drawn(fetcher: _Fetcher, first: int, device: torch.device, workers: int) -> Iterable[Batch]:
+    requests = _requests(fetcher.order, first)
     if workers == 0:
         return map(fetcher.__getitems__, requests)
     loader: DataLoader[Batch] = DataLoader(
@@ -181,7 +204,7 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-def _streamed(dataset: Iterable[Any], order: Order, first: int) -> Iterator[Batch]:
+def _streamed(dataset: Iterable[Any], order: Order, first: int, collate: Collate) -> Iterator[Batch]:
     """Read the whole stream in every process, again and again, and yield what is of its logical ranks."""
     endless = chain.from_iterable(map(_nonempty, repeat(dataset)))
     samples = islice(endless, first * order.batch_size, None)
@@ -189,7 +212,7 @@ def _streamed(dataset: Iterable[Any], order: Order, first: int) -> Iterator[Batc
         whole = list(islice(samples, order.batch_size))
         for rank in order.mine:
             begin = rank * order.micro_batch_size
-            yield default_collate(whole[begin : begin + order.micro_batch_size])
+            yield collate(whole[begin : begin + order.micro_batch_size])
 
 
 def _nonempty(dataset: Iterable[Any]) -> Iterator[Any]:
@@ -213,13 +236,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def evaluation_batches(dataset: Any, world: World, *, batch_size: int) -> Iterator[EvaluationBatch]:
+def evaluation_batches(
+    dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
+) -> Iterator[EvaluationBatch]:
     """Yield this rank's share of the evaluation set, which is cut into the same batches at every world size.
 
     Batch b goes to rank b mod size. All ranks yield equally many: one that is short repeats its last batch, or takes
     the set's first, with ``counted=False``.
     """
-    numbered = _cut_stream(dataset, batch_size) if is_iterable(dataset) else _cut(dataset, batch_size)
+    cut = _cut_stream if is_iterable(dataset) else _cut
+    numbered = cut(dataset, batch_size, collate)
     spare, index = None, -1
     for index, load in numbered:
         if index % world.size == world.rank:
@@ -232,16 +258,16 @@ def evaluation_batches(dataset: Any, world: World, *, batch_size: int) -> Iterat
         yield EvaluationBatch(index, to_device(spare(), world.device), counted=False)
 
 
-def _cut(dataset: Any, batch_size: int) -> Iterator[tuple[int, Callable[[], Batch]]]:
+def _cut(dataset: Any, batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], Batch]]]:
     for index, indices in enumerate(torch.split(torch.arange(len(dataset)), batch_size)):
-        yield index, partial(fetch, dataset, indices)
+        yield index, partial(fetch, dataset, indices, collate)
 
 
-def _cut_stream(dataset: Iterable[Any], batch_size: int) -> Iterator[tuple[int, Callable[[], Batch]]]:
+def _cut_stream(dataset: Iterable[Any], batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], Batch]]]:
     samples = iter(dataset)
     parts = iter(lambda: list(islice(samples, batch_size)), [])
     for index, part in enumerate(parts):
-        yield index, partial(default_collate, part)
+        yield index, partial(collate, part)
 
 
 def steps_of(epochs: float, length: int, batch_size: int) -> int:

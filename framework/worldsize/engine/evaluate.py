@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils.data import default_collate
+
 from worldsize.core import Replica, World
-from worldsize.data.loader import evaluation_batches
+from worldsize.data.loader import Collate, evaluation_batches
 
 
-def evaluate(replica: Replica, dataset: Any, world: World, *, batch_size: int) -> Mapping[str, float]:
+def evaluate(
+    replica: Replica, dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
+) -> Mapping[str, float]:
     """Return the metrics of the whole ``dataset``; no sample counts twice, however it divides over ranks."""
-    return replica.evaluate(evaluation_batches(dataset, world, batch_size=batch_size))
+    return replica.evaluate(evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Workload, World
-from worldsize.data.loader import Order, micro_batches
+from worldsize.data.loader import Order, collate_of, micro_batches
 from worldsize.planning.concurrency import first_device, medians, run_concurrently
 from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
 
@@ -67,7 +67,8 @@ class _Calibration:
     def workload(self) -> Workload:
         model = self.recipe.model().to(self.device)
         replica = alone(self.recipe, model, RunContext(World.alone(self.device), self.numerics))
-        batches = micro_batches(self.recipe.data("train"), self.order, self.device)
+        collate = collate_of(self.recipe)
+        batches = micro_batches(self.recipe.data("train"), self.order, self.device, collate=collate)
         seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
         parameters, optimizer = list(model.parameters()), replica.optimizer
         blocks = list(self.recipe.blocks(model))

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, RunContext, World
-from worldsize.data.loader import micro_batches
+from worldsize.data.loader import collate_of, micro_batches
 from worldsize.planning.concurrency import first_device, medians, run_concurrently
 from worldsize.strategies.synchronous import alone
 
@@ -44,7 +44,8 @@ def _slowdown(settings: Settings, device: torch.device) -> float:
         single = alone(recipe, recipe.model().to(device), RunContext(World.alone(device), settings.numerics))
         replica = strategy.replica(recipe, RunContext(world, settings.numerics))
         replicas, part = (single, replica), settings.data_part(world)
-        batches = micro_batches(recipe.data("train"), settings.order(part.rank, part.size), device)
+        order, collate = settings.order(part.rank, part.size), collate_of(recipe)
+        batches = micro_batches(recipe.data("train"), order, device, collate=collate)
         turns = ([partial(replica.step, each) for replica in replicas] for each in batches)
         by_itself, under_it = medians(turns, device, _SECONDS)
     return under_it / by_itself

@@ -29,7 +29,7 @@ from worldsize.checkpoints.save import Saver
 from worldsize.collectives.gather_full import gather_full
 from worldsize.collectives.per_rank import local
 from worldsize.core import Cluster, ConfigError, Recipe, Replica, RunContext, Strategy, World
-from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
+from worldsize.data.loader import Order, collate_of, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.heap import Heap
 from worldsize.strategies.loss_weights import mean_loss
@@ -90,7 +90,7 @@ def train(
     part = strategy.data_rank(world), strategy.data_parallel(_beside(strategy, world.size))
     total = part[1] * strategy.default_micro_batches
     order = Order(SEED, BATCH, total, logical_ranks_of(*part, total))
-    batches = micro_batches(recipe.data("train"), order, world.device, first=first)
+    batches = micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
     losses = []
     for _ in range(first, steps):
         disturb()
@@ -98,7 +98,7 @@ def train(
     if save and folder is not None:
         _save(replica, world, folder, steps)
     found = World(**{**vars(world), "rank": part[0], "size": part[1]})
-    (error,) = evaluate(replica, recipe.data("test"), found, batch_size=5).values()
+    (error,) = evaluate(replica, recipe.data("test"), found, batch_size=5, collate=collate_of(recipe)).values()
     moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
     model = gather_full(replica.state()["model"], world)
     replica.close(complete=True)
@@ -153,14 +153,16 @@ def reference(recipe: Recipe = CHAIN) -> Trained:
     optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
     losses = []
     for step in range(1, STEPS + 1):
-        loss = mean_loss(recipe.loss(model, fetch(data, order.indices(step, 0, len(data)))))
+        loss = mean_loss(recipe.loss(model, fetch(data, order.indices(step, 0, len(data)), collate_of(recipe))))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(loss.detach()))
     with torch.no_grad():
         test = recipe.data("test")
-        ((total, count),) = recipe.evaluate(model.eval(), fetch(test, torch.arange(len(test)))).values()
+        ((total, count),) = recipe.evaluate(
+            model.eval(), fetch(test, torch.arange(len(test)), collate_of(recipe))
+        ).values()
     error = float(total / count)
     return Trained(losses, error, model.state_dict(), moved=True)
 

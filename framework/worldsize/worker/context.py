@@ -24,7 +24,7 @@ from worldsize.core import (
     StopFlag,
     World,
 )
-from worldsize.data.loader import drawn, evaluation_batches, is_iterable
+from worldsize.data.loader import collate_of, drawn, evaluation_batches, is_iterable
 from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.records.run_directory import RunDirectory, private
 from worldsize.world.environments import Placement
@@ -103,7 +103,7 @@ class _RunData(DataSource):
 
     def __init__(self, settings: Settings, world: World, heartbeat: Path | None, times: _UnitTiming) -> None:
         self._settings, self._world, self._heartbeat, self._times = settings, world, heartbeat, times
-        self._order = settings.order(0, 1)
+        self._order, self._collate = settings.order(0, 1), collate_of(settings.recipe)
 
     @cached_property
     def _train(self) -> Any:
@@ -124,9 +124,10 @@ class _RunData(DataSource):
         if is_iterable(self._train):
             raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
         with self._times.drawing():
-            return drawn(self._train, self._order, self._world.device, step, logical_rank)
+            return drawn(self._train, self._order, self._world.device, step, logical_rank, self._collate)
 
     def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
         self._settings.faults.at("evaluate:begin")
         share = replace(self._world, rank=part, size=parts, groups={})
-        return evaluation_batches(self._test, share, batch_size=self._settings.training.evaluate_batch_size)
+        batch_size = self._settings.training.evaluate_batch_size
+        return evaluation_batches(self._test, share, batch_size=batch_size, collate=self._collate)

@@ -29,7 +29,7 @@ from worldsize.core import (
     StepDone,
     World,
 )
-from worldsize.data.loader import micro_batches
+from worldsize.data.loader import collate_of, micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.observe.events import EventLog
@@ -155,7 +155,13 @@ class Training:
 
         def evaluation() -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")
-            return evaluate(self._replica, test, part, batch_size=settings.training.evaluate_batch_size)
+            return evaluate(
+                self._replica,
+                test,
+                part,
+                batch_size=settings.training.evaluate_batch_size,
+                collate=collate_of(settings.recipe),
+            )
 
         callbacks = LoopCallbacks(
             evaluate=evaluation,
@@ -188,7 +194,9 @@ class Training:
         settings, recipe = self._settings, self._settings.recipe
         train, test = recipe.data("train"), recipe.data("test")
         order, workers = settings.order(part.rank, part.size), settings.training.data_workers
-        return micro_batches(train, order, self._world.device, first=first, workers=workers), test
+        collate = collate_of(recipe)
+        batches = micro_batches(train, order, self._world.device, first=first, workers=workers, collate=collate)
+        return batches, test
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, beat, and see whether a save has ended."""
