@@ -165,6 +165,23 @@ def test_uncommitted_changes_and_an_untracked_recipe_are_part_of_the_record(proj
     assert project.git("status", "--porcelain") == ""
 
 
+def test_data_that_git_ignores_are_found_where_they_lay_when_the_run_was_launched(project: Project) -> None:
+    project.add_recipe()
+    source = project.folder / "recipes" / "mine" / "recipe.py"
+    source.write_text(f"{source.read_text()}\n    def files(self):\n        return {{'text': Path('data/text.bin')}}\n")
+    project.commit()
+    (project.folder / ".git" / "info" / "exclude").write_text("data\n")
+    (project.folder / "data").mkdir()
+    (project.folder / "data" / "text.bin").write_bytes(b"learned from")
+    manifest = project.train("recipe=mine")
+    done = project.reproduce(manifest)
+    assert done.returncode == 0, done.stderr
+    (project.folder / "data" / "text.bin").write_bytes(b"another text")
+    refused = project.reproduce(manifest)
+    assert refused.returncode == 2
+    assert "the data file 'text' cannot be read from data/text.bin" in refused.stderr
+
+
 def test_a_run_outside_of_any_repository_is_reproduced_with_its_own_recipe(project: Project) -> None:
     project.add_recipe()
     manifest = project.train("recipe=mine")

@@ -21,7 +21,7 @@ from worldsize.records.manifest import read_manifest, write_manifest
 from worldsize.records.redaction import is_secret, redacted, redacted_arguments, without_credentials
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look, opened, write_result
-from worldsize.reproducibility.data import fingerprint
+from worldsize.reproducibility.data import check_data, fingerprint, link_data
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.environment import capture_environment, relevant_variables, write_environment
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -86,6 +86,33 @@ def test_a_fingerprint_is_the_files_own_sha256(tmp_path: Path) -> None:
     assert recorded["files"] == {"x/a": {"size": 3, "sha256": sha256}}
     (tmp_path / "a").write_bytes(b"abd")
     assert fingerprint({"x/a": tmp_path / "a"})["sha256"] != recorded["sha256"]
+
+
+def test_a_path_is_recorded_where_it_was_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    monkeypatch.chdir(tmp_path)
+    relative, absolute = (fingerprint({"a": path}) for path in (Path("a"), tmp_path / "a"))
+    assert relative["files"]["a"]["path"] == "a"
+    check_data(relative, absolute)
+
+
+def test_data_that_git_does_not_know_are_linked_into_a_checkout_if_they_are_the_same(tmp_path: Path) -> None:
+    then, now, root = tmp_path / "then", tmp_path / "now", tmp_path / "checkout"
+    for folder in (then / "data", now / "data", root / "sub"):
+        folder.mkdir(parents=True)
+    (then / "data" / "a").write_bytes(b"other")
+    (now / "data" / "a").write_bytes(b"abc")
+    (now / "outside").write_bytes(b"abc")
+    sha256 = hashlib.sha256(b"abc").hexdigest()
+    files: dict[str, dict[str, object]] = {
+        name: {"size": 3, "sha256": sha256, "path": path}
+        for name, path in (("a", "data/a"), ("outside", "../../outside"), ("lost", "lost"))
+    }
+    link_data(
+        {"files": {**files, "absolute": {"size": 3, "sha256": sha256}}}, root / "sub", root, [then, now, now / "x"]
+    )
+    assert (root / "sub" / "data" / "a").resolve() == now / "data" / "a"
+    assert sorted(path.name for path in root.rglob("*")) == ["a", "data", "sub"]
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:

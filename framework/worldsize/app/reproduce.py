@@ -30,6 +30,7 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, view
 from worldsize.reproducibility.checkout import checked_out, patched_files, read_patch
 from worldsize.reproducibility.compare import compare_runs
+from worldsize.reproducibility.data import link_data
 from worldsize.reproducibility.level import recorded_level
 from worldsize.reproducibility.plugins import check_kept, remove_compiled
 from worldsize.reproducibility.rebuild import (
@@ -109,6 +110,7 @@ def reproduce(options: Options) -> int:
         with checked_out(code, patch, root, clones) as folder:
             if not own:
                 remove_compiled(root)
+            link_data(manifest["data"], folder, root, _launched_in(recorded))
             python = _python(lock, folder, root=root, clones=clones)
             new, exit_code = _run(options, original, python, folder, overrides, plugins)
     return exit_code or _report(options, original, new)
@@ -125,6 +127,13 @@ def _clones(recorded: RunView) -> list[Path]:
         checkout = recorded.manifest["code"]["checkout"]
         return [*([Path(checkout)] if checkout else []), recorded.directory.path, *here]
     return here
+
+
+def _launched_in(recorded: RunView) -> list[Path]:
+    """List the folders to which the run's relative paths may be relative here: where it was launched, and this one."""
+    code = recorded.manifest["code"]
+    then = [Path(code["checkout"]) / code["folder"]] if recorded.is_own and code["checkout"] else []
+    return [*then, Path.cwd()]
 
 
 def _ask(recorded: RunView, patch: bytes, lock: Lock | None, changed: Sequence[str], options: Options) -> None:

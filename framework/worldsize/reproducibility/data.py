@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from worldsize.errors import WorldsizeError
 
 
 def fingerprint(files: Mapping[str, Path]) -> dict[str, Any]:
-    """Size and SHA-256 of every file by name, and one digest over them all.
+    """Size and SHA-256 of every file by name, and one digest over them all; the path of one that was given relative.
 
     Raises:
         WorldsizeError: a file cannot be read.
@@ -25,11 +25,45 @@ def check_data(original: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raise WorldsizeError, which names the first file that differs, unless two fingerprints are equal."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
-        if then.get(name) != now.get(name):
+        if _content(then.get(name)) != _content(now.get(name)):
             raise WorldsizeError(
                 f"the data file {name!r} is not the one that the run learned from: {_found(then.get(name))} then, "
                 f"{_found(now.get(name))} now. Bring that file back; nothing was started."
             )
+
+
+def _content(file: Mapping[str, Any] | None) -> tuple[int, str] | None:
+    return (file["size"], file["sha256"]) if file else None
+
+
+def link_data(data: Mapping[str, Any], folder: Path, root: Path, sources: Sequence[Path]) -> None:
+    """Link the data files that a checkout lacks, since git does not know them, from where they lie.
+
+    Args:
+        data: A fingerprint. Files whose path was not relative need no link.
+        folder: Folder in the checkout in which the program runs, to which their paths are relative.
+        root: The checkout, outside of which no link is made.
+        sources: Folders to which the paths may be relative here; a file with another digest is left alone.
+    """
+    for file in data["files"].values():
+        if (given := file.get("path")) is None:
+            continue
+        link = folder / given
+        if link.exists() or not link.resolve().is_relative_to(root.resolve()):
+            continue
+        there = next((source / given for source in sources if _is_same(source / given, file)), None)
+        if there is not None:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(there.resolve())
+
+
+def _is_same(path: Path, file: Mapping[str, Any]) -> bool:
+    try:
+        with path.open("rb") as content:
+            same = path.stat().st_size == file["size"]
+            return same and hashlib.file_digest(content, "sha256").hexdigest() == file["sha256"]
+    except OSError:
+        return False
 
 
 def _found(file: Mapping[str, Any] | None) -> str:
@@ -39,7 +73,8 @@ def _found(file: Mapping[str, Any] | None) -> str:
 def _describe(name: str, path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            content = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            return content if path.is_absolute() else {**content, "path": str(path)}
     except OSError as error:
         raise WorldsizeError(
             f"the data file {name!r} cannot be read from {path}: {error.strerror}. Prepare the data first."
