@@ -60,8 +60,8 @@ def link_data(data: Mapping[str, Any], folder: Path, root: Path, sources: Sequen
 def _is_same(path: Path, file: Mapping[str, Any]) -> bool:
     try:
         with path.open("rb") as content:
-            same = path.stat().st_size == file["size"]
-            return same and hashlib.file_digest(content, "sha256").hexdigest() == file["sha256"]
+            size = path.stat().st_size
+            return size == file["size"] and hashlib.file_digest(content, "sha256").hexdigest() == str(file["sha256"])
     except OSError:
         return False
 
