@@ -78,8 +78,15 @@ def test_config_groups_may_be_chosen_with_or_without_a_plus(train: Any) -> None:
 
 
 def test_epochs_decide_the_number_of_steps(train: Any) -> None:
-    run = train(*QUICK, "epochs=2", "batch_size=480", "cluster.processes=1")
+    run = train(*QUICK, "steps=???", "epochs=2", "batch_size=480", "cluster.processes=1")  # as a recipe without steps
     assert run.json("result.json")["steps"] == 6  # 2 × 1,437 images / 480, rounded up
+
+
+@pytest.mark.parametrize("key", ["batch_size", "checkpoint.at_end", "seed"])
+def test_a_value_that_must_not_be_null_is_refused_in_our_words(train: Any, key: str) -> None:
+    run = train(*QUICK, f"{key}=null", "launch=show")
+    assert run.code == 2
+    assert run.error.strip().endswith(f"{key} needs a value; null is none. Set {key}=VALUE, or leave it out.")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -62,4 +62,6 @@ def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:
 
 def _wrong_type(error: ValidationError) -> str:
     message = str(error.msg or error).splitlines()[0]
+    if error.full_key and message.endswith("is not Optional"):
+        return f"{error.full_key} needs a value; null is none. Set {error.full_key}=VALUE, or leave it out."
     return f"{error.full_key}: {message[:1].lower()}{message[1:]}." if error.full_key else message

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from worldsize.checkpoints.format import complete, step_of
@@ -192,6 +192,8 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     make_importable(roots())
     if "hosts" in cfg.cluster:
         cfg.cluster.nodes = len(cfg.cluster.hosts)
+    if cfg.epochs is not None and OmegaConf.is_missing(cfg, "steps"):
+        cfg.steps = 1  # until the length of the data is known
     if samples_per_logical_rank is not None:
         cfg.batch_size = samples_per_logical_rank * logical_ranks_wanted(_completed(resolved(cfg)))
     config = _completed(resolved(cfg))
