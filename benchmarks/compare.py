@@ -2,6 +2,7 @@
 
 uv run --extra benchmarks python benchmarks/compare.py step        # 1 and 2 processes, 6,000 steps each
 uv run --extra benchmarks python benchmarks/compare.py start       # 2, 4 and 8 processes
+uv run python benchmarks/compare.py logger                         # what the default logger costs, 2 processes
 """
 
 from __future__ import annotations
@@ -98,10 +99,12 @@ def _medians(rows: Iterable[Figures]) -> Figures:
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
-def show(title: str, figures: dict[str, Figures], columns: dict[str, str]) -> None:
-    """Print a table of figures, each with its ratio to the hand-written loop."""
+def show(
+    title: str, figures: dict[str, Figures], columns: dict[str, str], *, base_name: str = "hand-written DDP"
+) -> None:
+    """Print a table of figures, each with its ratio to ``base_name``'s."""
     table = Table("", *columns.values(), title=title)
-    base = figures["hand-written DDP"]
+    base = figures[base_name]
     for name, row in figures.items():
         table.add_row(name, *(f"{row[key]:,.1f} ({row[key] / base[key]:.2f} ×)" for key in columns))
     Console(width=110).print(table)
@@ -131,5 +134,15 @@ def start(rounds: int = 3) -> None:
         show(title, alternately(contenders, rounds), {"first_step_seconds": "seconds"})
 
 
+def logger(rounds: int = 5, steps: int = 10_000) -> None:
+    contenders: dict[str, Callable[[], Figures]] = {
+        "worldsize": partial(ours, 2, steps, logger="none"),
+        "worldsize and wandb": partial(ours, 2, steps),
+    }
+    figures = alternately(contenders, rounds)
+    columns = {"microseconds_per_step": "µs a step"}
+    show(f"2 processes, {steps} steps, median of {rounds}", figures, columns, base_name="worldsize")
+
+
 if __name__ == "__main__":
-    {"step": step, "start": start}[sys.argv[1]](*map(int, sys.argv[2:]))
+    {"step": step, "start": start, "logger": logger}[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -135,6 +135,15 @@ def test_a_subprocess_listener_is_told_everything_in_order_by_another_process(tm
     assert str(os.getpid()) not in (tmp_path / "events").read_text()
 
 
+def test_a_subprocess_listener_yields_the_processor_to_those_who_train(tmp_path: Path) -> None:
+    def niceness(event: Event) -> None:
+        (tmp_path / "niceness").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+
+    SubprocessListener(lambda: niceness)(RunEnded(1, "completed"))
+    assert (tmp_path / "niceness").read_text() == "19"
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
 def test_a_subprocess_listener_learns_that_its_run_died(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:

@@ -17,6 +17,7 @@ from worldsize.world.preemption import SIGNALS
 
 _logger = logging.getLogger(__name__)
 
+_NICENESS = 19  # the listener, and what it starts, have the processor when no rank wants it
 _HURRIED = 30.0  # seconds, where others wait for the end: a scheduler that has asked for it, or what failed
 
 
@@ -76,6 +77,7 @@ class SubprocessListener:
 def _serve(make: Callable[[], Listener], receiver: int, sender: int) -> None:
     """Pass events to the listener, in the forked process."""
     os.close(sender)  # or the end of the training process would not be seen
+    os.nice(_NICENESS)  # what it starts inherits that
     for number in SIGNALS:  # what they ask of the run, the training process says
         signal.signal(number, signal.SIG_IGN)
     try:
