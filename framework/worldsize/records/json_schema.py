@@ -36,7 +36,10 @@ def check(value: Any, schema: Mapping[str, Any], name: str = "") -> None:
     if isinstance(value, dict):
         known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, child in value.items():
-            if rule := known.get(key, others):
+            rule = known.get(key, others)
+            if type(child) is str and rule.get("type") == "string" and "enum" not in rule and "const" not in rule:
+                continue  # as most fields are, such as the versions of packages: nothing else is checked of them
+            if rule:
                 check(child, rule, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and (rule := schema.get("items")):
         for number, child in enumerate(value):
