@@ -62,6 +62,7 @@ def _figures(event: StepDone) -> dict[str, float]:
         "samples_per_second": event.samples_per_second,
         "data_seconds": event.data_seconds,
         "step_seconds": max(event.step_seconds),
+        **event.metrics,
     }
     return figures if event.grad_norm is None else {**figures, "grad_norm": event.grad_norm}
 

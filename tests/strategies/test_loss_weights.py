@@ -17,7 +17,8 @@ from worldsize.core import Cluster, MicroBatch, Numerics, Recipe, RunContext, St
 from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.loss_weights import fp16_share, mean_loss, weight_factor
+from worldsize.strategies.loss_record import mean_loss
+from worldsize.strategies.loss_weights import fp16_share, weight_factor
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds
@@ -66,9 +67,11 @@ def plain(recipe: Recipe, clip: float | None) -> tuple[list[float], Mapping[str,
     model, data, losses = recipe.model(), recipe.data("train"), []
     optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
     for step in range(1, STEPS + 1):
-        total, count = recipe.loss(model, fetch(data, order.indices(step, 0, len(data))))
+        loss = recipe.loss(model, fetch(data, order.indices(step, 0, len(data))))
+        assert isinstance(loss, tuple)
+        total, count = loss
         optimizer.zero_grad()
-        (total / count).backward()
+        (total / count).backward()  # type: ignore[no-untyped-call]
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

@@ -39,7 +39,7 @@ from worldsize.core import (
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.loss_weights import mean_loss
+from worldsize.strategies.loss_record import mean_loss
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.partition import balanced
 from worldsize.strategies.mesh.stage import KnownOutput

@@ -8,7 +8,7 @@ is the correctly rounded sum in any order (Shewchuk 1997, doi:10.1007/PL00009321
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,17 @@ def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
     return whole
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the correctly rounded sum, the same in any order; of what is not all finite, what floats add up to."""
+    numbers = list(values)
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+
+
+def quotient(total: float, count: float) -> float:
+    """Return the mean that a sum and its count make; NaN if nothing counts."""
+    return total / count if count else math.nan
+
+
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
     """Return the metrics over all ranks' batches, equal on every rank; NaN if nothing counts.
 
@@ -67,8 +78,8 @@ def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: Worl
     for index, batch in sums.items():
         for column, name in enumerate(names):
             table_bmp[index, column] = torch.stack([value.double().cpu() for value in batch[name]])
-    totals_mp = [[math.fsum(pair) for pair in metric] for metric in share(table_bmp, world)().permute(1, 2, 0).tolist()]
-    return {name: total / count if count else math.nan for name, (total, count) in zip(names, totals_mp, strict=True)}
+    totals_mp = [[exact_sum(pair) for pair in metric] for metric in share(table_bmp, world)().permute(1, 2, 0).tolist()]
+    return {name: quotient(total, count) for name, (total, count) in zip(names, totals_mp, strict=True)}
 
 
 def _agreed_maximum(value: int, world: World) -> int:

@@ -46,6 +46,8 @@ class StepDone:
         communication_seconds: Communication that nothing hides, on this rank.
         update_seconds: Update on this rank.
         exposed_seconds: Time for which every rank waits for communication: that of the rank that waits least.
+        metrics: Metrics of training by name: sums over all logical ranks and all steps since the last logged one, over
+            their counts.
         splits: For each rank and each step that was measured, the seconds of data, compute, communication and update;
             on rank 0 alone.
     """
@@ -64,6 +66,7 @@ class StepDone:
     communication_seconds: float | None = None
     update_seconds: float | None = None
     exposed_seconds: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     splits: Sequence[Sequence[Sequence[float]]] = ()
 
 

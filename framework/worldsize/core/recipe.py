@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -14,9 +14,31 @@ if TYPE_CHECKING:  # torch takes seconds
     from torch.optim.lr_scheduler import LRScheduler
 
 Batch = Any
-Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor]"  # a mean over the micro-batch, or a sum over it and its weight
+Metrics: TypeAlias = "Mapping[str, tuple[Tensor, Tensor]]"  # each as (sum, count), two scalars
 StateDict = dict[str, Any]
 TensorStyle = Literal["column", "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A loss with what else the same forward pass tells, to be logged beside it.
+
+    Attributes:
+        loss: The mean over the micro-batch, a scalar; or two scalars, the sum over it and its weight.
+        metrics: Each metric as (sum, count) over the micro-batch, two scalars; the same names in every step. A logged
+            step shows it as ``train/<name>``: the sum over all ranks and all steps since the last logged one, divided.
+    """
+
+    loss: Tensor | tuple[Tensor, Tensor]
+    metrics: Metrics = field(default_factory=dict)
+
+    @staticmethod
+    def of(loss: Loss) -> LossOutput:
+        """Return ``loss`` in this form; one that has none has no metrics."""
+        return loss if isinstance(loss, LossOutput) else LossOutput(loss)
+
+
+Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor] | LossOutput"  # a mean, or a sum and its weight; or with metrics
 
 
 class Recipe(ABC):
@@ -54,11 +76,12 @@ class Recipe(ABC):
         """Return the loss, a scalar: the mean over the micro-batch; or two scalars, the sum over it and its weight.
 
         A step's gradient is that of the mean of means; with weights, such as the number of tokens that count, it is
-        that of the sum over all micro-batches over the weight of all, however samples are dealt.
+        that of the sum over all micro-batches over the weight of all, however samples are dealt. A
+        :class:`LossOutput` carries metrics of training along with either.
         """
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
         """Return each metric as (sum, count) over the batch, two scalars.
 
         Any grouping of batches then adds up exactly.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -87,12 +87,14 @@ class StepResult:
         lr: Learning rate of the update.
         grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
         skipped: Whether the update was left out, since the gradient was not finite.
+        metrics: What else is logged of the step, by name: float64 [local micro-batches, 2], a sum and its count each.
     """
 
     losses: Sequence[Tensor]
     lr: float
     grad_norm: Tensor | None = None
     skipped: bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Replica(ABC):

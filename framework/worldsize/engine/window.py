@@ -15,6 +15,7 @@ from torch import Tensor
 from worldsize.collectives.exact import gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
+from worldsize.engine.training_metrics import TrainingMetrics, means
 
 _SPLITS = 1 + len(PHASES)  # figures of a measured step: its wait for data, then its phases
 _COMMUNICATION = 1 + PHASES.index("communication")
@@ -30,6 +31,7 @@ class Window:
     timer: StepTimer | None
     skipped: int  # steps whose update was left out, since the run began
     _results: list[StepResult] = field(default_factory=list)
+    _metrics: TrainingMetrics = field(default_factory=TrainingMetrics)
     _waited: float = 0.0  # seconds, for data
     _mark: float = 0.0  # when the step began to wait for its data
     _opened: float = field(default_factory=time.perf_counter)
@@ -48,6 +50,7 @@ class Window:
     def add(self, result: StepResult) -> None:
         """Take what the step did."""
         self._results.append(result)
+        self._metrics.add(result.metrics)
         self.skipped += result.skipped
 
     def stepped(self) -> None:
@@ -69,13 +72,15 @@ class Window:
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
         losses = torch.stack([loss for result in self._results for loss in result.losses]).double()
-        flat = torch.cat([torch.cat([splits_s4.flatten(), times]).to(losses.device), losses])
+        names, metrics = self._metrics.take(self.world)
+        flat = torch.cat([torch.cat([splits_s4.flatten(), times]).to(losses.device), losses, metrics.to(losses.device)])
         logged = LoggedStep(
             step=step,
             batch_size=self.batch_size,
             rank=self.world.rank,
             results=self._results,
             measured=len(splits_s4),
+            metrics=names,
             skipped=self.skipped,
             waited=self._waited,
             facts=facts,
@@ -97,6 +102,8 @@ class LoggedStep:
     """What each step of the window did."""
     measured: int
     """Steps of the window whose time was split into phases."""
+    metrics: Sequence[str]
+    """Names of the metrics of training."""
     skipped: int
     waited: float
     """Seconds that the steps of the window waited for data on this rank."""
@@ -104,15 +111,17 @@ class LoggedStep:
     gathered: Callable[[], Tensor]
     """Waits for the other ranks and returns float64 [ranks, n].
 
-    A row has the splits of the measured steps, the mean time of a step without and with the wait for data, and the
-    losses.
+    A row has the splits of the measured steps, the mean time of a step without and with the wait for data, the losses,
+    and of each metric the sums and counts of this rank's logical ranks.
     """
 
     def event(self) -> StepDone:
         """Wait for the other ranks, and return the event of this step."""
         rows_pn = self.gathered()
         splits = self.measured * _SPLITS
-        splits_pn, times_p2, losses_pn = torch.split(rows_pn, [splits, 2, rows_pn.shape[1] - splits - 2], dim=1)
+        losses = sum(len(result.losses) for result in self.results)
+        sizes = [splits, 2, losses, rows_pn.shape[1] - splits - 2 - losses]
+        splits_pn, times_p2, losses_pn, metrics_pn = torch.split(rows_pn, sizes, dim=1)
         splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
         losses_psl = losses_pn.view(len(rows_pn), len(self.results), -1)
         last = self.results[-1]
@@ -133,6 +142,7 @@ class LoggedStep:
             communication_seconds=communication,
             update_seconds=update,
             exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
+            metrics=means(self.metrics, metrics_pn),
             splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
         )
 

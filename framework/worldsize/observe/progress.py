@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Event as Flag
@@ -121,10 +121,14 @@ class Plain:
 
 
 def figures(row: dict[str, Any]) -> str:
-    """Format the loss and the rate, in samples a second, of a row of ``metrics.jsonl`` about a step."""
-    return f"loss {float(row['loss']):.4f}  {row['samples_per_second']:,.0f} samples/s"
+    """Format the loss, the metrics and the rate, in samples a second, of a row of ``metrics.jsonl`` about a step."""
+    shown = {"loss": row["loss"], **row.get("metrics", {})}
+    return f"{_figures(shown)}  {row['samples_per_second']:,.0f} samples/s"
+
+
+def _figures(metrics: Mapping[str, Any]) -> str:
+    return "  ".join(f"{printable(name)} {float(value):.4f}" for name, value in metrics.items())
 
 
 def _evaluation(row: dict[str, Any]) -> str:
-    metrics = "  ".join(f"{printable(name)} {float(value):.4f}" for name, value in row["metrics"].items())
-    return f"step {row['step']}  test: {metrics}"
+    return f"step {row['step']}  test: {_figures(row['metrics'])}"

@@ -19,7 +19,7 @@ _END = 1 << 20  # bytes of a file that hold its last line
 # what follows from the computation alone; the rest of a line is time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
 
-_OPTIONAL = ("facts", "compute_seconds", "communication_seconds", "update_seconds", "exposed_seconds")
+_OPTIONAL = ("facts", "metrics", "compute_seconds", "communication_seconds", "update_seconds", "exposed_seconds")
 
 
 @final
@@ -60,9 +60,11 @@ def is_metric(row: Row) -> bool:
     """Return whether a row says what each line of ``metrics.jsonl`` says of a step or of an evaluation."""
     if type(row.get("step")) is not int or row["step"] < 0:
         return False
+    metrics = row.get("metrics", {} if row.get("event") == "step" else None)
+    if not isinstance(metrics, dict) or not all(map(is_number, metrics.values())):
+        return False
     if row.get("event") == "evaluation":
-        metrics = row.get("metrics")
-        return isinstance(metrics, dict) and all(map(is_number, metrics.values()))
+        return True
     seconds = row.get("step_seconds")
     is_timed = isinstance(seconds, list) and all(map(is_number, seconds))
     positive = all(_is_positive(row.get(key)) for key in ("step", "samples", "samples_per_second"))

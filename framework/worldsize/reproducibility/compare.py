@@ -15,7 +15,7 @@ from torch import Tensor
 from worldsize.checkpoints.format import complete, read, step_of
 from worldsize.checkpoints.load import read_tensors
 from worldsize.records.damage import reading
-from worldsize.records.json_lines import is_number
+from worldsize.records.json_lines import Row, is_number
 from worldsize.records.metrics import metric_rows
 from worldsize.records.run_record import view
 
@@ -91,14 +91,21 @@ def _series(run: Path) -> dict[str, Series]:
     """Figures by name and step; of a step that was logged twice, the last."""
     found: dict[str, Series] = {}
     for row in metric_rows(run / "metrics.jsonl"):
-        figures = row["metrics"] if row["event"] == "evaluation" else {key: row.get(key) for key in _FIGURES}
-        for name, value in figures.items():
+        for label, value in _figures(row):
             if value is not None:
-                label = f"test {name}" if row["event"] == "evaluation" else name
                 if not is_number(value):
-                    raise ValueError(f"{name} is {str(value)[:40]!r} at step {row['step']} of metrics.jsonl")
+                    raise ValueError(f"{label} is {str(value)[:40]!r} at step {row['step']} of metrics.jsonl")
                 found.setdefault(label, {})[row["step"]] = float(value)
     return found
+
+
+def _figures(row: Row) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of what a line says of the computation."""
+    if row["event"] == "evaluation":
+        yield from ((f"test {name}", value) for name, value in row["metrics"].items())
+    else:
+        yield from ((name, row.get(name)) for name in _FIGURES)
+        yield from ((f"train {name}", value) for name, value in row.get("metrics", {}).items())
 
 
 def _tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:

@@ -17,6 +17,7 @@ from worldsize.collectives.gathered import gathered_mean
 from worldsize.core import MicroBatch, StateDict
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, without_sync
+from worldsize.strategies.loss_record import LossRecord
 
 
 class BucketHook(ABC):
@@ -76,7 +77,7 @@ class AllReduceReducer(GradientReducer):
     def resumed(self) -> None:
         self._is_settled = not isinstance(self._module, DistributedDataParallel)
 
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         if not self._is_settled:
             self._settle(partial(backward, batches[-1]))
         buffers = self._buffers.begin(len(batches))
@@ -90,7 +91,7 @@ class AllReduceReducer(GradientReducer):
         buffers.finish()
         return losses
 
-    def _settle(self, backward: Callable[[float], Tensor]) -> None:
+    def _settle(self, backward: Callable[[float], LossRecord]) -> None:
         """Let DDP group its buckets anew, as it does after its first pass: at three ranks and more the order of sums
         depends on how they are grouped.
         """
@@ -101,7 +102,7 @@ class AllReduceReducer(GradientReducer):
         else:
             self._hook.settle(discarded_pass)
 
-    def _discard(self, backward: Callable[[float], Tensor]) -> None:
+    def _discard(self, backward: Callable[[float], LossRecord]) -> None:
         """Run a pass whose gradients are thrown away."""
         kept = [buffer.clone() for buffer in self._module.buffers()]
         backward(1.0)

@@ -11,22 +11,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import MicroBatch, StateDict
+from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import scale_gradients
 
-Backward = Callable[[MicroBatch, float], Tensor]
+Backward = Callable[[MicroBatch, float], LossRecord]
 
 
 class GradientReducer(ABC):
     """Runs the backward passes of a step and leaves the mean gradient of all logical ranks in ``.grad``."""
 
     @abstractmethod
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         """Compute the step's gradient.
 
         Args:
             batches: Micro-batches of this process.
             backward: Called with a micro-batch and a factor; adds the gradient times the factor to ``.grad``, and
-                returns a record of the loss, a scalar or [2].
+                returns the record of the loss.
 
         Returns:
             What ``backward`` returned, in the order of ``batches``.

@@ -14,30 +14,6 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import phase
-from worldsize.core import Loss
-
-
-def differentiable(loss: Loss) -> tuple[Tensor, Tensor]:
-    """Split what ``Recipe.loss`` returned.
-
-    Returns:
-        The scalar whose gradient is taken, and the detached record of the loss: a mean is a scalar as it is, a sum
-        with its weight float64 [2].
-    """
-    if isinstance(loss, Tensor):
-        return loss, loss.detach()
-    total, weight = loss
-    return total, torch.stack([total.detach().double(), torch.as_tensor(weight, device=total.device).double()])
-
-
-def mean_loss(loss: Loss) -> Tensor:
-    """Return the mean over the micro-batch alone, whichever way ``Recipe.loss`` said it."""
-    return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
-
-
-def is_weighted(record: Tensor) -> bool:
-    """Whether the loss that :func:`differentiable` recorded is a sum with its weight."""
-    return record.ndim == 1
 
 
 def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:

@@ -18,6 +18,7 @@ from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import MicroBatch
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken, without_sync
+from worldsize.strategies.loss_record import LossRecord
 
 
 @final
@@ -41,9 +42,9 @@ class OrderedReducer(GradientReducer):
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         tree = Tree(len(batches) * self._size, self._size)
-        self._logical_ranks, losses = tree.logical_ranks, dict[int, Tensor]()
+        self._logical_ranks, losses = tree.logical_ranks, dict[int, LossRecord]()
         self._counters = [Counter() for _ in range(tree.local_nodes)]
         buffers = self._buffers.begin(len(batches))
         *early, last = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]

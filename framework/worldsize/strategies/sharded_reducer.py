@@ -19,6 +19,7 @@ from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import MicroBatch, Reduction, World
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
 
 
@@ -41,7 +42,7 @@ class ReduceScatterReducer(GradientReducer):
         self._model = model
         self._buffers = BufferMean(model, world.group)
 
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         buffers = self._buffers.begin(len(batches))
         losses = []
         for place, batch in enumerate(batches):
@@ -79,8 +80,8 @@ class OrderedShardReducer(GradientReducer):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
-        tree, losses = Tree(len(batches) * self._size, self._size), dict[int, Tensor]()
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        tree, losses = Tree(len(batches) * self._size, self._size), dict[int, LossRecord]()
         buffers = self._buffers.begin(len(batches))
         for scatter in self._scatters:
             scatter.begin(tree)

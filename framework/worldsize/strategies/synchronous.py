@@ -24,7 +24,8 @@ from worldsize.core import (
 )
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.gradient_reducer import GradientReducer
-from worldsize.strategies.loss_weights import differentiable, fp16_share, is_weighted, weight_factor
+from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
+from worldsize.strategies.loss_weights import fp16_share, weight_factor
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.train_state import TrainState
 
@@ -102,20 +103,21 @@ class SynchronousReplica(Replica):
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self.optimizer.zero_grad()
         self._share = None
-        losses = self._weighed(self.reducer.run(micro_batches, self._backward))
+        records = self.reducer.run(micro_batches, self._backward)
+        losses = self._weighed(records)
         lr: float = self.optimizer.param_groups[0]["lr"]
         with phase("update"):
             norm = self._clip()
             skipped = self._update(norm)
             if self.schedule is not None:
                 self.schedule.step()
-        return StepResult(losses, lr, norm, skipped)
+        return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
-    def _backward(self, batch: MicroBatch, scale: float) -> Tensor:
+    def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
             loss, record = differentiable(self.recipe.loss(self.module, batch.data))
-        if self.scaler.is_enabled() and is_weighted(record):
+        if self.scaler.is_enabled() and record.is_weighted:
             loss = loss * self._fp16_share(record)
         scaled = self.scaler.scale(loss if scale == 1 else loss * scale)
         if self.module is self.model:
@@ -124,18 +126,18 @@ class SynchronousReplica(Replica):
             backward(scaled)
         return record
 
-    def _fp16_share(self, record: Tensor) -> Tensor:
+    def _fp16_share(self, record: LossRecord) -> Tensor:
         if self._share is None:
-            self._share = fp16_share(record[1], self._group)
+            self._share = fp16_share(record.loss[1], self._group)
         return self._share
 
-    def _weighed(self, records: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _weighed(self, records: Sequence[LossRecord]) -> Sequence[Tensor]:
         """Divide the gradient by the weight of the step if its losses are sums; return shares of the mean loss."""
-        if not is_weighted(records[0]):
-            return records
-        factor = weight_factor([record[1] for record in records], self._group)
+        if not records[0].is_weighted:
+            return [record.loss for record in records]
+        factor = weight_factor([record.loss[1] for record in records], self._group)
         self.reducer.scale(list(self.model.parameters()), factor if self._share is None else factor / self._share)
-        return [record[0] * factor for record in records]
+        return [record.loss[0] * factor for record in records]
 
     def _autocast(self) -> AbstractContextManager[None]:
         return autocast(self.world.device, self.numerics.precision)

@@ -32,7 +32,7 @@ from worldsize.core import Cluster, ConfigError, Recipe, Replica, RunContext, St
 from worldsize.data.loader import Order, collate_of, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.heap import Heap
-from worldsize.strategies.loss_weights import mean_loss
+from worldsize.strategies.loss_record import mean_loss
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.recipes import AveragedChain, Chain
 from worldsize.testing.worlds import run_in_worlds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 from warnings import catch_warnings, simplefilter
 
@@ -40,10 +40,15 @@ def curve(label: str, lines: Sequence[Line], key: str) -> Curve:
     return Curve(label, column(lines, "step"), column(lines, key))
 
 
-def metric(label: str, record: Record, name: str) -> Curve:
-    """Build the curve of an evaluation metric of the run."""
-    rows = [{"step": row["step"], name: row["metrics"].get(name)} for row in record.evaluations]
+def metric(label: str, lines: Sequence[Line], name: str) -> Curve:
+    """Build the curve of a metric of evaluations or of logged steps."""
+    rows = [{"step": row["step"], name: row.get("metrics", {}).get(name)} for row in lines]
     return curve(label, rows, name)
+
+
+def metric_names(lines: Iterable[Line]) -> list[str]:
+    """List the names of the metrics that any of the lines has."""
+    return sorted({name for row in lines for name in row.get("metrics", {})})
 
 
 def thinned(values: Sequence[float]) -> Numbers:
@@ -98,9 +103,12 @@ def run_curves(record: Record) -> list[Chart]:
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
     """Draw the figures that runs have in common, laid over each other."""
-    names = sorted({name for record in records.values() for row in record.evaluations for name in row["metrics"]})
     rates = [curve(label, each.steps, "samples_per_second") for label, each in records.items()]
     charts = lines("Training loss", [curve(label, each.steps, "loss") for label, each in records.items()])
-    for name in names:
-        charts += lines(f"Test {plain(name)}", [metric(label, each, name) for label, each in records.items()])
+    for name in metric_names(row for record in records.values() for row in record.steps):
+        charts += lines(f"Training {plain(name)}", [metric(label, each.steps, name) for label, each in records.items()])
+    for name in metric_names(row for record in records.values() for row in record.evaluations):
+        charts += lines(
+            f"Test {plain(name)}", [metric(label, each.evaluations, name) for label, each in records.items()]
+        )
     return [*charts, *lines("Throughput", rates, unit=" samples/s")]

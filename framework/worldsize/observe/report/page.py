@@ -103,6 +103,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
     rows += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
     if last:
         rows += [("loss", figure(last["loss"]))]
+        rows += [(f"train {name}", figure(number(value))) for name, value in last.get("metrics", {}).items()]
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):
         rows += [("samples/s", f"{rate:,.0f}")]
     if goodput.get("total_seconds"):

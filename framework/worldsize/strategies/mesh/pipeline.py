@@ -5,7 +5,6 @@ The schedules split numbers of micro-batches, not their data: a stage looks up t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -20,7 +19,7 @@ from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import phase
 from worldsize.core import Batch, MicroBatch
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
-from worldsize.strategies.loss_weights import differentiable
+from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
 from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.passing import receive, send
 from worldsize.strategies.mesh.schedule import Kind
@@ -60,15 +59,15 @@ class Pipeline(GradientReducer):
     tied: Sequence[Tied]
     norm: MeshNorm
     _schedules: dict[int, Any] = field(default_factory=dict)
-    _records: dict[int, Tensor] = field(default_factory=dict)
-    _is_weighted: bool | None = None
+    _records: dict[int, LossRecord] = field(default_factory=dict)
+    _form: tuple[bool, list[str]] | None = None
 
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, which computes the loss."""
         return self.stages[-1].index == self.total - 1
 
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         """Run the schedule; the stages go backward by themselves, and ``backward`` is for models in one piece."""
         count = len(batches)
         for stage in self.stages:
@@ -114,16 +113,35 @@ class Pipeline(GradientReducer):
         kept = [(stage.state_dict(keep_vars=True).keys(), stage.named_buffers()) for stage in self.stages]
         return [own for keys, buffers in kept for name, own in buffers if name in keys and own.is_floating_point()]
 
-    def _shared_losses(self, count: int) -> list[Tensor]:
+    def _shared_losses(self, count: int) -> list[LossRecord]:
         """Return the last stage's records of the losses on every rank."""
-        records_b2 = torch.full((count, 2), math.nan, dtype=torch.float64, device=self.device)
+        records = [self._records[number] for number in range(count)] if self.is_last else []
+        is_weighted, names = self._form = self._form or self._agreed_form(records)
+        table_bkm = torch.zeros(count, 2, 1 + len(names), dtype=torch.float64, device=self.device)
         if self.is_last:
-            for number in range(count):
-                records_b2[number, : max(1, self._records[number].numel())] = self._records[number]
-        dist.broadcast(records_b2, group=self.group, group_src=(self.total - 1) % self.group.size())
-        if self._is_weighted is None:  # a recipe does not change its mind, and to look waits for the device
-            self._is_weighted = bool(records_b2[0, 1].isfinite())
-        return list(records_b2.unbind() if self._is_weighted else records_b2[:, 0].float().unbind())
+            metrics = step_metrics(records, names)
+            for number, record in enumerate(records):
+                table_bkm[number, : 2 if is_weighted else 1, 0] = record.loss
+            for column, name in enumerate(names, start=1):
+                table_bkm[:, :, column] = metrics[name]
+        dist.broadcast(table_bkm, group=self.group, group_src=self._last)
+        losses = table_bkm[:, :, 0] if is_weighted else table_bkm[:, 0, 0].float()
+        return [
+            LossRecord(loss, dict(zip(names, pairs_2m[:, 1:].unbind(1), strict=True)))
+            for loss, pairs_2m in zip(losses, table_bkm, strict=True)
+        ]
+
+    def _agreed_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str]]:
+        """Return whether losses are weighted, and the names of their metrics: a recipe does not change its mind."""
+        form: list[Any] = [(records[0].is_weighted, sorted(records[0].metrics)) if records else None]
+        dist.broadcast_object_list(form, group=self.group, group_src=self._last)
+        agreed: tuple[bool, list[str]] = form[0]
+        return agreed
+
+    @property
+    def _last(self) -> int:
+        """Rank of the last stage in ``group``."""
+        return (self.total - 1) % self.group.size()
 
     def output(self, batch: Batch) -> Tensor | None:
         """Return the model's output for a batch of evaluation on the rank of the last stage, and None on the others."""

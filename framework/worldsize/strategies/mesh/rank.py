@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from worldsize.core import MicroBatch, Recipe, Replica, RunContext, World
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.layout import AXES, Layout
 from worldsize.strategies.mesh.norm import MeshNorm
 from worldsize.strategies.mesh.ownership import Ownership
@@ -139,7 +140,7 @@ class _Clipping(GradientReducer):
     inner: GradientReducer
     norm: MeshNorm
 
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         return self.inner.run(batches, backward)
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:

@@ -12,7 +12,8 @@ from worldsize.collectives.exact import reduce_metrics
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.strategies.clipping import clip_factor
-from worldsize.strategies.loss_weights import is_weighted, weight_factor
+from worldsize.strategies.loss_record import LossRecord, step_metrics
+from worldsize.strategies.loss_weights import weight_factor
 from worldsize.strategies.parameter_server.all_shards import AllShards
 from worldsize.strategies.parameter_server.model_state import full_state, joined_rows
 from worldsize.strategies.parameter_server.row_tables import RowRule
@@ -60,19 +61,20 @@ class Coordinator(Replica):
         if self._synchronous:
             self._scheduler.open(step)
         with phase("communication"):
-            losses = [torch.tensor(loss, dtype=torch.float64) for loss in self._scheduler.finished(step)]
+            records = self._scheduler.finished(step)
         with phase("update"):
-            if is_weighted(losses[0]):
-                losses = self._weighed(step, losses)
+            losses = self._weighed(step, records)
             norm, skipped = self._commit(step) if self._synchronous else (None, False)
         self.step_reached = step
-        return StepResult(losses, lr, norm, skipped)
+        return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
-    def _weighed(self, step: int, records: Sequence[Tensor]) -> list[Tensor]:
-        """Divide the step's gradient by the weight of all its micro-batches; return shares of the mean loss."""
-        factor = weight_factor([record[1] for record in records], None)
+    def _weighed(self, step: int, records: Sequence[LossRecord]) -> list[Tensor]:
+        """Divide the gradient by the weight of the step if its losses are sums; return shares of the mean loss."""
+        if not records[0].is_weighted:
+            return [record.loss for record in records]
+        factor = weight_factor([record.loss[1] for record in records], None)
         self._shards.weigh(step, float(factor))
-        return [record[0] * factor for record in records]
+        return [record.loss[0] * factor for record in records]
 
     def _commit(self, step: int) -> tuple[Tensor | None, bool]:
         """Clip the mean gradient by its norm over all shards, or leave the step out if that is not finite."""

@@ -31,6 +31,7 @@ from worldsize.core.limits import SECONDS
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.parameter_server.model_state import joined_rows, train_state_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.peers import Peer, Peers
@@ -148,10 +149,10 @@ class RowGradientCapture(GradientReducer):
         self._approve(norm, scale)
         return norm
 
-    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[Tensor]:
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         numbers = {id(batch): number for number, batch in enumerate(batches)}
 
-        def captured(batch: MicroBatch, scale: float) -> Tensor:
+        def captured(batch: MicroBatch, scale: float) -> LossRecord:
             loss = backward(batch, scale)
             self.captured[numbers[id(batch)]] = [(ids_n, values_nd.div_(scale)) for ids_n, values_nd in self._take()]
             return loss

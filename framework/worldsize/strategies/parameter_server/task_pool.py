@@ -9,9 +9,8 @@ from typing import Any, final
 import torch
 
 from worldsize.collectives.exact import Sums
+from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler, Unit
-
-LossRecord = float | list[float]  # a mean, or a sum and its weight
 
 
 @final
@@ -69,7 +68,7 @@ class TaskPool:
     def __init__(self, staleness: StalenessScheduler) -> None:
         self.staleness = staleness
         self.evaluation = EvaluationTasks(0)
-        self._losses: dict[tuple[int, int], LossRecord] = {}  # by step and logical rank
+        self._records: dict[tuple[int, int], LossRecord] = {}  # by step and logical rank
         self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)
 
     def join(self, name: str, now: float) -> int:
@@ -95,15 +94,18 @@ class TaskPool:
         if "unit" in facts:
             step, ranks = facts["unit"]
             if self.staleness.finish(name, Unit(step, tuple(ranks))):
-                self._losses.update({(step, rank): loss for rank, loss in zip(ranks, facts["losses"], strict=True)})
-                self._recent.extend(facts["losses"])
+                records = [LossRecord.from_message(message) for message in facts["records"]]
+                self._records.update({(step, rank): record for rank, record in zip(ranks, records, strict=True)})
+                self._recent.extend(records)
         if "part" in facts:
             self.evaluation.take(name, facts)
 
-    def pop_losses(self, step: int) -> list[LossRecord]:
-        """Hand over the losses of ``step`` by logical rank; if steps overlap and one is missing, the last ones."""
-        losses = [self._losses.pop((step, rank), None) for rank in range(self.staleness.logical_ranks)]
-        return [loss for loss in losses if loss is not None] if None not in losses else list(self._recent)
+    def pop_records(self, step: int) -> list[LossRecord]:
+        """Hand over the records of ``step`` by logical rank; if steps overlap and one is missing, the last losses."""
+        records = [self._records.pop((step, rank), None) for rank in range(self.staleness.logical_ranks)]
+        if None not in records:
+            return [record for record in records if record is not None]
+        return [record.without_counts() for record in self._recent]  # their metrics have counted in their own step
 
     def expired(self, now: float) -> list[str]:
         """List the workers whose lease has run out while they had a task in hand."""

@@ -11,8 +11,9 @@ from typing import Any, final
 
 from worldsize.collectives.exact import Sums
 from worldsize.errors import WorldsizeError
+from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
-from worldsize.strategies.parameter_server.task_pool import EvaluationTasks, LossRecord, TaskPool
+from worldsize.strategies.parameter_server.task_pool import EvaluationTasks, TaskPool
 
 _logger = logging.getLogger(__name__)
 
@@ -100,14 +101,14 @@ class TaskScheduler:
             self._changed.notify_all()
 
     def finished(self, step: int) -> list[LossRecord]:
-        """Wait for ``step``, and give its losses by logical rank, or the last ones if steps overlap.
+        """Wait for ``step``, and give the records of its losses by logical rank, or the last ones if steps overlap.
 
         Raises:
             WorldsizeError: No worker has been there for too long.
         """
         self._wait_for(lambda: self._staleness.complete >= step)
         with self._changed:
-            return self._pool.pop_losses(step)
+            return self._pool.pop_records(step)
 
     def evaluate(self, parts: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
         """Have workers evaluate, each part by one; sums and counts of each batch by its index, and metrics' names."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.ordered import Arrivals
-from worldsize.core import Recipe, RunContext
+from worldsize.core import LossOutput, Recipe, RunContext
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
-from worldsize.strategies.loss_weights import differentiable, mean_loss
+from worldsize.strategies.loss_record import LossRecord, differentiable, mean_loss
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
@@ -129,12 +129,12 @@ class Worker:
         step, ranks = task["step"], task["ranks"]
         batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
         with self._context.timing.measured(step):
-            losses = self._learn(batches, step, ranks)
+            records = self._learn(batches, step, ranks)
             self._dense.settle()
         self._unowned.check()
-        return {"unit": [step, ranks], "losses": [loss.tolist() for loss in losses]}
+        return {"unit": [step, ranks], "records": [record.message() for record in records]}
 
-    def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[Tensor]:
+    def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
         """Pull weights, compute gradients and push them; give the records of the losses."""
         synchronous = self._options.synchronous
         self._pull(step - 1 if synchronous else 0)
@@ -143,7 +143,7 @@ class Worker:
             return [self._push_during_backward(self._overlap, batches[0], step, ranks[0])]
         return self._push_after_backward(batches, step, ranks)
 
-    def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[Tensor]:
+    def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
         """Push gradients when those of all backward passes have been added up; give the records of the losses."""
         total, arrivals, losses, touched = self._context.logical_ranks, Arrivals(self._context.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
@@ -159,7 +159,7 @@ class Worker:
             self._tables.push(rows, step=step, width=total, node=rank)
         return losses
 
-    def _push_during_backward(self, overlap: OverlappedPush, batch: Any, step: int, rank: int) -> Tensor:
+    def _push_during_backward(self, overlap: OverlappedPush, batch: Any, step: int, rank: int) -> LossRecord:
         """Push gradients during the one backward pass; give the record of the loss."""
         part = {"step": step, "width": self._context.logical_ranks, "node": rank}
         try:
@@ -171,13 +171,14 @@ class Worker:
         self._tables.push(touched, **part)
         return loss
 
-    def _backward(self, batch: Any) -> Tensor:
+    def _backward(self, batch: Any) -> LossRecord:
         device = self._context.world.device
         seed_generators(batch.seed, device)
         with autocast(device, self._context.numerics.precision):
-            loss = self._recipe.loss(self._model, batch.data)
-        # a step that is one update divides by the weight of all of it, an update of its own by its own
-        total, record = differentiable(loss if self._options.synchronous else mean_loss(loss))
+            output = LossOutput.of(self._recipe.loss(self._model, batch.data))
+        if not self._options.synchronous:  # a step that is one update divides by the weight of all of it
+            output = replace(output, loss=mean_loss(output))
+        total, record = differentiable(output)
         total.backward()  # type: ignore[no-untyped-call]
         return record
 

@@ -1,0 +1,72 @@
+"""Sums of the metrics that come with a step's losses, between two logged steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worldsize.collectives.exact import exact_sum, quotient
+from worldsize.core import World
+from worldsize.strategies.loss_record import metrics_differ
+
+
+@final
+class TrainingMetrics:
+    """Adds up each logical rank's metrics by itself, so that a world of any size has the same sums to add up."""
+
+    def __init__(self) -> None:
+        self._names: list[str] | None = None  # None: no step yet
+        self._agreed = False  # on the names, among all ranks
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Add what a step gave, float64 [local micro-batches, 2] by name; nothing here waits for the device.
+
+        Raises:
+            ConfigError: the names are not those of the steps before.
+        """
+        if self._names is None:
+            self._names = sorted(metrics)
+        elif sorted(metrics) != self._names:
+            raise metrics_differ(self._names, metrics, where="two steps")
+        kept = self._sums
+        self._sums = {name: kept[name] + pairs_b2 if name in kept else pairs_b2 for name, pairs_b2 in metrics.items()}
+
+    def take(self, world: World) -> tuple[Sequence[str], Tensor]:
+        """Return the names and the sums, [names × micro-batches × 2], and begin anew.
+
+        The first time, all ranks compare their names: what they exchange from then on has the same length.
+
+        Raises:
+            ConfigError: this rank's names are not those of the first rank.
+        """
+        names = self._names or []
+        if not self._agreed:
+            _agree(names, world)
+            self._agreed = True
+        sums = [self._sums[name].flatten() for name in names]
+        self._sums = {}
+        return names, torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
+
+
+def _agree(names: list[str], world: World) -> None:
+    if world.group is None:
+        return
+    of_all: list[list[str]] = [names] * world.size
+    dist.all_gather_object(of_all, names, group=world.group)
+    for rank, others in enumerate(of_all):
+        if others != of_all[0]:
+            raise metrics_differ(of_all[0], others, where=f"ranks 0 and {rank}")
+
+
+def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
+    """Divide the sums of all ranks, whose rows are what :meth:`TrainingMetrics.take` returned, by their counts."""
+    if not names:
+        return {}
+    sums_pmb2 = sums_pn.view(len(sums_pn), len(names), -1, 2)
+    totals_m2 = [[exact_sum(side) for side in pairs] for pairs in sums_pmb2.permute(1, 3, 0, 2).flatten(2).tolist()]
+    return {name: quotient(total, count) for name, (total, count) in zip(names, totals_m2, strict=True)}

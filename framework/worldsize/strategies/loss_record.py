@@ -1,0 +1,109 @@
+"""Records of the losses of a step's micro-batches, and of the metrics that came with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.core import ConfigError, Loss, LossOutput
+
+# names below "train/" that each logged step has already
+STEP_FIGURES = ("loss", "lr", "grad_norm", "samples", "samples_per_second", "data_seconds", "step_seconds")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LossRecord:
+    """The figures that are logged of one micro-batch, detached.
+
+    Attributes:
+        loss: The mean, a scalar as it is; or the sum with its weight, float64 [2].
+        metrics: Each metric that came with it, float64 [2]: the sum and its count.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the loss is a sum with its weight."""
+        return self.loss.ndim == 1
+
+    def message(self) -> dict[str, Any]:
+        """Return the record as plain values, which :meth:`from_message` takes."""
+        return {"loss": self.loss.tolist(), "metrics": {name: pair.tolist() for name, pair in self.metrics.items()}}
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> LossRecord:
+        """Build the record that :meth:`message` described, in float64 on the CPU."""
+        metrics = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in message["metrics"].items()}
+        return LossRecord(torch.tensor(message["loss"], dtype=torch.float64), metrics)
+
+    def without_counts(self) -> LossRecord:
+        """Return the record with metrics of which nothing counts."""
+        return LossRecord(self.loss, {name: torch.zeros_like(pair) for name, pair in self.metrics.items()})
+
+
+def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
+    """Split what ``Recipe.loss`` returned into the scalar whose gradient is taken, and the record of the rest.
+
+    Raises:
+        ConfigError: a metric has the name of another figure, or is no pair of scalars.
+    """
+    output = LossOutput.of(loss)
+    scalar = output.loss if isinstance(output.loss, Tensor) else output.loss[0]
+    metrics = {name: _metric(name, pair, scalar.device) for name, pair in output.metrics.items()}
+    if isinstance(output.loss, Tensor):
+        return scalar, LossRecord(scalar.detach(), metrics)
+    return scalar, LossRecord(_pair(*output.loss, scalar.device), metrics)
+
+
+def _pair(total: Any, count: Any, device: torch.device) -> Tensor:
+    return torch.stack([torch.as_tensor(each, device=device).detach().double() for each in (total, count)])
+
+
+def _metric(name: str, pair: Any, device: torch.device) -> Tensor:
+    if name in STEP_FIGURES:
+        raise ConfigError(
+            f"the recipe's loss names a metric {name!r}, as each logged step names a figure of its own. Rename it."
+        )
+    if not isinstance(pair, tuple) or len(pair) != 2 or any(isinstance(x, Tensor) and x.numel() != 1 for x in pair):
+        raise ConfigError(f"the recipe's loss must give its metric {name!r} as (sum, count), two scalars.")
+    total, count = (x.reshape(()) if isinstance(x, Tensor) else x for x in pair)
+    return _pair(total, count, device)
+
+
+def mean_loss(loss: Loss) -> Tensor:
+    """Return the mean over the micro-batch alone, whichever way ``Recipe.loss`` said it."""
+    own = LossOutput.of(loss).loss
+    return own if isinstance(own, Tensor) else own[0] / own[1]
+
+
+def step_metrics(records: Sequence[LossRecord], names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Put the metrics of a step's micro-batches together, as :class:`StepResult` has them: float64 [records, 2] each.
+
+    Args:
+        records: Of each micro-batch, one or more.
+        names: Names that the metrics must have; None: those of the first micro-batch.
+
+    Raises:
+        ConfigError: the micro-batches name other metrics.
+    """
+    names = sorted(records[0].metrics if names is None else names)
+    for record in records:
+        if sorted(record.metrics) != names:
+            raise metrics_differ(names, record.metrics, where="two micro-batches")
+    return {name: torch.stack([record.metrics[name] for record in records]) for name in names}
+
+
+def metrics_differ(first: Iterable[str], second: Iterable[str], *, where: str) -> ConfigError:
+    """Return the error that ``where``, two places of a run, training metrics have other names."""
+    one, other = (", ".join(sorted(names)) or "none" for names in (first, second))
+    return ConfigError(
+        f"the recipe's loss names different metrics in {where}: {one}; and {other}. "
+        "Return the same names each time; a metric that a batch does not have is (0, 0)."
+    )

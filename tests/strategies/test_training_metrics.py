@@ -1,0 +1,238 @@
+"""Metrics that come with the loss are those of a plain PyTorch loop, the same at every world size."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worldsize.core import Cluster, ConfigError, Event, LossOutput, RunContext, StepDone, Strategy, World
+from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
+from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
+from worldsize.engine.training_metrics import means
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.loss_record import differentiable
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.single import Single
+from worldsize.strategies.zero import ZeRO
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+
+STEPS, BATCH, EVERY = 10, 24, 4
+Logged = dict[int, Mapping[str, float]]  # by the number of the logged step
+
+
+@dataclass(frozen=True)
+class ToldChain(Chain):
+    """A chain whose loss tells its errors, weighted by numbers that are no integers, and how many are small."""
+
+    def loss(self, model: nn.Module, batch: Any) -> LossOutput:  # type: ignore[override]
+        apart = (model(*self.model_inputs(batch)) - batch[1]).abs()
+        weights = batch[1].abs()
+        metrics = {
+            "error": ((apart * weights).sum(), weights.sum()),
+            "near": ((apart < 0.5).sum(), torch.tensor(apart.numel())),
+        }
+        return LossOutput(apart.square().mean(), metrics)
+
+
+@dataclass(frozen=True)
+class WeightedChain(ToldChain):
+    """The same with a loss that is a sum and its weight."""
+
+    def loss(self, model: nn.Module, batch: Any) -> LossOutput:  # type: ignore[override]
+        output = super().loss(model, batch)
+        assert isinstance(output.loss, Tensor)
+        return LossOutput((output.loss * len(batch[1]), torch.tensor(len(batch[1]))), output.metrics)
+
+
+def by_hand(recipe: ToldChain) -> Logged:
+    """Train by plain PyTorch on whole batches, and divide the sums over the steps since the last logged one."""
+    model, data = recipe.model(), recipe.data("train")
+    optimizer, order = recipe.optimizer(model), Order(3, BATCH, 1, (0,))
+    logged: Logged = {}
+    totals: dict[str, list[float]] = {}
+    for step in range(1, STEPS + 1):
+        output = ToldChain.loss(recipe, model, fetch(data, order.indices(step, 0, len(data))))
+        optimizer.zero_grad()
+        output.loss.backward()  # type: ignore[union-attr]
+        optimizer.step()
+        for name, (total, count) in output.metrics.items():
+            before = totals.get(name, [0.0, 0.0])
+            totals[name] = [before[0] + total.item(), before[1] + count.item()]
+        if step % EVERY == 0 or step in (1, STEPS):
+            logged[step], totals = {name: total / count for name, (total, count) in totals.items()}, {}
+    return logged
+
+
+def trained(strategy: Strategy, world: World, logical_ranks: int, recipe: ToldChain) -> Logged:
+    logged: Logged = {}
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StepDone):
+            logged[event.step] = event.metrics
+
+    replica = strategy.replica(recipe, RunContext(world))
+    parts = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
+    mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks)
+    batches = micro_batches(recipe.data("train"), Order(3, BATCH, logical_ranks, mine), world.device)
+    config = LoopConfig(STEPS, batch_size=BATCH, log_every=EVERY)
+    fit(replica, batches, world, config=config, callbacks=LoopCallbacks(dict, emit))
+    return logged
+
+
+@pytest.mark.parametrize("recipe", [ToldChain(), WeightedChain()], ids=["mean", "sum"])
+@pytest.mark.parametrize(
+    ("strategy", "processes", "logical_ranks"),
+    [
+        (Single(), 1, 1),
+        (DDP(), 2, 8),
+        (ZeRO(), 2, 4),
+        (FSDP(), 3, 6),
+        (Mesh(tensor=2), 2, 2),
+        (Mesh(pipeline=2), 4, 8),
+        (Mesh(pipeline=3), 3, 3),
+    ],
+    ids=str,
+)
+def test_metrics_of_the_loss_are_those_of_whole_batches(
+    strategy: Strategy, processes: int, logical_ranks: int, recipe: ToldChain
+) -> None:
+    expected = by_hand(recipe)
+    for logged in run_in_worlds(lambda world: trained(strategy, world, logical_ranks, recipe), processes):
+        assert logged.keys() == expected.keys() == {1, 4, 8, 10}
+        for step, metrics in logged.items():
+            assert metrics == pytest.approx(expected[step], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [DDP(reduce="ordered"), FSDP(reduce="ordered")], ids=["ddp", "fsdp"])
+def test_an_elastic_run_logs_the_same_bits_at_every_world_size(strategy: Strategy) -> None:
+    alone = trained(DDP(reduce="ordered"), World.alone(torch.device("cpu")), 8, ToldChain())
+    for processes in (2, 4):
+        assert run_in_worlds(lambda world: trained(strategy, world, 8, ToldChain()), processes) == [alone] * processes
+
+
+@dataclass(frozen=True)
+class Named(ToldChain):
+    """Name the metric by what ``name`` makes of the batch."""
+
+    name: Callable[[Any], str] = lambda batch: "a"
+
+    def loss(self, model: nn.Module, batch: Any) -> LossOutput:  # type: ignore[override]
+        output = super().loss(model, batch)
+        return LossOutput(output.loss, {self.name(batch): (torch.tensor(1.0), torch.tensor(1))})
+
+
+def test_names_that_differ_between_micro_batches_steps_or_ranks_are_refused() -> None:
+    calls = iter(range(100))
+    with pytest.raises(ConfigError, match="different metrics in two micro-batches: 0; and 1"):
+        trained(Single(), World.alone(torch.device("cpu")), 2, Named(name=lambda batch: str(next(calls))))
+    with pytest.raises(ConfigError, match="different metrics in two steps: 2; and 3"):
+        trained(Single(), World.alone(torch.device("cpu")), 1, Named(name=lambda batch: str(next(calls))))
+
+    def body(world: World) -> str:
+        with pytest.raises(ConfigError) as caught:
+            trained(DDP(), world, 2, Named(name=lambda batch: f"of {world.rank}"))
+        return str(caught.value)
+
+    assert all("ranks 0 and 1: of 0; and of 1." in message for message in run_in_worlds(body, 2))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": (torch.ones(()), 1)}, "a figure of its own. Rename it"),
+        ({"accuracy": torch.ones(())}, r"must give its metric 'accuracy' as \(sum, count\)"),
+        ({"accuracy": (torch.ones(3), 3)}, r"must give its metric 'accuracy' as \(sum, count\)"),
+    ],
+    ids=str,
+)
+def test_metrics_that_cannot_be_logged_are_refused(metrics: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        differentiable(LossOutput(torch.ones(()), metrics))
+
+
+def test_a_metric_that_nothing_counts_for_is_nan_and_infinities_are_shown() -> None:
+    inf = math.inf
+    sums_pn = torch.tensor([[0.0, 0.0, inf, 1.0, inf, 1.0], [0.0, 0.0, 2.0, 1.0, -inf, 1.0]], dtype=torch.float64)
+    shown = means(["none", "endless", "unknown"], sums_pn)
+    assert shown["endless"] == inf
+    assert math.isnan(shown["none"])
+    assert math.isnan(shown["unknown"])
+
+
+RECIPE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from worldsize.core import LossOutput, Recipe
+
+
+class Told(Recipe):
+    def model(self):
+        return nn.Linear(4, 2)
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def data(self, split):
+        inputs = torch.randn(101, 4, generator=torch.Generator().manual_seed(len(split)))
+        return TensorDataset(inputs, inputs[:, 0].gt(0).long())
+
+    def loss(self, model, batch):
+        logits, labels = model(batch[0]), batch[1]
+        loss = nn.functional.cross_entropy(logits, labels)
+        accuracy = (logits.argmax(1) == labels).sum(), torch.tensor(len(labels))
+        weights = batch[0].abs().sum(1)
+        return LossOutput(loss, {"accuracy": accuracy, "weighed": ((logits[:, 0] * weights).sum(), weights.sum())})
+
+    def evaluate(self, model, batch):
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), torch.tensor(len(batch[1])))}
+"""
+YAML = """# @package _global_
+# A recipe that tells
+steps: 12
+batch_size: 8
+lr: 0.1
+recipe:
+  _target_: recipes.told.recipe.Told
+"""
+WORDS = ("recipe=told", "log_every=4", "cluster.threads=1", "reproducibility=elastic", "logical_ranks=4")
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> None:
+    """Write a recipe that tells its accuracy in training into the project in which ``train`` trains."""
+    (tmp_path / "recipes" / "told" / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "recipes" / "told" / "recipe.py").write_text(RECIPE)
+    (tmp_path / "recipes" / "told" / "conf" / "recipe" / "told.yaml").write_text(YAML)
+
+
+def steps_of(run: Any) -> dict[int, Mapping[str, float]]:
+    assert run.code == 0, run.error
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["metrics"] for row in rows if row["event"] == "step"}
+
+
+@pytest.mark.usefixtures("told")
+def test_a_parameter_server_logs_what_one_process_does(train: Any) -> None:
+    alone = train(*WORDS, "strategy=single", "cluster.processes=1")
+    expected = steps_of(alone)
+    assert expected.keys() == {1, 4, 8, 12}
+    assert all(metrics.keys() == {"accuracy", "weighed"} for metrics in expected.values())
+    assert f"accuracy {expected[12]['accuracy']:.4f}" in alone.output
+    served = train(*WORDS, "strategy=parameter_server", "cluster.processes=3")
+    assert steps_of(served) == expected
+    assert served.json("result.json")["metrics_digest"] == alone.json("result.json")["metrics_digest"]
+    alike = ("recipe=told", "log_every=4", "cluster.threads=1", "strategy=parameter_server", "cluster.processes=3")
+    overlapping = steps_of(train(*alike, "strategy.consistency=async"))
+    assert all(0 <= metrics["accuracy"] <= 1 for metrics in overlapping.values())
+    assert overlapping.keys() == expected.keys()
