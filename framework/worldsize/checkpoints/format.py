@@ -25,7 +25,7 @@ from worldsize.files import read_regular
 from worldsize.strict_json import parse
 
 SCHEMA_VERSION = 1
-PARTS = ("model", "optimizer", "schedule", "scaler")  # of the state, that need not be loaded
+PARTS = ("model", "optimizer", "schedule", "scaler", "ema")  # of the state, that need not be loaded
 HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, which are in two of them
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 DTYPES = {

@@ -83,7 +83,7 @@ class CheckpointSchema:
     """``every``: steps between saves (0: none in between); ``at_end``: one after the last step.
 
     ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
-    as they are: model, optimizer, schedule, scaler, or hyperparameters; of checkpoints up to step ``ignore_until``
+    as they are: model, optimizer, schedule, scaler, ema, or hyperparameters; of checkpoints up to step ``ignore_until``
     (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one.
     """
 
@@ -94,6 +94,18 @@ class CheckpointSchema:
     ignore: list[str] = field(default_factory=list)
     ignore_until: Annotated[int | None, Range(least=0)] = None
     allow_older: bool = False
+
+
+@dataclass
+class EMASchema:
+    """An exponential moving average of the weights, evaluated and saved beside them; ``decay=null``: none.
+
+    ``every``: updates from one averaging to the next. ``warmup``: a lower decay at first, (1 + n) / (10 + n).
+    """
+
+    decay: Annotated[float | None, Range(least=0, most=1, hint="0.999 is usual; null: no average")] = None
+    every: Annotated[int, _COUNT, _LARGEST] = 1
+    warmup: bool = False
 
 
 @dataclass
@@ -145,6 +157,7 @@ class Schema:
     numerics: NumericsSchema = field(default_factory=NumericsSchema)
     cluster: ClusterSchema = field(default_factory=ClusterSchema)
     checkpoint: CheckpointSchema = field(default_factory=CheckpointSchema)
+    ema: EMASchema = field(default_factory=EMASchema)
     faults: list[dict[str, Any]] = field(default_factory=list)
     observe: ObserveSchema = field(default_factory=ObserveSchema)
     profile: ProfileSchema = field(default_factory=ProfileSchema)

@@ -28,6 +28,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.loader import Order, logical_ranks_of
+from worldsize.engine.averaging import WeightAverage
 from worldsize.engine.faults import Faults
 from worldsize.engine.fit import LoopConfig
 from worldsize.errors import neighbours
@@ -44,6 +45,7 @@ class Settings:
     run: RunConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig
+    average: WeightAverage | None  # of the weights; None: there is none
     observe: ObserveConfig
     agents: AgentsConfig
     cluster: Cluster
@@ -125,6 +127,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         run=run,
         training=training,
         checkpoint=checkpoint,
+        average=_average(config["ema"], strategy),
         observe=observe,
         agents=AgentsConfig.of(config["cluster"]),
         cluster=cluster,
@@ -137,6 +140,17 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         faults=Faults.parsed(config["faults"]),
         logical_ranks=logical_ranks,
     )
+
+
+def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | None:
+    if node["decay"] is None:
+        return None
+    if not strategy.averages_weights:
+        raise ConfigError(
+            f"ema.decay={node['decay']}: {type(strategy).__name__} has no weights that all ranks agree on after each "
+            "update, or servers have them. Set ema.decay=null, or a strategy such as ddp or fsdp."
+        )
+    return WeightAverage(node["decay"], node["every"], node["warmup"])
 
 
 def _logger(node: Mapping[str, Any] | None, allowed: Allowed) -> Callable[..., Listener] | None:

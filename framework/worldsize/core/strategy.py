@@ -125,6 +125,14 @@ class Replica(ABC):
     def load(self, state: StateDict) -> None:
         """Take what :meth:`state` gave, under this strategy or another; every rank must call it."""
 
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """Return this rank's live part of each parameter that is trained, by its names in the model's state.
+
+        What is written into them in place is what the replica computes with from then on. One that other ranks hold is
+        on the meta device. Only asked of a strategy that ``averages_weights``.
+        """
+        raise NotImplementedError
+
     def facts(self) -> Mapping[str, Any]:
         """Return what else there is to log of the steps since the last call; plain values."""
         return {}
@@ -145,6 +153,8 @@ class Strategy(ABC):
 
     reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")
     """Values that ``reduce`` may have."""
+    averages_weights: ClassVar[bool] = False
+    """Whether its replicas give their ``trained_weights``, so that section ``ema`` can average them."""
     reduce: Reduction = "flat"
     """Way in which gradients are summed over logical ranks."""
 

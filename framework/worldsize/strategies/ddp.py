@@ -46,6 +46,7 @@ class DDP(Strategy):
     """
 
     reductions = get_args(Reduction)
+    averages_weights = True
 
     compress: Compression = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4

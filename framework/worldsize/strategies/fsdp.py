@@ -48,6 +48,8 @@ class FSDP(Strategy):
     autocast, as everywhere). ``reduce="ordered"``: the bits of every other strategy at every world size.
     """
 
+    averages_weights = True
+
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"
     wrap_parameters: Annotated[int, Range(least=1)] = 1_000_000

@@ -16,6 +16,8 @@ from worldsize.strategies.synchronous import alone
 class Single(Strategy):
     """Trains on one process. ``reduce="ordered"``: micro-batches are added up in the tree of logical ranks."""
 
+    averages_weights = True
+
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:
             raise ConfigError(

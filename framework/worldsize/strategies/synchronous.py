@@ -162,6 +162,10 @@ class SynchronousReplica(Replica):
             sums, names = metric_sums(self.recipe, self.model, batches)
         return reduce_metrics(sums, names, self.world)
 
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        named = self.model.state_dict(keep_vars=True)  # before which FSDP divides again what it has gathered
+        return {name: each for name, each in named.items() if isinstance(each, nn.Parameter) and each.requires_grad}
+
     def state(self) -> StateDict:
         own = self.reducer.state()
         return {**self.train_state.state(), "scaler": self.scaler.state_dict(), **({"strategy": own} if own else {})}

@@ -33,6 +33,8 @@ class ZeRO(Strategy):
     are those of :class:`~worldsize.strategies.ddp.DDP`.
     """
 
+    averages_weights = True
+
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
 

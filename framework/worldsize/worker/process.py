@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Listener, Outcome, Replica, RunFailed, World
+from worldsize.engine.averaging import AveragedReplica
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
 from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
@@ -152,4 +153,7 @@ def _replica(
     """Return the replica that this process trains, or None once it has served until the end."""
     context = context_of(settings, run, world, placement, preemption)
     serves = settings.roles[world.role].serves
-    return (settings.strategy.serve if serves else settings.strategy.replica)(settings.recipe, context)
+    if serves:
+        return settings.strategy.serve(settings.recipe, context)
+    replica = settings.strategy.replica(settings.recipe, context)
+    return AveragedReplica(replica, settings.average) if settings.average else replica

@@ -30,6 +30,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.loader import collate_of, micro_batches
+from worldsize.engine.averaging import evaluate_all
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.observe.events import EventLog
@@ -155,12 +156,16 @@ class Training:
 
         def evaluation() -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")
-            return evaluate(
+            return evaluate_all(
                 self._replica,
-                test,
-                part,
-                batch_size=settings.training.evaluate_batch_size,
-                collate=collate_of(settings.recipe),
+                partial(
+                    evaluate,
+                    self._replica,
+                    test,
+                    part,
+                    batch_size=settings.training.evaluate_batch_size,
+                    collate=collate_of(settings.recipe),
+                ),
             )
 
         callbacks = LoopCallbacks(

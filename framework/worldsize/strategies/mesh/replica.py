@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
@@ -52,6 +53,9 @@ class PipelineReplica(Replica):
                     names = tuple(sorted(metrics))
                     sums |= {batch.index: metrics} if batch.counted else {}
         return sums, names
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return self._inner.trained_weights()
 
     def state(self) -> StateDict:
         return self._inner.state()

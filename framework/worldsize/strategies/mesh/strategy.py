@@ -44,6 +44,8 @@ class Mesh(Strategy):
     pipeline). ``reshard_after_forward`` (None: unless there is a pipeline, which would gather for each micro-batch).
     """
 
+    averages_weights = True
+
     data: Annotated[int | None, Range(least=1)] = None
     tensor: Annotated[int, Range(least=1)] = 1
     pipeline: Annotated[int, Range(least=1)] = 1

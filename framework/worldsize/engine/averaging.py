@@ -1,0 +1,132 @@
+"""Averages the weights over the updates of training, and evaluates with the average beside the weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import phase
+from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult
+
+
+@final
+@dataclass(frozen=True)
+class WeightAverage:
+    """An exponential moving average: after an update, average ← decay · average + (1 - decay) · weights.
+
+    Attributes:
+        decay: Share of the average that an averaging leaves, 0 to 1.
+        every: Updates from one averaging to the next.
+        warmup: Lower the decay of the n-th averaging, n from 0, to (1 + n) / (10 + n) at most, so that the average
+            soon forgets the first weights. Source: TensorFlow's ExponentialMovingAverage.
+    """
+
+    decay: float
+    every: int = 1
+    warmup: bool = False
+
+    def decay_after(self, averagings: int) -> float:
+        """Return the decay of the averaging that comes after so many."""
+        return min(self.decay, (1 + averagings) / (10 + averagings)) if self.warmup else self.decay
+
+
+@final
+class AveragedReplica(Replica):
+    """Lets ``inner`` train, and averages what this rank holds of the weights after each update; nothing is sent.
+
+    The average is in float32, or in the weights' own precision where that is higher. The first averaging copies the
+    weights, as torch.optim.swa_utils.AveragedModel does. Buffers and frozen parameters are the model's own. The state
+    has a part ``ema`` beside those of ``inner``: the averaged ``weights`` by the model's names, and the ``updates``.
+    """
+
+    def __init__(self, inner: Replica, average: WeightAverage) -> None:
+        self._inner, self._average = inner, average
+        self.step_reached = inner.step_reached
+        self._updates = 0
+        averages: dict[Tensor, Tensor] = {}  # by weight: one that has several names is averaged once
+        weights = inner.trained_weights()
+        for weight in weights.values():
+            if weight not in averages:
+                averages[weight] = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        self._weights = {name: averages[weight] for name, weight in weights.items()}
+        self._held = {average: weight for weight, average in averages.items() if not weight.is_meta}
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        result = self._inner.step(micro_batches)
+        if not result.skipped:
+            self._updates += 1
+            if self._updates % self._average.every == 0:
+                with phase("update"), torch.no_grad():
+                    self._add()
+        return result
+
+    def _add(self) -> None:
+        """Take the weights as they are now into the average."""
+        averages, live = self._local()
+        averagings = self._updates // self._average.every - 1
+        if averagings == 0:
+            torch._foreach_copy_(averages, live)
+            return
+        wide = [tensor.to(average.dtype) for average, tensor in zip(averages, live, strict=True)]
+        torch._foreach_lerp_(averages, wide, 1 - self._average.decay_after(averagings))
+
+    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what this rank holds of the averages, and of the weights in the same order."""
+        return [local(average) for average in self._held], [local(weight) for weight in self._held.values()]
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        """Evaluate the weights; within :meth:`averaged`, their average."""
+        return self._inner.evaluate(batches)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Hold the model at the average within the context."""
+        with torch.no_grad():
+            self._inner.trained_weights()  # what has been gathered for an evaluation is divided again
+            averages, live = self._local()
+            kept = [tensor.clone() for tensor in live]
+            torch._foreach_copy_(live, averages)
+        yield
+        with torch.no_grad():
+            self._inner.trained_weights()
+            torch._foreach_copy_(self._local()[1], kept)
+
+    def state(self) -> StateDict:
+        return {**self._inner.state(), "ema": {"weights": self._weights, "updates": self._updates}}
+
+    def load(self, state: StateDict) -> None:
+        self._inner.load(state)
+        kept = state["ema"]
+        self._updates = kept["updates"]
+        with torch.no_grad():
+            averages, live = self._local()
+            if self._updates == 0:  # the checkpoint has no average, or it is not to be taken over
+                torch._foreach_copy_(averages, live)
+                return
+            for name, average in self._weights.items():
+                if average in self._held:
+                    local(average).copy_(local(kept["weights"][name]))
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._inner.facts()
+
+    def close(self, *, complete: bool) -> None:
+        self._inner.close(complete=complete)
+
+
+def evaluate_all(replica: Replica, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+    """Return what ``evaluate`` gives for the weights and, if ``replica`` averages them, for the average.
+
+    The names of the average's metrics begin with ``ema/``.
+    """
+    metrics = evaluate()
+    if not isinstance(replica, AveragedReplica):
+        return metrics
+    with replica.averaged():
+        return {**metrics, **{f"ema/{name}": value for name, value in evaluate().items()}}
