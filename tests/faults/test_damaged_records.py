@@ -31,7 +31,7 @@ def seal(path: Path, text: str) -> None:
 def changed(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = dict(read_manifest(run / "run_manifest.json"))
     change(manifest)
-    write_manifest(run / "run_manifest.json", manifest)
+    write_manifest(run / "run_manifest.json", manifest, own=False)  # one's own signature is trusted
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

@@ -185,8 +185,24 @@ ATTEMPT = {"number": 1, "start": "", "exit_reason": "failed", "exit_code": 1, "h
 )
 def test_a_field_that_is_not_what_its_schema_says_is_named(tmp_path: Path, field: str, facts: dict[str, Any]) -> None:
     path = tmp_path / "run_manifest.json"
-    write_manifest(path, {"attempts": [], "results": None, **facts})
+    write_manifest(path, {"attempts": [], "results": None, **facts}, own=False)
     with pytest.raises(WorldsizeError, match=f"{re.escape(str(path))} is not a run manifest.*: {re.escape(field)} is "):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize("move", ["into a field", "twice"])
+def test_a_signature_counts_only_where_it_was_written(tmp_path: Path, move: str) -> None:
+    """What this user has signed is held to nothing more; whoever moves the signature's line is an enemy."""
+    path = tmp_path / "run_manifest.json"
+    written = write_manifest(path, {"attempts": 5, "code": {"a": 1}})
+    assert read_manifest(path) == written  # of a wrong type, but signed
+    text = path.read_text()
+    seals = [line for line in text.splitlines() if line.startswith(('  "digest"', '  "signature"'))]
+    if move == "into a field":
+        text = "\n".join(line for line in text.splitlines() if line not in seals).replace(",\n}", "\n}") + "\n"
+    inserted = "".join(f"{seal.rstrip(',')},\n" for seal in seals)
+    path.write_text(text.replace('  "code": {\n', f'  "code": {{\n{inserted}'))
+    with pytest.raises(WorldsizeError, match="attempts is '5', which is of the wrong type"):
         read_manifest(path)
 
 

@@ -163,6 +163,6 @@ def test_a_remote_is_an_address(code: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_checkout_that_is_no_path_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "run_manifest.json"
-    write_manifest(path, {"run_id": "theirs", "code": {"checkout": 5}})
+    write_manifest(path, {"run_id": "theirs", "code": {"checkout": 5}}, own=False)
     with pytest.raises(WorldsizeError, match=r"code\.checkout is '5', which is of the wrong type"):
         read_manifest(path)
