@@ -192,7 +192,7 @@ def test_a_field_that_is_not_what_its_schema_says_is_named(tmp_path: Path, field
 
 @pytest.mark.parametrize("move", ["into a field", "twice"])
 def test_a_signature_counts_only_where_it_was_written(tmp_path: Path, move: str) -> None:
-    """What this user has signed is held to nothing more; whoever moves the signature's line is an enemy."""
+    """A record that this user has signed is held to nothing more; whoever moves the signature's line is an enemy."""
     path = tmp_path / "run_manifest.json"
     written = write_manifest(path, {"attempts": 5, "code": {"a": 1}})
     assert read_manifest(path) == written  # of a wrong type, but signed
