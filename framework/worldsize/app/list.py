@@ -32,23 +32,23 @@ def main() -> None:
 
 def _options(kind: str | None) -> list[Row]:
     """Raises WorldsizeError for a group that does not exist."""
-    found, known = options(), plugins()
-    groups = sorted({option.group for option in found})
+    available, known = options(), plugins()
+    groups = sorted({option.group for option in available})
     wanted = groups if kind is None else [group for group in groups if kind in (group, _plural(group))]
     if not wanted:
         raise WorldsizeError(f"no kind {kind!r}{neighbours(str(kind), ['plugins', *groups])}")
     return [
         (f"{option.group}={option.name}", _source(option, known), option.about)
-        for option in found
+        for option in available
         if option.group in wanted
     ]
 
 
 def _plugins() -> list[Row]:
     """Installed packages that offer nothing are shown with the reason: they fail in no run that does not need them."""
-    found = [(each.name, each.version or "", each.source, _about(each)) for each in plugins()]
+    working = [(each.name, each.version or "", each.source, _about(each)) for each in plugins()]
     broken = [(each.module, each.version, each.distribution, f"broken: {each.broken}") for each in _broken()]
-    return [*found, *broken]
+    return [*working, *broken]
 
 
 def _broken() -> list[Installed]:

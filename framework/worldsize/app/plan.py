@@ -93,17 +93,17 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     shared = None if size is None or typed else _SAMPLES_PER_LOGICAL_RANK
     settings = settings_of(cfg, samples_per_logical_rank=shared)
     _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
-    found, refused = _forecasts(predictor, shared, names)
+    forecasts, refused = _forecasts(predictor, shared, names)
     cluster = predictor.cluster(settings)
     memory = cluster.device_memory or detected_memory_bytes(cluster)
-    unfitting = {name: why for name, each in found.items() if (why := unfit(each, memory))}
-    _print(_cost_table(found, unfitting, settings, priced=not shared) if found else "")
-    _print(best_text(found, unfitting))
+    unfitting = {name: why for name, each in forecasts.items() if (why := unfit(each, memory))}
+    _print(_cost_table(forecasts, unfitting, settings, priced=not shared) if forecasts else "")
+    _print(best_text(forecasts, unfitting))
     _print("" if shared else _batch_text(settings), _links_text(cluster, options.links), "" if memory else _UNKNOWN)
     _print(*(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()))
     if not shared and (warning := _retuning_text(settings)):
         print(warning, file=sys.stderr)
-    return 0 if found else CONFIG_ERROR
+    return 0 if forecasts else CONFIG_ERROR
 
 
 _SAMPLES_PER_LOGICAL_RANK = 16  # of a model whose compute is given: no sample is drawn, but pipelines divide them
@@ -132,16 +132,16 @@ def _forecasts(
     predictor: Predictor, shared: int | None, names: Sequence[str]
 ) -> tuple[dict[str, Forecast], dict[str, str]]:
     """Map each strategy to its forecast, or to the reason why there is none."""
-    found: dict[str, Forecast] = {}
+    forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for name, settings in _strategies(refused, shared, names):
         _note(f"trying {name}")
         try:
-            found[name] = predictor.forecast(settings)
+            forecasts[name] = predictor.forecast(settings)
         except ConfigError as error:
             refused[name] = str(error)
     _note("")
-    return found, refused
+    return forecasts, refused
 
 
 def _note(text: str) -> None:
@@ -170,7 +170,7 @@ def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str
 
 
 def _cost_table(
-    found: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings, *, priced: bool
+    forecasts: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings, *, priced: bool
 ) -> Table:
     """``priced``: say what samples cost, if the cluster says what nodes do."""
     cluster = settings.cluster
@@ -178,7 +178,7 @@ def _cost_table(
     columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
     columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price else [])]
     table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")
-    ranked = sorted(found.items(), key=lambda item: (item[0] in unfitting, item[1].step_seconds))
+    ranked = sorted(forecasts.items(), key=lambda item: (item[0] in unfitting, item[1].step_seconds))
     for place, (name, each) in enumerate(ranked):
         cost = each.cost
         cells = [size_text(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes)]

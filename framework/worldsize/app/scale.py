@@ -123,7 +123,7 @@ def _planned(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[
 
 
 def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predictor: Predictor) -> Planned:
-    found = []
+    places = []
 
     def task(cfg: DictConfig) -> None:
         from worldsize.core import BatchLauncher
@@ -145,10 +145,10 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
             )
         shape = (f"batch_size={settings.training.batch_size}", f"logical_ranks={settings.logical_ranks}")
         place = Planned(choices()["strategy"], size, accumulation, (*words, *shape), settings, choices()["recipe"])
-        found.append(replace(place, predicted=_predicted(predictor, settings)))
+        places.append(replace(place, predicted=_predicted(predictor, settings)))
 
     compose_and_call(task, words)
-    return found[0]
+    return places[0]
 
 
 def _predicted(predictor: Predictor, settings: Settings) -> float | None:
@@ -160,8 +160,8 @@ def _predicted(predictor: Predictor, settings: Settings) -> float | None:
 
 
 def _list(overrides: Sequence[str], name: str) -> list[str]:
-    found = [word.partition("=")[2] for word in overrides if word.startswith(f"{name}=")]
-    return found[-1].strip("[]").split(",") if found else []
+    values = [word.partition("=")[2] for word in overrides if word.startswith(f"{name}=")]
+    return values[-1].strip("[]").split(",") if values else []
 
 
 def _number(text: str) -> int:
@@ -175,15 +175,15 @@ def _number(text: str) -> int:
 
 def _measured(point: Planned, run: Path) -> Point:
     batch_size = point.settings.training.batch_size
-    found = read_timed(run, batch_size)
+    timed = read_timed(run, batch_size)
     return Point(
         strategy=point.strategy,
         world_size=point.world_size,
         accumulation=point.accumulation,
-        step_seconds=found.step_seconds,
-        spread_seconds=found.spread_seconds,
-        phases=found.phases,
-        samples_per_second=batch_size / found.step_seconds,
+        step_seconds=timed.step_seconds,
+        spread_seconds=timed.spread_seconds,
+        phases=timed.phases,
+        samples_per_second=batch_size / timed.step_seconds,
         predicted_seconds=point.predicted,
         run=str(run),
     )

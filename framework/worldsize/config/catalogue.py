@@ -49,17 +49,17 @@ class Option:
 
 def options() -> list[Option]:
     """Every option of every group, by group and name."""
-    found = [Option(*each) for folder in searched() for each in options_in(folder)]
-    return sorted(found, key=lambda option: (option.group, option.name))
+    known = [Option(*each) for folder in searched() for each in options_in(folder)]
+    return sorted(known, key=lambda option: (option.group, option.name))
 
 
 def plugins() -> list[Plugin]:
     """Every plugin and recipe, chosen or not; of installed ones those that are not broken."""
-    found = [_in_folder(root, folder) for root in roots() for folder in folders_of(root)]
+    local = [_in_folder(root, folder) for root in roots() for folder in folders_of(root)]
     packages = [
         Plugin(each.module, each.folder, each.distribution, each.version) for each in installed() if each.folder
     ]
-    return [*found, *packages]
+    return [*local, *packages]
 
 
 def _in_folder(root: Path, folder: Path) -> Plugin:
@@ -77,15 +77,15 @@ def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
     """
     known = plugins()
     chosen = {(group.partition("@")[0], option) for group, option in choices.items()}
-    found = [each for each in known if any((option.group, option.name) in chosen for option in each.options)]
-    texts = [json.dumps(config, default=str), *(text for plugin in found for text in _sources(plugin))]
+    named = [each for each in known if any((option.group, option.name) in chosen for option in each.options)]
+    texts = [json.dumps(config, default=str), *(text for plugin in named for text in _sources(plugin))]
     while texts:
         text = texts.pop()
         for plugin in known:
-            if plugin not in found and _is_named(plugin.name, text):
-                found.append(plugin)
+            if plugin not in named and _is_named(plugin.name, text):
+                named.append(plugin)
                 texts += _sources(plugin)
-    return sorted(found, key=lambda plugin: plugin.name)
+    return sorted(named, key=lambda plugin: plugin.name)
 
 
 def _is_named(module: str, text: str) -> bool:

@@ -30,9 +30,9 @@ def installed() -> tuple[Installed, ...]:
 def _looked_up(point: EntryPoint) -> Installed:
     name, version = (point.dist.name, point.dist.version) if point.dist else ("?", "?")
     folders = _folders(point.module)
-    found = next((folder for folder in folders if (folder / "conf").is_dir()), None)
-    broken = None if found else f"the package {point.module} has no conf/" if folders else f"no package {point.module}"
-    return Installed(point.module, name, version, found, broken)
+    holder = next((folder for folder in folders if (folder / "conf").is_dir()), None)
+    broken = None if holder else f"the package {point.module} has no conf/" if folders else f"no package {point.module}"
+    return Installed(point.module, name, version, holder, broken)
 
 
 def _folders(module: str) -> list[Path]:

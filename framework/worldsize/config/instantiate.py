@@ -75,11 +75,11 @@ def check_targets(config: Any, allowed: Allowed) -> None:
 def resolve(target: str, allowed: Allowed, key: str) -> Any:
     """The callable that ``target`` names; an alias of something outside the allow-list is refused as well."""
     _check_prefix(target, allowed, key)
-    found = _locate(target, key)
-    origin = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+    located = _locate(target, key)
+    origin = f"{getattr(located, '__module__', '')}.{getattr(located, '__qualname__', '')}"
     if not allowed.admits(origin):
         raise ConfigError(f"{key}: {target} is {origin}, which is outside the allow-list. {_remedy(allowed)}")
-    return found
+    return located
 
 
 def _check_prefix(target: Any, allowed: Allowed, key: str) -> None:
@@ -94,17 +94,17 @@ def _remedy(allowed: Allowed) -> str:
 def _locate(target: str, key: str) -> Any:
     """Import the longest module prefix of ``target``, then walk its attributes."""
     module, attributes = _import(target, key)
-    found: Any = module
+    located: Any = module
     for attribute in attributes:
-        if not hasattr(found, attribute):
+        if not hasattr(located, attribute):
             raise ConfigError(
-                f"{key}: {target} does not exist: {_name(found)} has no {attribute!r}"
-                f"{neighbours(attribute, dir(found))}"
+                f"{key}: {target} does not exist: {_name(located)} has no {attribute!r}"
+                f"{neighbours(attribute, dir(located))}"
             )
-        found = getattr(found, attribute)
-    if not callable(found) or not attributes:
+        located = getattr(located, attribute)
+    if not callable(located) or not attributes:
         raise ConfigError(f"{key}: {target} is not callable. Name a class or a function.")
-    return found
+    return located
 
 
 def _import(target: str, key: str) -> tuple[Any, list[str]]:
@@ -119,8 +119,8 @@ def _import(target: str, key: str) -> tuple[Any, list[str]]:
     raise ConfigError(f"{key}: {target} does not exist: no module {parts[0]!r} on the import path.")
 
 
-def _name(found: Any) -> str:
-    return str(getattr(found, "__name__", found))
+def _name(located: Any) -> str:
+    return str(getattr(located, "__name__", located))
 
 
 def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -42,16 +42,16 @@ def foreign_roots() -> list[Path]:
 
 def folders_of(root: Path) -> list[Path]:
     """List the folders ``recipes/*`` and ``plugins/*`` of a root that have something in them."""
-    found = [folder for kind in ("recipes", "plugins") for folder in sorted(root.glob(f"{kind}/*"))]
-    return [folder for folder in found if is_folder(folder / "conf") or any(folder.glob("*.py"))]
+    folders = [folder for kind in ("recipes", "plugins") for folder in sorted(root.glob(f"{kind}/*"))]
+    return [folder for folder in folders if is_folder(folder / "conf") or any(folder.glob("*.py"))]
 
 
 def config_folders() -> list[Path]:
     """Every ``conf/`` that adds groups to the run's configuration."""
-    found = [root / "conf" for root in roots()]
-    found += [folder / "conf" for root in roots() for folder in folders_of(root)]
-    found += [plugin.folder / "conf" for plugin in installed() if plugin.folder]
-    return [folder for folder in dict.fromkeys(found) if is_folder(folder)]
+    folders = [root / "conf" for root in roots()]
+    folders += [folder / "conf" for root in roots() for folder in folders_of(root)]
+    folders += [plugin.folder / "conf" for plugin in installed() if plugin.folder]
+    return [folder for folder in dict.fromkeys(folders) if is_folder(folder)]
 
 
 def searched() -> list[Path]:

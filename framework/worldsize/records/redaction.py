@@ -68,9 +68,9 @@ def without_credentials(text: str) -> str:
     return _URL_PARAMETER.sub(_parameter, _URL_CREDENTIALS.sub("", text)) if "://" in text else text
 
 
-def _parameter(found: re.Match[str]) -> str:
-    hidden = is_secret(found[1]) or _SIGNATURES & set(_words(found[1]))
-    return f"{found[1]}={REDACTED}" if hidden else found[0]
+def _parameter(match: re.Match[str]) -> str:
+    hidden = is_secret(match[1]) or _SIGNATURES & set(_words(match[1]))
+    return f"{match[1]}={REDACTED}" if hidden else match[0]
 
 
 def redacted(value: Any) -> Any:
@@ -131,13 +131,13 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
 
     Values of fewer than 8 characters are not looked for: they would also be found where they mean nothing.
     """
-    found = {value for name, value in environ.items() if is_secret_variable(name)}
-    found |= {environ.get(name, "") for name in interpolated if not _PLACES.fullmatch(name)}
+    values = {value for name, value in environ.items() if is_secret_variable(name)}
+    values |= {environ.get(name, "") for name in interpolated if not _PLACES.fullmatch(name)}
     kept_out = [str(value) for _, value in withheld(config, redacted(config))]
-    found |= {value for value in kept_out if "://" not in value}
-    found |= {password for value in kept_out for password in _URL_PASSWORD.findall(value)}
-    found |= set(re.findall(r"\bpassword\s+(\S+)", netrc.read_text())) if os.access(netrc, os.R_OK) else set()
-    return Scrubber(tuple(sorted((value for value in found if len(value) >= 8), key=len, reverse=True)))
+    values |= {value for value in kept_out if "://" not in value}
+    values |= {password for value in kept_out for password in _URL_PASSWORD.findall(value)}
+    values |= set(re.findall(r"\bpassword\s+(\S+)", netrc.read_text())) if os.access(netrc, os.R_OK) else set()
+    return Scrubber(tuple(sorted((value for value in values if len(value) >= 8), key=len, reverse=True)))
 
 
 def withheld(config: Any, written: Any, path: Keys = ()) -> list[tuple[Keys, Any]]:
@@ -162,7 +162,7 @@ def restore(config: Any, secrets: Iterable[tuple[Sequence[str | int], Any]]) -> 
 def missing(config: Any, path: Keys = ()) -> list[Keys]:
     """List the keys at which ``config`` still has a placeholder for a secret."""
     if isinstance(config, Mapping):
-        return [found for key, child in config.items() for found in missing(child, (*path, key))]
+        return [place for key, child in config.items() for place in missing(child, (*path, key))]
     if isinstance(config, list):
-        return [found for index, child in enumerate(config) for found in missing(child, (*path, index))]
+        return [place for index, child in enumerate(config) for place in missing(child, (*path, index))]
     return [path] if isinstance(config, str) and REDACTED in config else []

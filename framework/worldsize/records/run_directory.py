@@ -88,12 +88,12 @@ def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
 
 def runs_below(root: Path) -> list[RunDirectory]:
     """List the runs in a folder, at whatever depth, by name; what lies inside of a run is not looked at."""
-    found = []
+    runs = []
     for folder, inside, files in os.walk(root):
         if RunDirectory.MANIFEST in files:
-            found.append(RunDirectory(Path(folder)))
+            runs.append(RunDirectory(Path(folder)))
             inside.clear()
-    return sorted(found, key=lambda run: run.path)
+    return sorted(runs, key=lambda run: run.path)
 
 
 @contextmanager

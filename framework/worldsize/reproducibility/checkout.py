@@ -87,8 +87,8 @@ def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
             f"{path} is {why}: the run had uncommitted changes with SHA-256 {digest}. "
             "Bring it back, or go on without them with --approximate."
         ) from None
-    if (found := hashlib.sha256(patch).hexdigest()) != digest:
-        raise WorldsizeError(f"{path} was changed: its SHA-256 is {found}, the manifest says {digest}. Bring it back.")
+    if (actual := hashlib.sha256(patch).hexdigest()) != digest:
+        raise WorldsizeError(f"{path} was changed: its SHA-256 is {actual}, the manifest says {digest}. Bring it back.")
     return patch
 
 

@@ -89,14 +89,14 @@ def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
 
 def _series(run: Path) -> dict[str, Series]:
     """Figures by name and step; of a step that was logged twice, the last."""
-    found: dict[str, Series] = {}
+    series: dict[str, Series] = {}
     for row in metric_rows(run / "metrics.jsonl"):
         for label, value in _figures(row):
             if value is not None:
                 if not is_number(value):
                     raise ValueError(f"{label} is {str(value)[:40]!r} at step {row['step']} of metrics.jsonl")
-                found.setdefault(label, {})[row["step"]] = float(value)
-    return found
+                series.setdefault(label, {})[row["step"]] = float(value)
+    return series
 
 
 def _figures(row: Row) -> Iterator[tuple[str, Any]]:
@@ -110,11 +110,11 @@ def _figures(row: Row) -> Iterator[tuple[str, Any]]:
 
 def _tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
     """Compare tensors in the checkpoints of steps that both runs kept, else by the digests of the final weights."""
-    found = [_weights(first / "checkpoints"), _weights(second / "checkpoints")]
-    steps = sorted(found[0].keys() & found[1].keys())
+    runs = [_weights(first / "checkpoints"), _weights(second / "checkpoints")]
+    steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:
         return [_by_digest(name, then, now) for name in sorted(then.keys() | now.keys())]
-    states = {step: [read_tensors(read(run[step]), "model") for run in found] for step in steps}
+    states = {step: [read_tensors(read(run[step]), "model") for run in runs] for step in steps}
     names = sorted({name for one, other in states.values() for name in one.keys() & other.keys()})
     return [_drift(name, {step: (one[name], other[name]) for step, (one, other) in states.items()}) for name in names]
 

@@ -52,12 +52,12 @@ def _installed() -> Mapping[str, tuple[str, metadata.Distribution]]:
 
 @cache
 def _installed_on(path: Sequence[str]) -> Mapping[str, tuple[str, metadata.Distribution]]:
-    found: dict[str, tuple[str, metadata.Distribution]] = {}
+    packages: dict[str, tuple[str, metadata.Distribution]] = {}
     for each in metadata.distributions(path=list(path)):
         facts = each.metadata  # parsed anew each time that it is asked for
         if "Name" in facts and "Version" in facts:  # an interrupted uninstall leaves folders without them
-            found.setdefault(re.sub(r"[-_.]+", "-", facts["Name"]).lower(), (facts["Version"], each))
-    return dict(sorted(found.items()))
+            packages.setdefault(re.sub(r"[-_.]+", "-", facts["Name"]).lower(), (facts["Version"], each))
+    return dict(sorted(packages.items()))
 
 
 def _torch() -> dict[str, Any]:
@@ -119,7 +119,7 @@ def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) 
             if (project / name).exists():
                 _copy(project / name, folder / name, clean)
         return hashlib.sha256((folder / "uv.lock").read_bytes()).hexdigest()
-    pins = clean("".join(f"{_pin(name, *found)}\n" for name, found in _installed().items()))
+    pins = clean("".join(f"{_pin(name, *facts)}\n" for name, facts in _installed().items()))
     (folder / "requirements.txt").write_text(pins)
     return hashlib.sha256(pins.encode()).hexdigest()
 

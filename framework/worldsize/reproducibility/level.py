@@ -97,10 +97,10 @@ def changes(
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
 
-def changes_but(found: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
+def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
     """Changes that are not below a key in ``ignore``, nor follow from the value of one."""
-    accepted = [(then, now) for key, then, now in found if _is_below(key, ignore)]
-    return [each for each in found if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
+    accepted = [(then, now) for key, then, now in changes if _is_below(key, ignore)]
+    return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 
 
 def _is_below(key: str, parents: Sequence[str]) -> bool:
@@ -170,7 +170,7 @@ def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[D
     digests = {plugin["name"]: plugin["sha256"] for plugin in present.get("plugins", ())}
     for plugin in original.get("plugins", ()):
         is_in_code = plugin["source"] in ("worldsize", "project")  # which the commit and its patch tell more exactly
-        if not is_in_code and (found := digests.get(plugin["name"])) != plugin["sha256"]:
-            yield Downgrade("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {found} now")
+        if not is_in_code and (digest := digests.get(plugin["name"])) != plugin["sha256"]:
+            yield Downgrade("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {digest} now")
     if then["framework"] != now["framework"]:
         yield Downgrade("tolerance", f"worldsize itself: {then['framework']} then, {now['framework']} now")

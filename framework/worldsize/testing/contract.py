@@ -97,8 +97,8 @@ def train(
         losses.append(_mean_loss(replica.step(next(batches)).losses, world))
     if save and folder is not None:
         _save(replica, world, folder, steps)
-    found = World(**{**vars(world), "rank": part[0], "size": part[1]})
-    (error,) = evaluate(replica, recipe.data("test"), found, batch_size=5, collate=collate_of(recipe)).values()
+    part_of_world = World(**{**vars(world), "rank": part[0], "size": part[1]})
+    (error,) = evaluate(replica, recipe.data("test"), part_of_world, batch_size=5, collate=collate_of(recipe)).values()
     moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
     model = gather_full(replica.state()["model"], world)
     replica.close(complete=True)
@@ -231,10 +231,10 @@ class StrategyContract:
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
         """Compare with plain PyTorch, up to ``tolerance``, at every size; so do weights that no optimizer changes."""
         expected = reference(self._recipe())
-        for rank, (found, *_) in enumerate(self._ended(size)):
-            assert_close("loss", found.losses[-1], expected.losses[-1], self.tolerance)
-            assert_close("test error", found.error, expected.error, self.tolerance)
-            assert found.moved, f"rank {rank} is idle: its parameters are what they were"
+        for rank, (actual, *_) in enumerate(self._ended(size)):
+            assert_close("loss", actual.losses[-1], expected.losses[-1], self.tolerance)
+            assert_close("test error", actual.error, expected.error, self.tolerance)
+            assert actual.moved, f"rank {rank} is idle: its parameters are what they were"
 
     def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(
         self, tmp_path_factory: pytest.TempPathFactory
@@ -281,14 +281,14 @@ class StrategyContract:
             assert not ports.keys() & listening(of_all=True).keys(), f"some of {shown} are still open"
 
 
-def assert_close(what: str, found: float, expected: float, tolerance: float) -> None:
+def assert_close(what: str, actual: float, expected: float, tolerance: float) -> None:
     """Fail unless the relative difference is at most ``tolerance``."""
-    difference = abs(found - expected) / abs(expected)
-    assert difference <= tolerance, f"{what} {found}, on one process {expected}: {difference:.1e} > {tolerance:.1e}"
+    difference = abs(actual - expected) / abs(expected)
+    assert difference <= tolerance, f"{what} {actual}, on one process {expected}: {difference:.1e} > {tolerance:.1e}"
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Fail unless both have the same names and every tensor the same bits."""
-    assert found.keys() == expected.keys()
-    different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert actual.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not different, f"other bits: {', '.join(different)}"

@@ -95,14 +95,14 @@ class Hosts:
 
     def processes(self, text: str) -> list[int]:
         """Return the ids of processes on any host whose command line has ``text``."""
-        found = []
+        pids = []
         for host in range(1, self.count + 1):
             listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)
             for pid in map(int, listed.stdout.split()):
                 with suppress(OSError):
                     if text in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
-                        found.append(pid)
-        return found
+                        pids.append(pid)
+        return pids
 
     def kill(self, host: int) -> None:
         """End every process of a host at once."""

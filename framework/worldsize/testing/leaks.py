@@ -30,11 +30,11 @@ def listening(*, of_all: bool = False) -> dict[str, tuple[str, int]]:
 
 
 def _sockets() -> set[str]:
-    found = set()
+    targets = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            found.add(str(link.readlink()))
-    return found
+            targets.add(str(link.readlink()))
+    return targets
 
 
 def _address(text: str) -> tuple[str, int]:

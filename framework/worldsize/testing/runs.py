@@ -21,14 +21,14 @@ class Run:
     @property
     def result(self) -> Mapping[str, Any]:
         """The contents of ``result.json``."""
-        found: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
-        return found
+        result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
+        return result
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last evaluation."""
-        found: dict[str, float] = self.result["metrics"]
-        return found
+        metrics: dict[str, float] = self.result["metrics"]
+        return metrics
 
 
 def train(*overrides: str, root: Path) -> Run:

@@ -206,8 +206,8 @@ def _first_of_slurm(environ: Environ) -> str | None:
 
 def first_host(names: str) -> str:
     """The first of Slurm's list of hosts, e.g. "gpu[03-07,12],cpu1"."""
-    found = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", names)
-    return "".join(part or "" for part in found.groups()) if found else names
+    host = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", names)
+    return "".join(part or "" for part in host.groups()) if host else names
 
 
 def _expanded_counts(text: str) -> list[int]:

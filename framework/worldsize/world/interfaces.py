@@ -68,5 +68,5 @@ def _speed(interface: str) -> float | None:
 def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:
     """Variables that make the collectives of ``backend`` use ``interface``, and NCCL these InfiniBand adapters."""
     names = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
-    found = {names[backend]: interface} if interface and backend in names else {}
-    return {**found, **({"NCCL_IB_HCA": hca} if hca and backend == "nccl" else {})}
+    named = {names[backend]: interface} if interface and backend in names else {}
+    return {**named, **({"NCCL_IB_HCA": hca} if hca and backend == "nccl" else {})}

@@ -135,6 +135,6 @@ def places(world: World) -> list[tuple[str, str]]:
     group = world.groups.get(f"checkpoint/{world.role}")  # of gloo: what is sent are objects
     if group is None:
         return [mine]
-    found = [mine] * world.size
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    gathered = [mine] * world.size
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered

@@ -128,8 +128,8 @@ def themed(svg: str, title: str) -> Markup:
     return Markup(_own_ids(body, prefix=f"c{crc32(title.encode()):x}"))  # matplotlib has escaped all text
 
 
-def _with_title(found: re.Match[str]) -> str:
-    return f"<g><title>{escape(bytes.fromhex(found[1]).decode())}</title>"
+def _with_title(match: re.Match[str]) -> str:
+    return f"<g><title>{escape(bytes.fromhex(match[1]).decode())}</title>"
 
 
 def _own_ids(svg: str, *, prefix: str) -> str:
