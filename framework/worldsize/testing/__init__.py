@@ -1,0 +1,5 @@
+"""What authors of recipes and plugins test them with."""
+
+from worldsize.testing.port import PortConfig, composed, same_losses
+
+__all__ = ["PortConfig", "composed", "same_losses"]

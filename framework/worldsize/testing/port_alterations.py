@@ -1,0 +1,309 @@
+"""The usual mistakes of a port, each an alteration of the recipe's training that may give the reference's losses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from worldsize.core import MicroBatch, Recipe
+from worldsize.data.loader import collate_of, fetch, is_iterable
+from worldsize.reproducibility.seeds import seed_generators
+from worldsize.strategies.loss_weights import differentiable, is_weighted, mean_loss
+from worldsize.strategies.synchronous import autocast
+from worldsize.testing.port_runs import PortConfig, initial_model, steps_of
+
+_DROPOUTS = (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
+
+
+@final
+class NoDropout(TorchFunctionMode):
+    """Compute every dropout as in evaluation mode, whichever mode the model is in."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0]
+        if func is F.scaled_dot_product_attention and len(args) > 4:  # query, key, value, mask, probability
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.scaled_dot_product_attention:
+            named["dropout_p"] = 0.0
+        if func is F.multi_head_attention_forward:
+            named["training"] = False
+        return func(*args, **named)
+
+
+@final
+@dataclass(frozen=True)
+class Alteration:
+    """One way in which the reference may train otherwise than the recipe.
+
+    Attributes:
+        cause: What to tell if it explains the losses.
+        mean: "all": the sum over the weight of all micro-batches; "means": the mean of the micro-batches' means.
+        divides: Whether gradients are a mean over micro-batches, not their sum.
+        zero_grad: Whether each step begins with gradients of zero.
+        schedule: Whether the rate of a step is its own, that of the next or of the previous one, or always the first.
+        groups: Changes the optimizer's groups before the first step.
+        clip: Largest norm of the gradient; None: no clipping; "recipe": as configured.
+        dropout: Whether there is dropout.
+        whole: Whether the batch of a step is computed at once.
+        shuffled: Whether samples are drawn in the order of the run, not in that of the data set.
+    """
+
+    cause: str
+    mean: Literal["all", "means"] = "all"
+    divides: bool = True
+    zero_grad: bool = True
+    schedule: Literal["own", "next", "previous", "first"] = "own"
+    groups: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None
+    clip: float | Literal["recipe"] | None = "recipe"
+    dropout: bool = True
+    whole: bool = False
+    shuffled: bool = True
+
+
+def altered_losses(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
+    """Train ``recipe`` by a plain loop with one alteration, and yield the loss of each step."""
+    if alteration.whole:
+        config = replace(config, micro_batches=1)
+    model = initial_model(recipe, config)
+    optimizer = recipe.optimizer(model)
+    alteration.groups(model, optimizer)
+    schedule = recipe.schedule(optimizer)
+    if schedule is not None and alteration.schedule == "next":
+        _advance(schedule)
+    limit = config.numerics.clip_norm if alteration.clip == "recipe" else alteration.clip
+    steps = steps_of(recipe, config) if alteration.shuffled else _in_order(recipe, config)
+    for number, step in enumerate(steps, 1):
+        if alteration.zero_grad:
+            optimizer.zero_grad()
+        yield _backward(recipe, model, step, config, alteration)
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        if schedule is not None and alteration.schedule != "first" and (alteration.schedule, number) != ("previous", 1):
+            _advance(schedule)
+
+
+def _advance(schedule: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that the optimizer comes first
+        schedule.step()
+
+
+def _backward(
+    recipe: Recipe, model: nn.Module, step: Sequence[MicroBatch], config: PortConfig, alteration: Alteration
+) -> float:
+    """Leave the gradient of ``step`` in the parameters, and return its loss."""
+    records, weight = [], torch.zeros((), dtype=torch.float64)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    for batch in step:
+        seed_generators(batch.seed, config.device)
+        without: AbstractContextManager[Any] = nullcontext() if alteration.dropout else NoDropout()
+        with without, autocast(config.device, config.numerics.precision):
+            loss = recipe.loss(model, batch.data)
+            if alteration.mean == "means":
+                loss = mean_loss(loss)
+            total, record = differentiable(loss)
+        total.backward()  # type: ignore[no-untyped-call]
+        records.append(record[0] / record[1] if is_weighted(record) and alteration.mean == "means" else record)
+        weight += record[1].cpu() if is_weighted(record) else 1
+    factor = float(1 / weight) if alteration.divides else 1.0
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        if parameter.grad is not None:
+            new = parameter.grad if old is None else parameter.grad - old
+            parameter.grad = new * factor if old is None else old + new * factor
+    return float(sum(float(record[0] if is_weighted(record) else record) for record in records) / float(weight))
+
+
+def _in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of each step in the order in which the data set has its samples."""
+    data, order, collate = recipe.data("train"), config.order(), collate_of(recipe)
+    for step in range(1, config.steps + 1):
+        places = [torch.tensor(order.positions(step, rank)) % len(data) for rank in order.mine]
+        yield [
+            MicroBatch(fetch(data, indices, collate), order.step_seed(step, rank))
+            for rank, indices in zip(order.mine, places, strict=True)
+        ]
+
+
+def alterations(recipe: Recipe, config: PortConfig) -> list[Alteration]:
+    """List what may differ, the most frequent mistakes first."""
+    several = config.micro_batches > 1
+    return [
+        *(_of_data(recipe)),
+        *(_of_means() if several else ()),
+        Alteration(
+            "the reference trains without dropout: is its model in evaluation mode, or has it another rate of dropout?",
+            dropout=False,
+        ),
+        *_of_schedule(recipe, config),
+        *_of_clipping(config),
+        Alteration("the reference does not set gradients to zero before each step.", zero_grad=False),
+        *_of_groups(),
+    ]
+
+
+def _of_data(recipe: Recipe) -> list[Alteration]:
+    if is_iterable(recipe.data("train")):
+        return []
+    return [
+        Alteration(
+            "the order of samples: the reference takes them as the data set has them, without shuffling. Let it take "
+            "the batches that it is handed, or compare with losses of a program that shuffles alike.",
+            shuffled=False,
+        )
+    ]
+
+
+def _of_means() -> list[Alteration]:
+    return [
+        Alteration(
+            "a mean of means against a mean over all: the reference averages the means of its micro-batches, and "
+            "Recipe.loss returns a sum and its weight. Return the mean from loss to train as the reference does.",
+            mean="means",
+        ),
+        Alteration(
+            "a mean of means against a mean over all: the reference's loss is the mean over the whole batch of a step, "
+            "and Recipe.loss a mean over each micro-batch. Return the sum and its weight from loss.",
+            whole=True,
+        ),
+        Alteration(
+            "the gradients of a step: the reference adds up those of its micro-batches, and does not divide the sum "
+            "by their number or weight.",
+            divides=False,
+        ),
+    ]
+
+
+def _of_schedule(recipe: Recipe, config: PortConfig) -> list[Alteration]:
+    if recipe.schedule(recipe.optimizer(initial_model(recipe, config))) is None:
+        return []
+    told = "the learning-rate schedule: "
+    return [
+        Alteration(
+            told + "the reference is one step ahead; it advances the schedule before the optimizer's step, or counts "
+            "steps from 1. Make the recipe's schedule with the rate of step + 1.",
+            schedule="next",
+        ),
+        Alteration(
+            told + "the reference is one step behind; its second step still has the rate of the first. Make the "
+            "recipe's schedule with the rate of step - 1.",
+            schedule="previous",
+        ),
+        Alteration(told + "the reference keeps the rate of its first step.", schedule="first"),
+    ]
+
+
+def _of_clipping(config: PortConfig) -> list[Alteration]:
+    if config.numerics.clip_norm is None:
+        return [Alteration("the reference clips its gradient to a norm of 1: set clip_norm=1.", clip=1.0)]
+    told = f"the reference does not clip its gradient, and the recipe to a norm of {config.numerics.clip_norm}."
+    return [Alteration(told, clip=None)]
+
+
+def _of_groups() -> list[Alteration]:
+    told = "the weight decay of parameter groups: the reference "
+    return [
+        Alteration(told + "decays biases and norms like all other weights.", groups=_decay_all),
+        Alteration(told + "does not decay biases and norms, parameters of one dimension.", groups=_decay_matrices),
+        Alteration(told + "decays nothing.", groups=lambda _, optimizer: _set(optimizer, "weight_decay", 0.0)),
+        Alteration(
+            told + "decays by 0.01, which is the default of torch.optim.AdamW.",
+            groups=lambda _, optimizer: _set(optimizer, "weight_decay", 0.01),
+        ),
+        *_of_arguments(),
+    ]
+
+
+def _of_arguments() -> list[Alteration]:
+    usual = {
+        "momentum": (0.0, 0.9),
+        "nesterov": (True, False),
+        "betas": ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)),
+        "eps": (1e-8, 1e-6),
+        "amsgrad": (True,),
+    }
+    return [
+        Alteration(
+            f"an argument of the optimizer: the reference has {name}={value}.",
+            groups=lambda _, optimizer, name=name, value=value: _set(optimizer, name, value),  # type: ignore[misc]
+        )
+        for name, values in usual.items()
+        for value in values
+    ]
+
+
+def _set(optimizer: Optimizer, name: str, value: Any) -> None:
+    for group in optimizer.param_groups:
+        if name in group:
+            group[name] = value
+
+
+def _decay_all(_: nn.Module, optimizer: Optimizer) -> None:
+    _set(optimizer, "weight_decay", max(group.get("weight_decay", 0.0) for group in optimizer.param_groups))
+
+
+def _decay_matrices(_: nn.Module, optimizer: Optimizer) -> None:
+    for group in list(optimizer.param_groups):
+        if "weight_decay" in group:
+            plain = [each for each in group["params"] if each.ndim < 2]
+            group["params"] = [each for each in group["params"] if each.ndim >= 2]
+            if plain:
+                optimizer.add_param_group({**group, "params": plain, "weight_decay": 0.0})
+
+
+def explaining(
+    recipe: Recipe, config: PortConfig, losses: Sequence[float], expected: Sequence[float], tolerance: float
+) -> str | None:
+    """Return the cause whose alteration computes the losses that are ``expected``; None: none of them does.
+
+    Args:
+        recipe: Recipe under test.
+        config: The steps of the comparison.
+        losses: Losses of the recipe as it is.
+        expected: Losses of the reference.
+        tolerance: Tolerance of the comparison; an explanation may miss by a hundredth of what is to be explained.
+    """
+    allowed = max(tolerance, worst(losses, expected) / 100)
+    explained: dict[str, float] = {}
+    for alteration in alterations(recipe, config):
+        off = 0.0
+        for number, loss in zip(count(), _tried(recipe, config, alteration), strict=False):
+            off = max(off, relative(loss, expected[number]))
+            if off > allowed:
+                break
+        else:
+            explained.setdefault(alteration.cause, off)
+    return min(explained, key=lambda cause: explained[cause]) if explained else None
+
+
+def _tried(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
+    """Yield the losses of an alteration; NaN if the recipe or its optimizer cannot be altered so."""
+    try:
+        yield from altered_losses(recipe, config, alteration)
+    except (ValueError, RuntimeError, KeyError, TypeError):
+        yield float("nan")
+
+
+def relative(loss: float, expected: float) -> float:
+    """Return the difference of two numbers: absolute below 1, relative above it."""
+    difference = abs(loss - expected) / max(1.0, abs(expected))
+    return difference if difference == difference else float("inf")
+
+
+def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest difference of two series of losses, see :func:`relative`."""
+    return max(map(relative, losses, expected))

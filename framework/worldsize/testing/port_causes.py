@@ -1,0 +1,215 @@
+"""Find out why a recipe's losses differ from the reference's, by training both again under changed conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.core import MicroBatch, Recipe
+from worldsize.testing.port_alterations import NoDropout, explaining, relative, worst
+from worldsize.testing.port_runs import (
+    PortConfig,
+    Reference,
+    Trained,
+    initial_model,
+    recipe_trained,
+    reference_trained,
+    steps_of,
+)
+from worldsize.testing.port_updates import update_causes
+
+_ROUNDING = 1e-5  # relative: what sums of float32 in another order differ by in a few steps
+
+
+def first_different(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> int | None:
+    """Return the first step, from 1, whose losses differ by more than ``tolerance``; None: they are the same."""
+    pairs = enumerate(zip(losses, expected, strict=True), 1)
+    return next((step for step, (loss, other) in pairs if relative(loss, other) > tolerance), None)
+
+
+def shown_difference(step: int, loss: float, expected: float, tolerance: float) -> str:
+    """Say that the losses differ from ``step`` on."""
+    before = {1: "", 2: " The losses of step 1 are the same."}.get(
+        step, f" Those of steps 1 to {step - 1} are the same."
+    )
+    off = relative(loss, expected)
+    return (
+        f"the losses differ from step {step} on: the recipe has {loss!r}, the reference {expected!r} "
+        f"(difference {off:.1e}, tolerance {tolerance:.0e}).{before}"
+    )
+
+
+def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> str | None:
+    """Say which tensor of the weights differs first, and by how much; None: they are the same.
+
+    A reference with names of its own is compared in the order of its tensors, if their shapes are the same.
+    """
+    pairs = paired(weights, expected)
+    if pairs is None:
+        missing, more = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
+        return (
+            "the losses are the same, but the models have other tensors. Only the recipe's has "
+            f"{', '.join(missing) or 'none'}; only the reference's has {', '.join(more) or 'none'}."
+        )
+    different = [(name, off) for name, ours, theirs in pairs if (off := _largest(ours, theirs, tolerance)) is not None]
+    if not different:
+        return None
+    name, off = different[0]
+    others = f"; {len(different)} of {len(pairs)} tensors differ" if len(different) > 1 else ""
+    return (
+        f"the losses are the same, but not the weights after the last step: {name} differs by up to {off:.1e} "
+        f"(tolerance {tolerance:.0e}){others}."
+    )
+
+
+def paired(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]] | None:
+    """Pair the tensors of two models by name, or by order if names differ and shapes do not; None: neither fits."""
+    if weights.keys() == expected.keys():
+        return [(name, tensor, expected[name]) for name, tensor in weights.items()]
+    shapes = [[tensor.shape for tensor in model.values()] for model in (weights, expected)]
+    if shapes[0] != shapes[1]:
+        return None
+    both = zip(weights.items(), expected.items(), strict=True)
+    return [(f"{name} ({other})", ours, theirs) for (name, ours), (other, theirs) in both]
+
+
+def _largest(ours: Tensor, theirs: Tensor, tolerance: float) -> float | None:
+    """Return the largest difference of two tensors; None: all numbers are the same up to ``tolerance``."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    first, second = ours.double(), theirs.double()
+    difference = (first - second).abs()
+    if bool((difference <= tolerance * second.abs().clamp(min=1.0)).all()):
+        return None
+    return float(difference.nan_to_num(float("inf")).max())
+
+
+def loss_causes(
+    recipe: Recipe,
+    reference: Reference | Sequence[float],
+    config: PortConfig,
+    trained: Trained,
+    expected: Trained,
+    tolerance: float,
+) -> list[str]:
+    """Return what explains the difference of two trainings, a sentence each; the first is the likeliest.
+
+    Args:
+        recipe: Recipe under test.
+        reference: The original program's loop, or its losses.
+        config: The steps of the comparison.
+        trained: The recipe's training in a plain loop.
+        expected: The reference's training.
+        tolerance: Largest difference of two losses that are the same.
+    """
+    step = first_different(trained.losses, expected.losses, tolerance)
+    if step is None:
+        return update_causes(recipe, reference, config, config.steps + 1) if callable(reference) else []
+    if callable(reference) and expected.taken and (told := _wrong_batches(expected.taken, config)):
+        return [f"Cause: {told}"]
+    found = explaining(recipe, config, trained.losses, expected.losses, tolerance)
+    if found is not None:
+        return [f"Cause: {found} So altered, the recipe computes the reference's losses."]
+    if told := _scaled(trained.losses, expected.losses, config):
+        return [f"Cause: {told}"]
+    if not callable(reference):
+        return [_unexplained(step)]
+    if worst(trained.losses, expected.losses) < _ROUNDING:
+        return ["Cause: rounding, most likely: a sum in another order. If that is meant, say a larger tolerance."]
+    if step == 1:
+        return [f"Cause: {_of_first_loss(recipe, reference, config, trained, expected)}"]
+    return update_causes(recipe, reference, config, step)
+
+
+def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
+    """Say so if the reference does not take as many micro-batches a step as there are."""
+    first, wanted = taken[0], config.micro_batches
+    if first == 0:
+        return (
+            "the batches: the reference has yielded its first loss without taking one of those that it is handed. Let "
+            "it iterate over its argument instead of a loader of its own."
+        )
+    if first != wanted:
+        return (
+            f"the batches of a step: the reference takes {first} before it yields a loss, and the recipe trains on "
+            f"{wanted}. Set PortConfig(micro_batches={first}) (a run's logical_ranks), or let it yield once a step."
+        )
+    return None
+
+
+def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConfig) -> str | None:
+    """Say so if the reference's losses are the recipe's times one number."""
+    if len(losses) < 2 or 0.0 in losses:
+        return None
+    factors = [other / loss for loss, other in zip(losses, expected, strict=True)]
+    if max(abs(factor / factors[0] - 1) for factor in factors) > 1e-5:
+        return None
+    known = {config.batch_size: "samples of a batch", config.micro_batches: "micro-batches of a step"}
+    meaning = next((f", the number of {what}" for size, what in known.items() if abs(factors[0] / size - 1) < 1e-5), "")
+    return (
+        f"what is called the loss: at every step the reference's is {factors[0]:.6g} times the recipe's{meaning}. The "
+        "training is the same: let the reference yield a mean, as the recipe does."
+    )
+
+
+def _of_first_loss(
+    recipe: Recipe, reference: Reference, config: PortConfig, trained: Trained, expected: Trained
+) -> str:
+    """Find what makes the loss of step 1 another: the weights, the batch, dropout, or the loss itself."""
+    one = replace(config, steps=1)
+    ours, theirs = trained.losses[0], expected.losses[0]
+    if reference_trained(recipe, reference, one, model=perturbed(recipe, one)).losses[0] == theirs:
+        return (
+            "the initial weights: the reference does not start from the model that it is handed. If it builds one of "
+            "its own, let it copy them: own.load_state_dict(model.state_dict())."
+        )
+    if reference_trained(recipe, reference, one, steps=other_batches(recipe, one)).losses[0] == theirs:
+        return "the batches: the reference takes those that it is handed, but its loss does not depend on them."
+    with NoDropout():
+        ours_without = recipe_trained(recipe, one).losses[0]
+        theirs_without = reference_trained(recipe, reference, one).losses[0]
+    if relative(ours_without, theirs_without) < min(_ROUNDING, relative(ours, theirs) / 10):
+        if relative(ours, theirs_without) < _ROUNDING:
+            return "dropout: the reference has some, and the recipe's model has none, or is in evaluation mode."
+        return (
+            "dropout: without it the losses are the same. The two draw other random numbers: the reference draws some "
+            "between taking a micro-batch and calling the model with it (or takes the next one before), seeds them "
+            "itself, or drops at another rate or place."
+        )
+    return (
+        f"the loss: with the same weights, the same batch and no dropout the recipe has {ours_without!r} and the "
+        f"reference {theirs_without!r}. Compare Recipe.loss, Recipe.collate and the mode of the model with the program."
+    )
+
+
+def perturbed(recipe: Recipe, config: PortConfig) -> nn.Module:
+    """Build the recipe's model with other initial weights."""
+    model = initial_model(recipe, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25).add_(0.03125)
+    return model
+
+
+def other_batches(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
+    """Draw the micro-batches of later steps, with the random numbers of the first ones."""
+    order = config.order()
+    later = islice(steps_of(recipe, replace(config, steps=2 * config.steps)), config.steps, None)
+    for number, step in enumerate(later, 1):
+        yield [replace(batch, seed=order.step_seed(number, rank)) for rank, batch in enumerate(step)]
+
+
+def _unexplained(step: int) -> str:
+    if step == 1:
+        return (
+            "The loss of step 1 depends on the initial weights, the batch, dropout and the loss itself. Hand over the "
+            "program's loop instead of its losses to find out which of them it is."
+        )
+    return (
+        f"The update of step {step - 1} differs: the gradient, its clipping, or the optimizer's arguments. Hand over "
+        "the program's loop instead of its losses to find out more."
+    )

@@ -1,0 +1,222 @@
+"""The two trainings that a port is compared by: the recipe's, and the original program's own loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from worldsize.collectives.gather_full import gather_full
+from worldsize.core import (
+    Batch,
+    Cluster,
+    ConfigError,
+    MicroBatch,
+    Numerics,
+    Recipe,
+    Replica,
+    RunContext,
+    Strategy,
+    World,
+)
+from worldsize.data.loader import Order, collate_of, logical_ranks_of, micro_batches
+from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.strategies.synchronous import alone
+from worldsize.testing.worlds import run_in_worlds
+
+Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
+
+
+@final
+@dataclass(frozen=True)
+class PortConfig:
+    """The steps by which a recipe and the program that it was written after are compared."""
+
+    batch_size: int
+    """Samples of one step."""
+    micro_batches: int = 1
+    """Parts of a step's batch, over which gradients are accumulated; ``logical_ranks`` of a run."""
+    steps: int = 20
+    seed: int = 0
+    """Seed of the initial weights, the order of samples and dropout."""
+    numerics: Numerics = field(default_factory=Numerics)
+    """Precision and clipping of the recipe."""
+    length_balanced: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Device of both trainings in one process."""
+
+    def order(self, rank: int = 0, size: int = 1) -> Order:
+        """Return the order of samples as process ``rank`` of ``size`` draws them."""
+        mine = logical_ranks_of(rank, size, self.micro_batches)
+        return Order(self.seed, self.batch_size, self.micro_batches, mine, self.length_balanced)
+
+
+@final
+@dataclass(frozen=True)
+class Trained:
+    """The outcome of one training.
+
+    Attributes:
+        losses: Loss of each step.
+        weights: The model's state by name; empty where it is not known.
+        taken: Micro-batches that had been taken when each loss was yielded; empty for logged losses.
+    """
+
+    losses: Sequence[float]
+    weights: Mapping[str, Tensor]
+    taken: Sequence[int] = ()
+
+
+def initial_model(recipe: Recipe, config: PortConfig) -> nn.Module:
+    """Build the recipe's model with the initial weights of a run with this seed."""
+    seed_generators(stream(config.seed, "init"), config.device)
+    return recipe.model().to(config.device)
+
+
+def steps_of(recipe: Recipe, config: PortConfig, rank: int = 0, size: int = 1) -> Iterator[list[MicroBatch]]:
+    """Draw the micro-batches of each step that process ``rank`` of ``size`` trains."""
+    order, data = config.order(rank, size), recipe.data("train")
+    return islice(micro_batches(data, order, config.device, collate=collate_of(recipe)), config.steps)
+
+
+def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
+    """Train ``recipe`` by a plain loop of this process."""
+    model = initial_model(recipe, config)
+    context = _context(World.alone(config.device), config)
+    replica = alone(recipe, model, context)
+    losses = [_mean(replica.step(step).losses) for step in steps_of(recipe, config)]
+    return Trained(losses, copied(model.state_dict()))
+
+
+def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, processes: int) -> Trained:
+    """Train ``recipe`` under ``strategy`` on so many processes of this machine.
+
+    Raises:
+        ConfigError: the strategy needs processes that serve, or another number of processes.
+    """
+    cluster = Cluster("test", 1, processes, "cpu", "gloo")
+    if set(roles := strategy.roles(cluster)) != {"worker"}:
+        raise ConfigError(
+            f"{type(strategy).__name__} has the roles {', '.join(roles)}; same_losses starts processes that train, "
+            "and no others. Compare under another strategy, and the two strategies by their contract."
+        )
+    parts = strategy.data_parallel(cluster)
+    if config.micro_batches % parts:
+        fits = math.lcm(config.micro_batches, parts)
+        raise ConfigError(
+            f"micro_batches={config.micro_batches} do not divide over {parts} processes. Set micro_batches={fits}: "
+            "the reference then takes as many micro-batches a step, and yields the mean of their losses."
+        )
+    strategy.check_micro_batches(config.micro_batches // parts)
+
+    def body(world: World) -> tuple[list[float], dict[str, Tensor]]:
+        own = replace(config, device=world.device)
+        seed_generators(stream(config.seed, "init"), world.device)
+        replica = strategy.replica(recipe, _context(world, own))
+        steps = steps_of(recipe, own, strategy.data_rank(world), parts)
+        losses = [_mean(_gathered(replica.step(step).losses, world)) for step in steps]
+        return losses, copied(_whole(replica, world))
+
+    return Trained(*run_in_worlds(body, processes)[0])
+
+
+def _context(world: World, config: PortConfig) -> RunContext:
+    return RunContext(
+        world, config.numerics, config.seed, config.steps, workers=world.size, logical_ranks=config.micro_batches
+    )
+
+
+def _mean(losses: Sequence[Tensor] | Sequence[float]) -> float:
+    return math.fsum(map(float, losses)) / len(losses)
+
+
+def _gathered(losses: Sequence[Tensor], world: World) -> list[float]:
+    gathered: list[Any] = [list(map(float, losses))] * world.size
+    dist.all_gather_object(gathered, list(map(float, losses)), group=world.group)
+    return [loss for rank in gathered for loss in rank]
+
+
+def _whole(replica: Replica, world: World) -> Mapping[str, Tensor]:
+    return gather_full(replica.state()["model"], world)
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copy the tensors of a state_dict to the CPU."""
+    return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+@final
+class Batches:
+    """The micro-batches of all steps, one after the other; each begins with the random numbers that are its own."""
+
+    def __init__(self, steps: Iterator[list[MicroBatch]], device: torch.device) -> None:
+        self._flat = (batch for step in steps for batch in step)
+        self._device = device
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._flat)
+        self.taken += 1
+        seed_generators(batch.seed, self._device)
+        return batch.data
+
+
+def reference_trained(
+    recipe: Recipe,
+    reference: Reference | Sequence[float],
+    config: PortConfig,
+    *,
+    model: nn.Module | None = None,
+    steps: Iterator[list[MicroBatch]] | None = None,
+) -> Trained:
+    """Run the original program's loop, or take the losses that it has logged.
+
+    Args:
+        recipe: Recipe whose model and batches the program is handed.
+        reference: The loop, or the losses.
+        config: The steps of the comparison.
+        model: Model to hand over; None: that of the recipe.
+        steps: Micro-batches to hand over; None: those that the recipe trains on.
+
+    Raises:
+        AssertionError: it yielded fewer losses than there are steps.
+    """
+    if not callable(reference):
+        logged = Trained([float(loss) for loss in islice(reference, config.steps)], {})
+        _check_length(logged.losses, config, 0)
+        return logged
+    batches = Batches(steps or steps_of(recipe, config), config.device)
+    start = initial_model(recipe, config) if model is None else model
+    seed_generators(stream(config.seed, "init"), config.device)  # a model that the program builds begins as ours did
+    yielded, losses, taken = iter(reference(start, batches)), [], []
+    returned = None
+    for number in count():
+        try:
+            loss = next(yielded)
+        except StopIteration as end:
+            returned = end.value
+            break
+        if number == config.steps:  # a program with batches of its own goes on
+            break
+        losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        taken.append(batches.taken)
+    _check_length(losses, config, batches.taken)
+    state = returned.state_dict() if isinstance(returned, nn.Module) else returned or {}
+    return Trained(losses, copied(state), taken)
+
+
+def _check_length(losses: Sequence[float], config: PortConfig, taken: int) -> None:
+    each = f", for {taken} micro-batches" if taken else ""
+    assert len(losses) >= config.steps, (
+        f"the reference has {len(losses)} losses for {config.steps} steps{each}. Let it yield one after each update of "
+        f"the weights; if it accumulates gradients, set PortConfig(micro_batches=...) (a run's logical_ranks)."
+    )

@@ -1,0 +1,141 @@
+"""Measure how the first update that differs between a recipe and its reference does so, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from worldsize.core import Recipe
+from worldsize.testing.port_runs import PortConfig, Reference, copied, initial_model, recipe_trained, reference_trained
+
+_SAME = 1e-3  # share of an update by which two of them differ and are the same, in float32
+_FITS = 0.05  # share of a difference that an explanation may leave
+
+
+@final
+@dataclass(frozen=True)
+class _Update:
+    """One update of one tensor, by the recipe and by the reference.
+
+    Attributes:
+        name: Name in the recipe's model.
+        before: The tensor before the update, of either.
+        ours: What the recipe's update adds.
+        theirs: What the reference's update adds.
+    """
+
+    name: str
+    before: Tensor
+    ours: Tensor
+    theirs: Tensor
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two updates are not the same."""
+        return _norm(self.ours - self.theirs) > _SAME * max(_norm(self.ours), _norm(self.theirs))
+
+    @property
+    def factor(self) -> float | None:
+        """The reference's update over the recipe's; None: it has another direction."""
+        return _multiple(self.theirs, self.ours)
+
+    @property
+    def decay(self) -> float | None:
+        """The share of the tensor that the reference takes away beyond the recipe; None: the difference is another."""
+        fit = _multiple(self.ours - self.theirs, self.before)
+        return fit if fit is not None and abs(fit) < 1 else None
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _multiple(tensor: Tensor, of: Tensor) -> float | None:
+    """Return c if ``tensor`` is c times ``of``, up to rounding."""
+    square = float((of * of).sum())
+    if square == 0.0:
+        return None
+    multiple = float((tensor * of).sum()) / square
+    return multiple if _norm(tensor - multiple * of) <= _FITS * _norm(tensor) else None
+
+
+def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> list[str]:
+    """Say how the update before ``step``, whose loss is the first that differs, is another in the reference."""
+    updates = _updates(recipe, reference, config, step - 1)
+    where = f"The update of step {step - 1} differs"
+    if updates is None:
+        return [f"{where}. Let the reference return its model at its end, which is then compared after that step."]
+    different = [update for update in updates if update.differs]
+    if not different:
+        return [
+            f"After step {step - 1} the weights are the same: what makes the loss of step {step} another is its batch, "
+            "the dropout in it, or what the program does between two steps."
+        ]
+    return [f"{where} {_where(updates, different)}.", f"Cause: {_explained(different)}"]
+
+
+def _updates(recipe: Recipe, reference: Reference, config: PortConfig, last: int) -> list[_Update] | None:
+    """Take the weights around update ``last`` from trainings that end there."""
+    until = replace(config, steps=last)
+    theirs = reference_trained(recipe, reference, until).weights
+    ours = recipe_trained(recipe, until).weights
+    if last == 1:
+        before: Mapping[str, Tensor] = copied(initial_model(recipe, config).state_dict())
+    else:
+        before = recipe_trained(recipe, replace(config, steps=last - 1)).weights
+    if [tensor.shape for tensor in theirs.values()] != [tensor.shape for tensor in ours.values()]:
+        return None
+    theirs = theirs if theirs.keys() == ours.keys() else dict(zip(ours, theirs.values(), strict=True))
+    return [
+        _Update(
+            name, before[name].double(), (ours[name] - before[name]).double(), (theirs[name] - before[name]).double()
+        )
+        for name in ours
+        if ours[name].is_floating_point()
+    ]
+
+
+def _where(updates: Sequence[_Update], different: Sequence[_Update]) -> str:
+    first = different[0]
+    largest = float((first.ours - first.theirs).abs().max())
+    if len(different) == len(updates):
+        return f"in all tensors, first {first.name} (by up to {largest:.1e})"
+    names = [update.name for update in different]
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"in {len(different)} of {len(updates)} tensors: {shown} (the first by up to {largest:.1e})"
+
+
+def _explained(different: Sequence[_Update]) -> str:
+    if still := [update.name for update in different if _norm(update.theirs) == 0.0]:
+        return f"the reference does not train {', '.join(still)}: frozen there, or left out of the optimizer's groups."
+    if moved := [update.name for update in different if _norm(update.ours) == 0.0]:
+        return f"the recipe does not train {', '.join(moved)}: frozen, or left out of its optimizer's groups."
+    factors = [update.factor for update in different]
+    if (factor := _common(factors)) is not None:
+        return (
+            f"the size of the update: the reference's is {factor:.6g} times the recipe's. Compare the learning rate of "
+            "these parameters, and whether the loss is divided by the number of micro-batches."
+        )
+    decays = [update.decay for update in different if _norm(update.before) > 0.0]
+    if (decay := _common(decays)) is not None:
+        side, other = ("reference", "recipe") if decay > 0 else ("recipe", "reference")
+        return (
+            f"weight decay: the {side} takes {abs(decay):.3g} of these weights away that the {other} leaves. Compare "
+            "weight_decay of the optimizer's groups."
+        )
+    return (
+        "the direction of the update, with equal losses before it: compare the optimizer and its arguments (momentum, "
+        "betas, eps), clipping, and which loss backward is called on."
+    )
+
+
+def _common(values: Sequence[float | None]) -> float | None:
+    """Return the one value that all have, up to rounding; None: they have not."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values) or known[0] == 0.0:
+        return None
+    return known[0] if all(abs(value / known[0] - 1) < _FITS for value in known) else None
