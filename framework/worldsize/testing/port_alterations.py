@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from worldsize.core import MicroBatch, Recipe
+from worldsize.core import LossOutput, MicroBatch, Recipe
 from worldsize.data.loader import collate_of, fetch, is_iterable
 from worldsize.reproducibility.seeds import seed_generators
-from worldsize.strategies.loss_weights import differentiable, is_weighted, mean_loss
 from worldsize.strategies.synchronous import autocast
 from worldsize.testing.port_runs import PortConfig, initial_model, steps_of
 
@@ -107,25 +106,24 @@ def _backward(
     recipe: Recipe, model: nn.Module, step: Sequence[MicroBatch], config: PortConfig, alteration: Alteration
 ) -> float:
     """Leave the gradient of ``step`` in the parameters, and return its loss."""
-    records, weight = [], torch.zeros((), dtype=torch.float64)
-    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    sums, weights = [], []
+    before = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
     for batch in step:
         seed_generators(batch.seed, config.device)
         without: AbstractContextManager[Any] = nullcontext() if alteration.dropout else NoDropout()
         with without, autocast(config.device, config.numerics.precision):
-            loss = recipe.loss(model, batch.data)
+            loss = LossOutput.of(recipe.loss(model, batch.data)).loss
+            total, weight = loss if isinstance(loss, tuple) else (loss, torch.ones(()))
             if alteration.mean == "means":
-                loss = mean_loss(loss)
-            total, record = differentiable(loss)
+                total, weight = total / weight, torch.ones(())
         total.backward()  # type: ignore[no-untyped-call]
-        records.append(record[0] / record[1] if is_weighted(record) and alteration.mean == "means" else record)
-        weight += record[1].cpu() if is_weighted(record) else 1
-    factor = float(1 / weight) if alteration.divides else 1.0
+        sums.append(float(total.detach()))
+        weights.append(float(weight))
+    factor = 1 / sum(weights) if alteration.divides else 1.0
     for parameter, old in zip(model.parameters(), before, strict=True):
         if parameter.grad is not None:
-            new = parameter.grad if old is None else parameter.grad - old
-            parameter.grad = new * factor if old is None else old + new * factor
-    return float(sum(float(record[0] if is_weighted(record) else record) for record in records) / float(weight))
+            parameter.grad = parameter.grad * factor if old is None else old + (parameter.grad - old) * factor
+    return sum(sums) / sum(weights)
 
 
 def _in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
