@@ -107,7 +107,8 @@ def _smaller(values: Sequence[str], how: str) -> list[str]:
     there = how in ("slurm", "hosts")
     kept = [word for word in values if not (there and _NOT_HERE.match(word))]
     if how != "exact":
-        kept = [word for word in kept if not _OF_NO_MATTER.match(word)]
+        is_asked = any(word.startswith("early_stopping.metric=") for word in kept)  # which needs evaluations
+        kept = [word for word in kept if is_asked or not _OF_NO_MATTER.match(word)]
     for pattern, smaller in (*_SMALLER, *(_ON_TWO_NODES if there else ())):
         kept = [re.sub(pattern, smaller, word) for word in kept]
     length = next((steps for key, steps in _LEAST_STEPS.items() if any(word.startswith(key) for word in kept)), 2)

@@ -46,7 +46,9 @@ def _row(run: RunDirectory) -> tuple[Row, str | None]:
     except WorldsizeError as error:
         return _cells("damaged", "", "", "", "", run.path), str(error)
     try:
-        return _cells(state_of(view, Scheduler(run)), *facts, run.path), None
+        state = state_of(view, Scheduler(run))
+        is_early = state == "completed" and "stopped_early" in view.results
+        return _cells(f"{state} early" if is_early else state, *facts, run.path), None
     except WorldsizeError as error:
         return _cells("unknown", *facts, run.path), str(error)
 

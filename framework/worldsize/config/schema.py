@@ -109,6 +109,19 @@ class EMASchema:
 
 
 @dataclass
+class EarlyStoppingSchema:
+    """The run ends after ``patience`` evaluations without a better ``metric`` (null: never), by over ``min_delta``.
+
+    ``direction``: whether a smaller (min) or a larger (max) metric is better.
+    """
+
+    metric: str | None = None
+    direction: Annotated[str, OneOf("min", "max")] = "min"
+    patience: Annotated[int, _COUNT, _LARGEST] = 3
+    min_delta: Annotated[float, Range(least=0)] = 0.0
+
+
+@dataclass
 class ObserveSchema:
     """``step_breakdown``: measure where each step's time goes, which finds stragglers too."""
 
@@ -158,6 +171,7 @@ class Schema:
     cluster: ClusterSchema = field(default_factory=ClusterSchema)
     checkpoint: CheckpointSchema = field(default_factory=CheckpointSchema)
     ema: EMASchema = field(default_factory=EMASchema)
+    early_stopping: EarlyStoppingSchema = field(default_factory=EarlyStoppingSchema)
     faults: list[dict[str, Any]] = field(default_factory=list)
     observe: ObserveSchema = field(default_factory=ObserveSchema)
     profile: ProfileSchema = field(default_factory=ProfileSchema)

@@ -29,6 +29,7 @@ from worldsize.core import (
 )
 from worldsize.data.loader import Order, logical_ranks_of
 from worldsize.engine.averaging import WeightAverage
+from worldsize.engine.early_stopping import EarlyStopping
 from worldsize.engine.faults import Faults
 from worldsize.engine.fit import LoopConfig
 from worldsize.errors import neighbours
@@ -46,6 +47,7 @@ class Settings:
     training: TrainingConfig
     checkpoint: CheckpointConfig
     average: WeightAverage | None  # of the weights; None: there is none
+    early_stopping: EarlyStopping | None
     observe: ObserveConfig
     agents: AgentsConfig
     cluster: Cluster
@@ -128,6 +130,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         training=training,
         checkpoint=checkpoint,
         average=_average(config["ema"], strategy),
+        early_stopping=_early_stopping(config["early_stopping"], training),
         observe=observe,
         agents=AgentsConfig.of(config["cluster"]),
         cluster=cluster,
@@ -151,6 +154,17 @@ def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | Non
             "update, or servers have them. Set ema.decay=null, or a strategy such as ddp or fsdp."
         )
     return WeightAverage(node["decay"], node["every"], node["warmup"])
+
+
+def _early_stopping(node: Mapping[str, Any], training: TrainingConfig) -> EarlyStopping | None:
+    if node["metric"] is None:
+        return None
+    if not training.evaluate_every:
+        raise ConfigError(
+            f"early_stopping.metric={node['metric']}: the run is evaluated at its end only. "
+            "Set evaluate_every to the steps between two evaluations."
+        )
+    return EarlyStopping(node["metric"], node["direction"], node["patience"], node["min_delta"])
 
 
 def _logger(node: Mapping[str, Any] | None, allowed: Allowed) -> Callable[..., Listener] | None:

@@ -64,6 +64,7 @@ class TrainingProgress:
     step: int = 0  # steps taken
     skipped: int = 0  # of these, steps whose update was left out (nonfinite=skip)
     evaluated: bool = True  # whether the evaluation that is due after the last step has been done
+    stopped_early: str | None = None  # why the run is complete, although it has more steps
 
 
 @final
@@ -75,6 +76,7 @@ class LoopCallbacks:
     emit: Emit  # takes each event
     save: Callable[[TrainingProgress], None] = lambda progress: None  # when a checkpoint is due
     wants_stop: Callable[[], bool] = lambda: False  # tells whether this rank wants the run to end
+    ends_early: Callable[[], str | None] = lambda: None  # says why the run ends after the evaluations so far
     begins: Callable[[], None] = lambda: None  # when a step has its data
     examine: Callable[[StepDone], None] = lambda done: None  # between two steps, whose time does not include it
 
@@ -91,8 +93,8 @@ def fit(
 ) -> TrainingProgress:
     """Run the steps after ``first`` up to ``config.steps``, and return how far they came.
 
-    The run ends earlier, on all ranks after the same step and with a save, once any rank wants to stop. Nothing here
-    waits for the device or for other ranks between logged steps.
+    The run ends earlier, on all ranks after the same step and with a save, once any rank wants to stop, or an
+    evaluation ends it. Nothing here waits for the device or for other ranks between logged steps.
 
     Args:
         batches: the micro-batches of each step, beginning with the step after ``first``.
@@ -119,14 +121,19 @@ class _Loop:
         config, window = self._config, self._window
         if not first.evaluated and config.evaluates(first.step):
             self._evaluate(first.step)
-        is_due = False
+        is_due, reason = False, self._callbacks.ends_early()
+        if reason is not None:
+            return TrainingProgress(first.step, window.skipped, stopped_early=reason)
         for step in range(first.step + 1, config.steps + 1):
             self._step(step, source)
             is_due = config.evaluates(step)
             if is_due and not config.saves_first(step):
                 self._evaluate(step)
                 is_due = False
+                reason = self._callbacks.ends_early() if step < config.steps else None
             stops = self._agreement.reached(step) and step < config.steps
+            if reason is not None:
+                return self._end_early(step, reason)
             if stops:
                 self._emit_logged(examine=False)  # whoever has asked for the end does not wait for more than the save
             if stops or config.saves(step):
@@ -137,6 +144,16 @@ class _Loop:
             self._evaluate(config.steps)
         self._emit_logged()
         return TrainingProgress(config.steps, window.skipped)
+
+    def _end_early(self, step: int, reason: str) -> TrainingProgress:
+        """Log and save ``step`` as the last one of the run."""
+        config = self._config
+        if not config.logs(step):
+            self._logged = self._window.close(step, self._replica.facts())
+        self._emit_logged(examine=False)
+        if config.save_at_end or config.saves(step):
+            self._save(step, evaluated=True)
+        return TrainingProgress(step, self._window.skipped, stopped_early=reason)
 
     def _step(self, step: int, source: Iterator[Sequence[MicroBatch]]) -> None:
         window = self._window

@@ -22,6 +22,8 @@ def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
     for line in result["remarks"]:
         table.add_row("", Text(printable_lines(line)))
     table.add_row("steps", f"{result['steps']:,} ({result['samples']:,} samples)")
+    if reason := result.get("stopped_early"):
+        table.add_row("ended early", Text(printable(reason)))
     table.add_row("time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s")
     table.add_row("state", result["state_digest"][:16])
     table.add_row("run", Text(printable(str(folder))))

@@ -107,13 +107,20 @@ def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
     return row is not None and is_metric(row) and _is_before(row, step, evaluated)
 
 
+def evaluations(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """Read the step and the metrics of each evaluation that was logged, in order."""
+    rows = (row_of(line) for line, _ in complete_lines(path) if _EVALUATION in line)
+    return [
+        (row["step"], {name: float(value) for name, value in row["metrics"].items()})
+        for row in rows
+        if row and is_metric(row) and row["event"] == "evaluation"
+    ]
+
+
 def last_metrics(path: Path) -> dict[str, float]:
     """Return the metrics of the last evaluation that was logged; nothing if there was none."""
-    last: Row = {}
-    for line, _ in complete_lines(path):
-        if _EVALUATION in line and (row := row_of(line)) and is_metric(row) and row["event"] == "evaluation":
-            last = row["metrics"]
-    return {name: float(value) for name, value in last.items()}
+    logged = evaluations(path)
+    return logged[-1][1] if logged else {}
 
 
 def metrics_digest(path: Path) -> str:

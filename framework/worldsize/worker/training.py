@@ -12,6 +12,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, final
 
+import torch.distributed as dist
+
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.save import Saver
 from worldsize.collectives.gather_full import gather_full
@@ -37,7 +39,7 @@ from worldsize.observe.events import EventLog
 from worldsize.observe.profile import traced
 from worldsize.observe.subprocess_listener import SubprocessListener
 from worldsize.observe.timing import Timing
-from worldsize.records.metrics import JsonLines, last_metrics, metrics_digest
+from worldsize.records.metrics import JsonLines, evaluations, last_metrics, metrics_digest
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
@@ -105,23 +107,36 @@ class Training:
         steps, replica = self._settings.training.steps, self._replica
         first = self._resume()
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
+        self._recall(first)
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
         last = self._fit(first, beats)
         if beats:
             beats.step(last.step)
         self._emit(*self._saver.finish())
         self._saver.close()
-        if last.step < steps:
+        if last.step < steps and last.stopped_early is None:
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
         model = gather_full(replica.state()["model"], self._world)
-        summary = self._result(model) if self._world.rank == 0 else {}
+        summary = self._result(model, last) if self._world.rank == 0 else {}
         if summary:
             write_result(self._run, summary)
-        self._emit(RunEnded(steps, "completed", summary))
+        self._emit(RunEnded(last.step, "completed", summary))
         replica.close(complete=True)
         return 0
+
+    def _recall(self, first: TrainingProgress) -> None:
+        """Let all ranks know the evaluations that the first one has on record, if they decide when the run ends."""
+        if self._settings.early_stopping and first.step:
+            logged = [list[Any](evaluations(self._run.metrics) if self._world.rank == 0 else ())]
+            if self._world.group is not None:
+                dist.broadcast_object_list(logged, group=self._world.group, group_src=0)
+            self._history.evaluations = logged[0]
+
+    def _ends_early(self) -> str | None:
+        rule = self._settings.early_stopping
+        return rule.reason(self._history.evaluations) if rule else None
 
     def _emit(self, *events: Event) -> None:
         for event in events:
@@ -172,6 +187,7 @@ class Training:
             evaluate=evaluation,
             emit=self._emit,
             save=self._save,
+            ends_early=self._ends_early,
             wants_stop=self._preemption.is_wanted,
             begins=partial(settings.faults.at, "step:compute"),
             examine=self._watch.measure_links if self._watch else _ignore,
@@ -224,23 +240,24 @@ class Training:
         if not progress.evaluated:
             self._emit(*self._saver.finish())  # before the evaluation, which may fail
 
-    def _result(self, model: StateDict) -> dict[str, Any]:
-        tensors, training = tensor_digests(model), self._settings.training
+    def _result(self, model: StateDict, last: TrainingProgress) -> dict[str, Any]:
+        tensors, batch_size = tensor_digests(model), self._settings.training.batch_size
         seconds = time.perf_counter() - self._history.started
-        steps = training.steps - self._history.first
+        steps = last.step - self._history.first
         return {
             "state_digest": state_digest(tensors),
             "tensors": tensors,
             "remarks": self._settings.recipe.remarks(model),
             "metrics_digest": metrics_digest(self._run.metrics),
             "metrics": dict(self._history.metrics),
-            "steps": training.steps,
-            "samples": training.steps * training.batch_size,
+            "steps": last.step,
+            "samples": last.step * batch_size,
             "seconds": seconds,
-            "samples_per_second": steps * training.batch_size / seconds,
+            "samples_per_second": steps * batch_size / seconds,
             "first_step_at": self._history.first_step_at,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "exit_reason": "completed",
+            **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
         }
 
 
@@ -258,6 +275,7 @@ class _History:
     first: int = 0
     first_step_at: float | None = None  # Unix time
     metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -265,5 +283,6 @@ class _History:
                 self.first, self.metrics = first, last_metrics(self.file) if first else {}
             case StepDone():
                 self.first_step_at = self.first_step_at or time.time()
-            case Evaluated(metrics=metrics):
+            case Evaluated(step=step, metrics=metrics):
                 self.metrics = metrics
+                self.evaluations.append((step, metrics))

@@ -101,6 +101,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
     rows = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
     total = record.manifest["config"].get("steps")
     rows += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
+    if reason := results.get("stopped_early"):
+        rows += [("ended early", str(reason))]
     if last:
         rows += [("loss", figure(last["loss"]))]
         rows += [(f"train {name}", figure(number(value))) for name, value in last.get("metrics", {}).items()]

@@ -1,0 +1,56 @@
+"""Ends a run once a metric has not improved for a while: a function of its evaluations, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+from worldsize.errors import ConfigError, neighbours
+
+Evaluations = Sequence[tuple[int, Mapping[str, float]]]
+"""The step and the metrics of each evaluation of a run, in order."""
+
+
+@final
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Ends a run after ``patience`` evaluations in a row whose ``metric`` is not better than the best one before them.
+
+    Better means by more than ``min_delta`` in ``direction``. NaN is never better.
+    """
+
+    metric: str
+    direction: Literal["max", "min"] = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+
+    def reason(self, evaluations: Evaluations) -> str | None:
+        """Say why the run ends after these evaluations; None: it goes on.
+
+        Raises:
+            ConfigError: the last one has no metric of this name.
+        """
+        if evaluations and self.metric not in (last := evaluations[-1][1]):
+            raise ConfigError(
+                f"early_stopping.metric={self.metric}: the evaluation has no metric "
+                f"{self.metric!r}{neighbours(self.metric, last)}"
+            )
+        best, best_step, waited = float("inf"), 0, 0
+        sign = -1 if self.direction == "max" else 1
+        for step, metrics in evaluations:
+            value = sign * metrics.get(self.metric, float("nan"))
+            if value + self.min_delta < best:
+                best, best_step, waited = value, step, 0
+            else:
+                waited += 1
+            if waited >= self.patience:
+                return self._explained(sign * best, best_step, waited)
+        return None
+
+    def _explained(self, best: float, step: int, waited: int) -> str:
+        count = f"{waited} evaluation{'s' if waited > 1 else ''}"
+        if not step:
+            return f"{self.metric} was no number in {count}"
+        least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return f"{self.metric} has not improved{least} in {count} on {best:.4g} of step {step}"
