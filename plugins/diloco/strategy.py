@@ -13,7 +13,7 @@ from worldsize.strategies.periodic.parameters import averaged_buffers, trained_p
 from worldsize.strategies.periodic.replica import OuterOptimizer
 from worldsize.strategies.periodic.rounds import OuterMomentum, OuterRate, Rounds
 from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizedModel
 
 
 @final
@@ -35,7 +35,7 @@ class DiLoCo(PeriodicSyncStrategy):
         averaging = averaging_cost(work, cluster, every=self.inner_steps)
         return replace(averaging, memory_bytes=averaging.memory_bytes + 2 * work.parameter_bytes)
 
-    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
+    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
         exchange = Exact(world)
         fragments = [
             Fragment(trained_parameters(train_state.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)

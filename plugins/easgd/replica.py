@@ -14,9 +14,9 @@ from plugins.easgd.centre import Link
 from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.periodic.exchange import Exact, flat, mean_of, split_like
 from worldsize.strategies.periodic.parameters import averaged_buffers, frozen_parameters, trained_parameters
-from worldsize.strategies.synchronous import SynchronousReplica
 
 _HOST = torch.device("cpu")
 
@@ -30,7 +30,7 @@ class ElasticReplica(Replica):
     every worker's own, from which the same strategy goes on to the last bit.
     """
 
-    def __init__(self, inner: SynchronousReplica, world: World, link: Link, *, period: int, elasticity: float) -> None:
+    def __init__(self, inner: ModelReplica, world: World, link: Link, *, period: int, elasticity: float) -> None:
         self._inner, self._world, self._link = inner, world, link
         self._period, self._elasticity = period, elasticity
         self._own = trained_parameters(inner.model)

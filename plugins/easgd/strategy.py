@@ -24,8 +24,8 @@ from worldsize.core import (
 )
 from worldsize.cost.cluster import across, served_bytes, served_seconds, whole_bytes
 from worldsize.records.run_directory import private
+from worldsize.strategies.alone import alone
 from worldsize.strategies.periodic.parameters import trained_parameters
-from worldsize.strategies.synchronous import alone
 from worldsize.transport.certificates import Credentials, create_authority, issue_certificate
 from worldsize.transport.dialer import Dialer
 from worldsize.transport.endpoints import address_of, listen
@@ -46,6 +46,7 @@ class EASGD(Strategy):
     """
 
     reductions = ("flat",)
+    trains_multi_update = True
     period: Annotated[int, Range(least=1, hint="it is in steps")] = 4
     moving_rate: Annotated[float, Range(above=0, most=1, hint="0.9 is usual")] = 0.9
     rounds: Rounds = "synchronous"

@@ -13,7 +13,7 @@ from worldsize.strategies.periodic.exchange import Exact, flat, split_like
 from worldsize.strategies.periodic.parameters import averaged_buffers, trained_parameters
 from worldsize.strategies.periodic.replica import OuterOptimizer
 from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizedModel
 
 OptimizerState = Literal["local", "mean", "zero"]
 
@@ -32,7 +32,7 @@ class LocalSGD(PeriodicSyncStrategy):
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         return averaging_cost(work, cluster, every=self.inner_steps)
 
-    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
+    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
         return Averaging(train_state, Exact(world), self.inner_steps, self.optimizer_state)
 
 
@@ -40,7 +40,9 @@ class LocalSGD(PeriodicSyncStrategy):
 class Averaging(OuterOptimizer):
     """Averages the workers every ``every`` steps."""
 
-    def __init__(self, train_state: TrainState, exchange: Exact, every: int, optimizer_state: OptimizerState) -> None:
+    def __init__(
+        self, train_state: OptimizedModel, exchange: Exact, every: int, optimizer_state: OptimizerState
+    ) -> None:
         self._train_state, self._exchange = train_state, exchange
         self._every, self._optimizer_state = every, optimizer_state
 
@@ -51,7 +53,8 @@ class Averaging(OuterOptimizer):
 
     def _of_optimizer(self) -> list[Tensor]:
         """Return the tensors of the optimizer's state that are averaged, and reset those that are not kept."""
-        values = [value for kept in self._train_state.optimizer.state.values() for value in kept.values()]
+        states = [kept for optimizer in self._train_state.optimizers for kept in optimizer.state.values()]
+        values = [value for kept in states for value in kept.values()]
         tensors = [value for value in values if isinstance(value, Tensor)]
         if self._optimizer_state == "zero":
             for tensor in tensors:

@@ -18,7 +18,7 @@ from worldsize.strategies.periodic.parameters import averaged_buffers, trained_p
 from worldsize.strategies.periodic.replica import OuterOptimizer
 from worldsize.strategies.periodic.rounds import OuterMomentum, OuterRate, Rounds
 from worldsize.strategies.periodic.strategy import PeriodicSyncStrategy
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizedModel
 
 _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered, "e3m0_scatter": Scattered}
 
@@ -69,7 +69,7 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
             same=False,
         )
 
-    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
+    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
         parts = partition(train_state.model, recipe.blocks(train_state.model), self.fragment_blocks)
         offsets = [place * self.inner_steps // len(parts) for place in range(len(parts))]
         exchange = _EXCHANGES[self.wire](world)

@@ -18,7 +18,7 @@ from worldsize.core import Replica, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.driver.execute import settings_of
 from worldsize.planning.dry_run import silent_world, slowdown
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.alone import alone
 
 CPU, RANKS = torch.device("cpu"), 4
 SHAPE = ("cluster.nodes=2", f"cluster.processes={RANKS}", "cluster.threads=1", "optimizer=sgd", "clip_norm=null")

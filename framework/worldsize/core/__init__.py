@@ -38,6 +38,7 @@ from worldsize.core.launcher import (
     Plan,
 )
 from worldsize.core.limits import FilePath, FolderName, Limit, OneOf, Range
+from worldsize.core.multi_update import MultiUpdateRecipe, Update
 from worldsize.core.numerics import Nonfinite, Numerics, Precision
 from worldsize.core.recipe import (
     Batch,
@@ -89,6 +90,7 @@ __all__ = [
     "LossOutput",
     "Metrics",
     "MicroBatch",
+    "MultiUpdateRecipe",
     "Nonfinite",
     "NonfiniteLossError",
     "Numerics",
@@ -115,6 +117,7 @@ __all__ = [
     "Straggling",
     "Strategy",
     "TensorStyle",
+    "Update",
     "Workload",
     "World",
     "WorldsizeError",

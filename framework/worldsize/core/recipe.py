@@ -155,10 +155,11 @@ class RowValues:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The data of one logical rank in one step, and the seed of its random stream there."""
+    """The data of one logical rank in one step, counted from 1, and the seed of its random stream there."""
 
     data: Batch
     seed: int
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)

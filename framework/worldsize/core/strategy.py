@@ -155,6 +155,8 @@ class Strategy(ABC):
     """Values that ``reduce`` may have."""
     averages_weights: ClassVar[bool] = False
     """Whether its replicas give their ``trained_weights``, so that section ``ema`` can average them."""
+    trains_multi_update: ClassVar[bool] = False
+    """Whether it trains a :class:`~worldsize.core.MultiUpdateRecipe`; if not, such a recipe is refused."""
     reduce: Reduction = "flat"
     """Way in which gradients are summed over logical ranks."""
 

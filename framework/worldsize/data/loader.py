@@ -164,7 +164,7 @@ def micro_batches(
     else:
         batches = _drawn(_Fetcher(dataset, order, collate), first, device, workers)
     tagged = (
-        MicroBatch(to_device(batch, device), order.step_seed(*request))
+        MicroBatch(to_device(batch, device), order.step_seed(*request), request.step)
         for batch, request in zip(batches, _requests(order, first), strict=False)
     )
     while step := list(islice(tagged, len(order.mine))):
@@ -176,7 +176,7 @@ def drawn(
 ) -> MicroBatch:
     """Load one micro-batch of any step, from a data set with an index."""
     batch = _Fetcher(dataset, order, collate).__getitems__(_Request(step, logical_rank))
-    return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank))
+    return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step)
 
 
 def _drawn(fetcher: _Fetcher, first: int, device: torch.device, workers: int) -> Iterable[Batch]:

@@ -28,7 +28,7 @@ from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
 from worldsize.errors import ConfigError, RunFolderError
 from worldsize.observe.summary import summary_table
-from worldsize.planning.construction import check_construction
+from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.records.redaction import Scrubber, scrubber
 from worldsize.records.run_directory import RunDirectory, created, planned
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result, writing
@@ -78,7 +78,7 @@ def _checked(cfg: DictConfig) -> Settings:
     """Build the settings of a run that this process is to start."""
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
-    settings.strategy.check_recipe(settings.recipe)
+    check_trainable(settings.recipe, settings.strategy)
     check_construction(settings.recipe, settings.strategy)
     return settings
 

@@ -11,10 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Workload, World
+from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Numerics, Recipe, RunContext, Workload, World
 from worldsize.data.loader import Order, collate_of, micro_batches
 from worldsize.planning.concurrency import first_device, medians, run_concurrently
-from worldsize.strategies.synchronous import SynchronousReplica, alone, autocast
+from worldsize.strategies.alone import alone
+from worldsize.strategies.model_replica import ModelReplica, autocast
 
 _SECONDS = 2.0  # of steps, at least
 
@@ -70,25 +71,31 @@ class _Calibration:
         collate = collate_of(self.recipe)
         batches = micro_batches(self.recipe.data("train"), self.order, self.device, collate=collate)
         seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
-        parameters, optimizer = list(model.parameters()), replica.optimizer
+        parameters, optimizers = list(model.parameters()), replica.train_state.optimizers
         blocks = list(self.recipe.blocks(model))
         with autocast(self.device, self.numerics.precision):
             activation_bytes, boundary_bytes = _activations(self.recipe, model, blocks, next(batches)[0])
         return Workload(
             parameter_bytes=_bytes(parameters),
-            optimizer_bytes=_bytes(value for kept in optimizer.state.values() for value in kept.values()),
+            optimizer_bytes=_bytes(
+                value for each in optimizers for kept in each.state.values() for value in kept.values()
+            ),
             unit_bytes=max((_bytes(block.parameters()) for block in blocks), default=_bytes(parameters)),
             activation_bytes=activation_bytes,
             boundary_bytes=boundary_bytes,
             blocks=len(blocks),
             compute_seconds=seconds,
             update_seconds=min(update, seconds),
-            overlap=max(0.0, seconds - forward - update) / seconds,
+            overlap=self._overlap(seconds, forward, update),
             sum_seconds=self._sum_seconds(sum(parameter.numel() for parameter in parameters)),
         )
 
+    def _overlap(self, seconds: float, forward: float, update: float) -> float:
+        """Return the share that is left for the backward pass; between several updates nothing is sent behind it."""
+        return 0.0 if isinstance(self.recipe, MultiUpdateRecipe) else max(0.0, seconds - forward - update) / seconds
+
     def _seconds(
-        self, replica: SynchronousReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
+        self, replica: ModelReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
     ) -> tuple[float, float, float]:
         """Seconds of a whole step, of its data and forward passes, and of its update.
 
@@ -98,10 +105,14 @@ class _Calibration:
         def forward() -> None:
             for batch in draw():
                 with autocast(self.device, self.numerics.precision):
-                    self.recipe.loss(model, batch.data)
+                    _forward(self.recipe, model, batch)
+
+        def update() -> None:
+            for optimizer in replica.train_state.optimizers:
+                optimizer.step()
 
         whole = self._timed(lambda: replica.step(draw()), _SECONDS)
-        return whole, self._timed(forward), self._timed(replica.optimizer.step)
+        return whole, self._timed(forward), self._timed(update)
 
     def _sum_seconds(self, numbers: int) -> float:
         values_n = torch.randn(numbers, device=self.device)
@@ -111,6 +122,13 @@ class _Calibration:
     def _timed(self, action: Callable[[], object], least_seconds: float = 0.0) -> float:
         (seconds,) = medians(repeat([action]), self.device, least_seconds)
         return seconds
+
+
+def _forward(recipe: Recipe, model: nn.Module, batch: MicroBatch) -> object:
+    """Compute the losses of a step, without updates between them if there are several."""
+    if isinstance(recipe, MultiUpdateRecipe):
+        return list(recipe.updates(model, batch.data, batch.step))
+    return recipe.loss(model, batch.data)
 
 
 def _bytes(tensors: Any) -> float:
@@ -134,7 +152,7 @@ def _activations(recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batc
 
     hooks = [block.register_forward_hook(note) for block in blocks]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = recipe.loss(model, batch.data)
+        loss = _forward(recipe, model, batch)
     for hook in hooks:
         hook.remove()
     del loss

@@ -12,7 +12,8 @@ import numpy
 import torch
 
 from worldsize.config.instantiate import described_failure
-from worldsize.core import ConfigError, Recipe, Strategy
+from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, Strategy
+from worldsize.strategies.alone import train_state_of
 
 _logger = logging.getLogger(__name__)
 
@@ -21,8 +22,22 @@ _OF_THIS_HOST = (OSError, ImportError, MemoryError, NotImplementedError)
 _OF_A_DEVICE = re.compile(r"\b(meta|cuda|device|gpu|memory)\b", re.IGNORECASE)
 
 
+def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
+    """Ask ``strategy`` whether it trains recipes like this one.
+
+    Raises:
+        ConfigError: it takes one update a step and the recipe several, or the recipe does not say what it asks.
+    """
+    if isinstance(recipe, MultiUpdateRecipe) and not strategy.trains_multi_update:
+        raise ConfigError(
+            f"{type(recipe).__name__} takes several updates a step, and {type(strategy).__name__} takes one. "
+            "Set strategy=ddp, zero, fsdp or single."
+        )
+    strategy.check_recipe(recipe)
+
+
 def check_construction(recipe: Recipe, strategy: Strategy) -> None:
-    """Build the model, its optimizer and its schedule on the meta device, where tensors take no memory.
+    """Build the model, its optimizers and their schedules on the meta device, where tensors take no memory.
 
     ``strategy`` says then whether it can carry them.
 
@@ -52,9 +67,8 @@ def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | Non
     try:
         with _generators_kept(), torch.device(device):
             model = recipe.model()
-            optimizer = recipe.optimizer(model)
-            recipe.schedule(optimizer)
-            strategy.check_built(model, optimizer)
+            for optimizer in train_state_of(recipe, model).optimizers:
+                strategy.check_built(model, optimizer)
     except Exception as error:  # any: a recipe is anyone's code
         return error
     return None

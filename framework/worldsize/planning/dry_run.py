@@ -18,7 +18,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import Cluster, RunContext, World
 from worldsize.data.loader import collate_of, micro_batches
 from worldsize.planning.concurrency import first_device, medians, run_concurrently
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.alone import alone
 
 _BACKEND = "silent"
 _SECONDS = 0.25  # of steps, at least

@@ -16,6 +16,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Link, Workload
 from worldsize.data.loader import Order
 from worldsize.planning.calibrate import calibrate
+from worldsize.planning.construction import check_trainable
 from worldsize.planning.dry_run import slowdown
 from worldsize.planning.forecast import Forecast, accumulated, forecast
 from worldsize.world.world import threads_per_process
@@ -60,7 +61,13 @@ class Predictor:
         return replace(settings.cluster, links={**settings.cluster.links, **self._given.links})
 
     def forecast(self, settings: Settings) -> Forecast:
-        """Predict a step of the run; raises ConfigError if the strategy does not say what it costs."""
+        """Predict a step of the run.
+
+        Raises:
+            ConfigError: the strategy cannot train the recipe, or does not say what it costs.
+        """
+        if self._given.parameter_bytes is None:  # the recipe's own step is what is predicted
+            check_trainable(settings.recipe, settings.strategy)
         work = self.workload(settings)
         cost = settings.strategy.cost(work, self.cluster(settings))
         if cost is None:

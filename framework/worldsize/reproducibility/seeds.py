@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy
 import torch
+from torch import Tensor
 
 
 def stream(seed: int, purpose: str, *indices: int) -> int:
@@ -29,3 +32,28 @@ def seed_generators(value: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(value)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GeneratorStates:
+    """The states of all generators that :func:`seed_generators` seeds, at one moment."""
+
+    python: Any
+    numbers: Any
+    torch_cpu: Tensor
+    torch_cuda: Tensor | None
+
+    @staticmethod
+    def of(device: torch.device) -> GeneratorStates:
+        """Return the states as they are now; ``device``: of this process."""
+        cuda = torch.cuda.default_generators[device.index].get_state() if device.type == "cuda" else None
+        return GeneratorStates(random.getstate(), numpy.random.get_state(), torch.default_generator.get_state(), cuda)
+
+    def restore(self, device: torch.device) -> None:
+        """Let the generators go on from here."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numbers)
+        torch.default_generator.set_state(self.torch_cpu)
+        if self.torch_cuda is not None:
+            torch.cuda.default_generators[device.index].set_state(self.torch_cuda)

@@ -102,4 +102,4 @@ def _changed(first: Tensor, change: Tensor) -> Tensor:
 
 def _copy(buffers: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value)
+        buffer.data.copy_(value)  # no new version: as the forward pass that changed it, it invalidates no graph

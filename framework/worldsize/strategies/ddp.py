@@ -14,6 +14,7 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
+    MultiUpdateRecipe,
     Range,
     Recipe,
     Reduction,
@@ -27,6 +28,8 @@ from worldsize.core import (
 from worldsize.core.limits import MEBIBYTES
 from worldsize.strategies.ddp_cost import ddp_cost
 from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.multi_update import whole_multi_update
 from worldsize.strategies.reducers import Compression, compressed_reducer, gradient_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
@@ -48,6 +51,8 @@ class DDP(Strategy):
     reductions = get_args(Reduction)
     averages_weights = True
 
+    trains_multi_update = True
+
     compress: Compression = "none"
     powersgd_rank: Annotated[int, Range(least=1)] = 4
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
@@ -64,6 +69,13 @@ class DDP(Strategy):
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        if isinstance(recipe, MultiUpdateRecipe) and (self.compress != "none" or self.reduce == "hierarchical"):
+            raise ConfigError(
+                f"{type(recipe).__name__} takes several updates a step, whose gradients are not compressed or summed "
+                "by node. Set strategy.compress=none and strategy.reduce=flat (or ordered)."
+            )
+
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
         """PowerSGD's bytes depend on the shape of each matrix, so that its cost is not known."""
         if self.compress == "powersgd":
@@ -73,6 +85,8 @@ class DDP(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)
+        if isinstance(recipe, MultiUpdateRecipe):
+            return whole_multi_update(recipe, context, MultiTrainState.of(recipe, model), self.reduce, self.bucket_mb)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options) if world.size > 1 else model
         sums = self._reducer(module, world)

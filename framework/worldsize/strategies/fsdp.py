@@ -16,6 +16,7 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
+    MultiUpdateRecipe,
     Precision,
     Range,
     Recipe,
@@ -26,11 +27,14 @@ from worldsize.core import (
     Workload,
     World,
 )
+from worldsize.strategies.alone import alone
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
+from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.multi_update import MultiUpdateReplica
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
-from worldsize.strategies.wrapping import Wrap, units
+from worldsize.strategies.wrapping import CallingRoot, Wrap, units
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,6 +53,7 @@ class FSDP(Strategy):
     """
 
     averages_weights = True
+    trains_multi_update = True
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"
     wrap: Wrap = "auto"
@@ -63,6 +68,13 @@ class FSDP(Strategy):
         super().__post_init__()
         if not (self.shard in ("all", "node") or isinstance(self.shard, int)):
             raise ConfigError(f"strategy.shard={self.shard!r} is unknown. Known: all, node, or a number of ranks.")
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        if isinstance(recipe, MultiUpdateRecipe) and self.param_dtype is not None:
+            raise ConfigError(
+                f"strategy.param_dtype={self.param_dtype}: {type(recipe).__name__} calls parts of its model by itself, "
+                "whose inputs no hook converts. Set strategy.param_dtype=null, and precision=bf16 if it is to be fast."
+            )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         size = self._shard_size(cluster.processes, cluster.processes_per_node)
@@ -95,13 +107,16 @@ class FSDP(Strategy):
         if self.activation_checkpointing:
             for block in recipe.blocks(model):
                 checkpoint(block)
-        copies = None
         if world.size == 1:
-            model = model.to(world.device)
-        else:
-            mesh = self._mesh(world)
-            self._shard(recipe, model, mesh)
-            copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
+            return alone(recipe, model.to(world.device), context, self.reduce)
+        mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
+        root = CallingRoot(model) if is_multi else model
+        self._shard(recipe, model, mesh, root)
+        copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
+        if isinstance(recipe, MultiUpdateRecipe):
+            sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False)
+            states = MultiTrainState.of(recipe, model)
+            return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         sums = sharded_reducer(self.reduce, model, world, copies)
         return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
 
@@ -112,12 +127,12 @@ class FSDP(Strategy):
         shape = (world.size // size, size)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh) -> None:
+    def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
         # ordered sums cross all copies at once, see strategies/sharded_reducer.py
         plain = mesh.size(0) == 1 or self.reduce == "ordered"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
-        for module in (*units(recipe, model, self.wrap, self.wrap_parameters), model):
+        for module in (*units(recipe, model, self.wrap, self.wrap_parameters), root):
             fully_shard(
                 module,
                 mesh=mesh["shard"] if plain else mesh,

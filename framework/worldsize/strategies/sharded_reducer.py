@@ -24,23 +24,38 @@ from worldsize.strategies.reducers import gradient_reducer
 
 
 def sharded_reducer(
-    reduce: Reduction, model: nn.Module, world: World, copies: ProcessGroup | None = None
+    reduce: Reduction,
+    model: nn.Module,
+    world: World,
+    copies: ProcessGroup | None = None,
+    *,
+    averages_buffers: bool = True,
 ) -> GradientReducer:
-    """Make the reducer of ``model``, sharded if it is an FSDPModule; ``copies``: the ranks with the same shards."""
+    """Make the reducer of ``model``, sharded if it is an FSDPModule.
+
+    Args:
+        reduce: Order of sums.
+        model: The model.
+        world: The ranks that train it.
+        copies: The ranks with the same shards; None: there is one copy.
+        averages_buffers: Whether the reducer averages what forward passes change, such as BatchNorm's statistics.
+    """
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
     time_sharding(model, world.device, copies=copies is not None and reduce != "ordered")
-    return OrderedShardReducer(model, world, copies) if reduce == "ordered" else ReduceScatterReducer(model, world)
+    buffers = BufferMean(model if averages_buffers else nn.Module(), world.group)
+    if reduce == "ordered":
+        return OrderedShardReducer(model, world, copies, buffers)
+    return ReduceScatterReducer(model, buffers)
 
 
 @final
 class ReduceScatterReducer(GradientReducer):
     """Torch's reduce-scatter, once a step: the gradients of earlier micro-batches are kept whole until then."""
 
-    def __init__(self, model: FSDPModule, world: World) -> None:
+    def __init__(self, model: FSDPModule, buffers: BufferMean) -> None:
         assert isinstance(model, nn.Module)
-        self._model = model
-        self._buffers = BufferMean(model, world.group)
+        self._model, self._buffers = model, buffers
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         buffers = self._buffers.begin(len(batches))
@@ -68,11 +83,10 @@ class OrderedShardReducer(GradientReducer):
     strategy at every world size. Micro-batches but the last are summed here, whole.
     """
 
-    def __init__(self, model: FSDPModule, world: World, copies: ProcessGroup | None) -> None:
+    def __init__(self, model: FSDPModule, world: World, copies: ProcessGroup | None, buffers: BufferMean) -> None:
         assert isinstance(model, nn.Module)
         assert world.group is not None
-        self._model, self._size = model, world.size
-        self._buffers = BufferMean(model, world.group)
+        self._model, self._size, self._buffers = model, world.size, buffers
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._scatters = [_OrderedScatter(world.group, copies) for _ in modules]
         for module, scatter in zip(modules, self._scatters, strict=True):

@@ -13,17 +13,31 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from worldsize.core import Recipe, StateDict
+from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
+from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.train_state import OptimizerState, TrainState, named_state
 
 
 def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
     """Return the state of training ``model`` whole, with all of its tensors on the meta device."""
+    return _on_meta(TrainState.of(recipe, _meta_copy(model)).state())
+
+
+def multi_meta_states(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, StateDict]:
+    """Return the state of each whole optimizer of ``model`` by its name, with all tensors on the meta device."""
+    parts = MultiTrainState.of(recipe, _meta_copy(model)).parts
+    return {name: _on_meta(part.optimizer_state()) for name, part in parts.items()}
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    state = TrainState.of(recipe, copy.deepcopy(model, memo)).state()
+    return copy.deepcopy(model, memo)
+
+
+def _on_meta(state: StateDict) -> StateDict:
     outline: StateDict = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
     return outline
 

@@ -8,7 +8,7 @@ from typing import final
 
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload
 from worldsize.cost.cluster import whole_bytes
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.alone import alone
 
 
 @final
@@ -17,6 +17,7 @@ class Single(Strategy):
     """Trains on one process. ``reduce="ordered"``: micro-batches are added up in the tree of logical ranks."""
 
     averages_weights = True
+    trains_multi_update = True
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes != 1:

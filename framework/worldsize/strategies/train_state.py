@@ -7,8 +7,9 @@ and who only composes, shows or submits a run need not wait.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,6 +30,24 @@ class OptimizerState(ABC):
         """Take what :meth:`state` gave, under this strategy or another."""
 
 
+class OptimizedModel(Protocol):
+    """A model with one or several optimizers, whose state can be saved and loaded."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Return the optimizers, which share no parameter."""
+
+    def state(self) -> StateDict:
+        """Return the state of all, which any world size and strategy can load."""
+
+    def load(self, state: StateDict) -> None:
+        """Take what :meth:`state` gave."""
+
+
 @final
 @dataclass(frozen=True)
 class TrainState:
@@ -46,6 +65,11 @@ class TrainState:
         optimizer = recipe.optimizer(model)
         return TrainState(model, optimizer, recipe.schedule(optimizer))
 
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The one optimizer."""
+        return (self.optimizer,)
+
     def state(self) -> StateDict:
         """Return the state of all three, which any world size and strategy can load.
 
@@ -61,9 +85,7 @@ class TrainState:
         """Take what :meth:`state` gave, and set the rates of the next step."""
         self.model.load_state_dict(state["model"])
         self.load_optimizer(state["optimizer"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
-            _set_rates(self.schedule)
+        self.load_schedule(state["schedule"])
 
     def optimizer_state(self) -> StateDict:
         """Return the optimizer's state by the names of parameters, as one process would hold it."""
@@ -77,6 +99,12 @@ class TrainState:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         set_optimizer_state_dict(self.model, self.optimizer, state)
+
+    def load_schedule(self, state: StateDict) -> None:
+        """Take the schedule's state, and set the rates of the next step."""
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state)
+            _set_rates(self.schedule)
 
 
 def _set_rates(schedule: LRScheduler) -> None:

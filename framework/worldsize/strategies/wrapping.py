@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, final
 
 from torch import nn
 
@@ -40,3 +41,19 @@ def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
         return left
     chosen.append(module)
     return 0
+
+
+@final
+class CallingRoot(nn.Module):
+    """Holds a model and calls whatever it is handed, so that what surrounds its forward pass surrounds that.
+
+    A recipe with several updates calls parts of its model by themselves, in the order that it likes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, action: Callable[[], Any]) -> Any:
+        """Call ``action``, which computes with the model or parts of it."""
+        return action()

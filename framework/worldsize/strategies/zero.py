@@ -10,17 +10,32 @@ from typing import Annotated, final
 
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
 
 from worldsize.collectives.step_timer import time_parameters
-from worldsize.core import Cluster, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload, World
+from worldsize.core import (
+    Cluster,
+    Cost,
+    MultiUpdateRecipe,
+    Recipe,
+    Replica,
+    Role,
+    RunContext,
+    Strategy,
+    Workload,
+    World,
+)
 from worldsize.core.limits import MEBIBYTES
 from worldsize.cost.cluster import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.cost.collectives import bucketed_exposed_seconds
+from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import replicated
+from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
+from worldsize.strategies.multi_update import whole_multi_update
 from worldsize.strategies.reducers import gradient_reducer
-from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
+from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states
 from worldsize.strategies.step_hooks import move_step_hooks
-from worldsize.strategies.synchronous import SynchronousReplica, alone
+from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 
 
@@ -34,6 +49,7 @@ class ZeRO(Strategy):
     """
 
     averages_weights = True
+    trains_multi_update = True
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
@@ -49,6 +65,10 @@ class ZeRO(Strategy):
         model = recipe.model().to(world.device)
         if world.size == 1:
             return alone(recipe, model, context, self.reduce)
+        if isinstance(recipe, MultiUpdateRecipe):
+            return whole_multi_update(
+                recipe, context, _multi_sharded(recipe, model, world), self.reduce, self.bucket_mb
+            )
         train_state = _sharded(recipe, model, world)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options)
@@ -57,16 +77,31 @@ class ZeRO(Strategy):
 
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
-    plain = recipe.optimizer(model)
+    sharded = _divided(recipe.optimizer(model), world)
+    whole = meta_state(recipe, model)["optimizer"]
+    parts = ShardedOptimizerState(model, sharded, own=sharded.optim, whole=whole)
+    return TrainState(model, sharded, recipe.schedule(sharded), parts)
+
+
+def _multi_sharded(recipe: MultiUpdateRecipe, model: nn.Module, world: World) -> MultiTrainState:
+    sharded = {name: _divided(optimizer, world) for name, optimizer in optimizers_of(recipe, model).items()}
+    wholes = multi_meta_states(recipe, model)
+    parts = {
+        name: ShardedOptimizerState(model, optimizer, own=optimizer.optim, whole=wholes[name])
+        for name, optimizer in sharded.items()
+    }
+    return MultiTrainState.scheduled(recipe, model, sharded, parts)
+
+
+def _divided(plain: Optimizer, world: World) -> ZeroRedundancyOptimizer:
+    """Return an optimizer that does what ``plain`` does, of which each rank has a part."""
     groups = [dict(group) for group in plain.param_groups]
     known = inspect.signature(type(plain)).parameters  # AdamW keeps a default that it does not take
     defaults = {name: value for name, value in plain.defaults.items() if name in known}
     sharded = ZeroRedundancyOptimizer(groups, type(plain), process_group=world.group, **defaults)
     move_step_hooks(plain, sharded)
     time_parameters(sharded, sharded.optim)
-    whole = meta_state(recipe, model)["optimizer"]
-    parts = ShardedOptimizerState(model, sharded, own=sharded.optim, whole=whole)
-    return TrainState(model, sharded, recipe.schedule(sharded), parts)
+    return sharded
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:

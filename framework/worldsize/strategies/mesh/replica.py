@@ -13,7 +13,8 @@ from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.strategies.mesh.pipeline import Pipeline
 from worldsize.strategies.mesh.stage import KnownOutput
-from worldsize.strategies.synchronous import SynchronousReplica, autocast, evaluating
+from worldsize.strategies.model_replica import autocast, evaluating
+from worldsize.strategies.synchronous import SynchronousReplica
 
 
 @final

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, Precision, Recipe
 from worldsize.reproducibility.seeds import seed_generators, stream
-from worldsize.strategies.synchronous import autocast
+from worldsize.strategies.model_replica import autocast
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -20,13 +20,13 @@ from worldsize.core import (
     Workload,
     World,
 )
+from worldsize.strategies.alone import alone
 from worldsize.strategies.mesh.cost import mesh_cost
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding
 from worldsize.strategies.mesh.partition import check_pipelines
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
-from worldsize.strategies.synchronous import alone
 from worldsize.strategies.wrapping import Wrap
 
 

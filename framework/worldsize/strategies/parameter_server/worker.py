@@ -17,6 +17,7 @@ from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.loss_record import LossRecord, differentiable, mean_loss
+from worldsize.strategies.model_replica import autocast, metric_sums
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
@@ -26,7 +27,6 @@ from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.table_links import TableLinks
 from worldsize.strategies.parameter_server.unowned import UnownedWeights
 from worldsize.strategies.parameter_server.worker_heartbeat import WorkerHeartbeat
-from worldsize.strategies.synchronous import autocast, metric_sums
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.dialer import Dialer
 from worldsize.transport.registry import EndedError

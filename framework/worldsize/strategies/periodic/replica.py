@@ -14,8 +14,8 @@ from torch import Tensor
 from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.periodic.exchange import Exact, mean_of
-from worldsize.strategies.synchronous import SynchronousReplica
 
 
 class OuterOptimizer(ABC):
@@ -47,7 +47,7 @@ class PeriodicSyncReplica(Replica):
     Part ``strategy`` has every worker's own besides, from which the same strategy goes on to the last bit.
     """
 
-    def __init__(self, inner: SynchronousReplica, world: World, outer: OuterOptimizer) -> None:
+    def __init__(self, inner: ModelReplica, world: World, outer: OuterOptimizer) -> None:
         self._inner, self._world, self._outer = inner, world, outer
         self._exact = Exact(world)
         self._taken = 0  # steps, since training began or went on from a model alone

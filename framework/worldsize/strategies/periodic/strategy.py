@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch.distributed as dist
-from torch import nn
-
+from worldsize.collectives.broadcast import make_equal
 from worldsize.core import Cluster, ConfigError, Range, Recipe, Replica, Role, RunContext, Strategy, World
+from worldsize.strategies.alone import alone
 from worldsize.strategies.periodic.replica import OuterOptimizer, PeriodicSyncReplica
-from worldsize.strategies.synchronous import alone
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizedModel
 
 
 @dataclass(frozen=True)
 class PeriodicSyncStrategy(Strategy):
     """Abstract: each worker takes ``inner_steps`` optimizer steps on its share of the batches, as if it were alone."""
+
+    trains_multi_update = True
 
     inner_steps: Annotated[int, Range(least=1)] = 8
 
@@ -41,18 +41,11 @@ class PeriodicSyncStrategy(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)
-        _make_equal(model, world)
+        # an outer gradient means nothing where workers began at different points
+        make_equal(model, world.group)
         inner = alone(recipe, model, context)
         return PeriodicSyncReplica(inner, world, self.outer(recipe, inner.train_state, world))
 
     @abstractmethod
-    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
+    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
         """Make what brings this worker, which trains ``train_state``, together with the others."""
-
-
-def _make_equal(model: nn.Module, world: World) -> None:
-    """Copy worker 0's weights: an outer gradient means nothing where workers began at different points."""
-    if world.group is not None:
-        for tensor in model.state_dict().values():
-            dist.broadcast(first := tensor.contiguous(), group=world.group, group_src=0)
-            tensor.copy_(first)

@@ -1,0 +1,82 @@
+"""A recipe whose step has several updates: what GANs, actor and critic, and manual optimization need."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, final
+
+from worldsize.core.recipe import Batch, Loss, Recipe
+from worldsize.errors import ConfigError
+
+if TYPE_CHECKING:  # torch takes seconds
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+Update: TypeAlias = "tuple[str, Loss]"  # the name of an optimizer, and the loss that it is to lower
+
+
+class MultiUpdateRecipe(Recipe):
+    """A task whose step is a sequence of updates by one or several optimizers, such as a GAN's.
+
+        def updates(self, model, batch, step):
+            fake = model.generator(noise)
+            yield "discriminator", self.tell_apart(model.discriminator, batch, fake.detach())
+            yield "generator", self.fool(model.discriminator, fake)
+
+    A :class:`Strategy` says with ``trains_multi_update`` whether it can train one.
+    """
+
+    @abstractmethod
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        """Make the optimizers of ``model`` by name; no parameter belongs to two of them.
+
+        A strategy may have moved or divided the parameters by then. What is to happen after each step of one, such as
+        clipping its weights or averaging them, is a hook of the optimizer (``register_step_post_hook``).
+        """
+
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        """Make learning-rate schedules by the names of their optimizers, each advanced once an update of its own.
+
+        The rate of an optimizer without one is constant.
+        """
+        return {}
+
+    @abstractmethod
+    def updates(self, model: nn.Module, batch: Batch, step: int) -> Iterable[Update]:
+        """Yield each update of step number ``step``, counted from 1: an optimizer's name, and the loss.
+
+        It is a generator. At each ``yield`` the gradient of the loss with respect to the parameters of that optimizer
+        alone is averaged over all logical ranks and clipped, and the optimizer takes its step; then the generator goes
+        on with the new weights. Tensors made before, such as generated images, may be used after. A loss is a mean or
+        a sum with its weight, as in :meth:`Recipe.loss`.
+
+        The sequence of names may depend on ``step``, not on data or random numbers: it is the same for all logical
+        ranks. The generator runs once for each of them, so that it must not change parameters by itself.
+        """
+
+    @final
+    def optimizer(self, model: nn.Module) -> NoReturn:
+        """Refuse: there are several.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self._refusal()
+
+    @final
+    def schedule(self, optimizer: Optimizer) -> NoReturn:
+        """Refuse, as :meth:`optimizer` does."""
+        raise self._refusal()
+
+    @final
+    def loss(self, model: nn.Module, batch: Batch) -> NoReturn:
+        """Refuse, as :meth:`optimizer` does."""
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__} takes several updates a step, and whoever trains it must call its method updates. "
+            "Choose a strategy that does, such as ddp."
+        )

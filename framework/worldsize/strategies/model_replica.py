@@ -1,0 +1,113 @@
+"""What replicas share that hold a whole model, or a part of each of its tensors, with its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.collectives.exact import Sums, reduce_metrics
+from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
+from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.train_state import OptimizedModel
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_T = TypeVar("_T")
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
+    """Return the context in which ``device`` computes in ``precision``; for fp32 it changes nothing."""
+    dtype = _DTYPES.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def metric_sums(
+    recipe: Recipe,
+    model: nn.Module,
+    batches: Iterable[EvaluationBatch],
+    *,
+    call: Callable[[Callable[[], Sums]], Sums] = lambda action: action(),
+) -> tuple[dict[int, Sums], tuple[str, ...]]:
+    """Evaluate ``batches`` without gradients; ``call`` calls what computes with the model.
+
+    Returns:
+        By the number of each batch that counts: each metric as (sum, count), two scalars. And the metrics' names.
+    """
+    sums: dict[int, Sums] = {}
+    names: tuple[str, ...] = ()
+    with torch.no_grad(), evaluating([model]):
+        for batch in batches:
+            metrics = call(partial(recipe.evaluate, model, batch.data))
+            names = tuple(sorted(metrics))
+            if batch.counted:
+                sums[batch.index] = metrics
+    return sums, names
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep ``models`` in evaluation mode; what the recipe keeps in it while the rest is trained stays there."""
+    kept = [module for model in models for module in model.modules() if not module.training]
+    for model in models:
+        model.eval()
+    yield
+    for model in models:
+        model.train()
+    for module in kept:
+        module.eval()
+
+
+class ModelReplica(Replica):
+    """Abstract: evaluates, saves and loads a model that this process trains; a derived class says what a step is.
+
+    With ``sums_alone`` its ``reducer`` sums the micro-batches of this process, not those of all.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        context: RunContext,
+        *,
+        train_state: OptimizedModel,
+        reducer: GradientReducer,
+        sums_alone: bool = False,
+    ) -> None:
+        self.recipe = recipe
+        self.world = context.world
+        self.numerics = context.numerics
+        self.model = train_state.model
+        self.train_state = train_state
+        self.reducer = reducer
+        self._group = None if sums_alone or self.world.size == 1 else self.world.group
+        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
+
+    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+        with self._autocast():
+            sums, names = metric_sums(self.recipe, self.model, batches, call=self._call)
+        return reduce_metrics(sums, names, self.world)
+
+    def _call(self, action: Callable[[], _T]) -> _T:
+        """Call what computes with the model."""
+        return action()
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return autocast(self.world.device, self.numerics.precision)
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        named = self.model.state_dict(keep_vars=True)  # before which FSDP divides again what it has gathered
+        return {name: each for name, each in named.items() if isinstance(each, nn.Parameter) and each.requires_grad}
+
+    def state(self) -> StateDict:
+        own = self.reducer.state()
+        return {**self.train_state.state(), "scaler": self.scaler.state_dict(), **({"strategy": own} if own else {})}
+
+    def load(self, state: StateDict) -> None:
+        self.train_state.load(state)
+        self.scaler.load_state_dict(state["scaler"])
+        self.reducer.resumed()
+        if "strategy" in state:
+            self.reducer.load(state["strategy"])

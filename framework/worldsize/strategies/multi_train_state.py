@@ -1,0 +1,131 @@
+"""The optimizers and schedules of a recipe with several updates a step, and their state as every strategy saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from worldsize.core import ConfigError, MultiUpdateRecipe, StateDict
+from worldsize.errors import neighbours
+from worldsize.strategies.train_state import OptimizerState, TrainState
+
+
+@final
+@dataclass(frozen=True)
+class MultiTrainState:
+    """The model that a recipe trains by several optimizers.
+
+    Their state is saved as that of one optimizer that has the groups of all, by the names of parameters.
+    """
+
+    model: nn.Module
+    parts: Mapping[str, TrainState]
+    """Each optimizer with its schedule, by the optimizer's name, in the recipe's order."""
+
+    @staticmethod
+    def of(recipe: MultiUpdateRecipe, model: nn.Module) -> MultiTrainState:
+        """Make the optimizers and schedules that ``recipe`` gives ``model``."""
+        return MultiTrainState.scheduled(recipe, model, optimizers_of(recipe, model), {})
+
+    @staticmethod
+    def scheduled(
+        recipe: MultiUpdateRecipe,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        sharded: Mapping[str, OptimizerState],
+    ) -> MultiTrainState:
+        """Add schedules to ``optimizers``, and the state of those of which this rank holds a part."""
+        schedules = schedules_of(recipe, optimizers)
+        parts = {
+            name: TrainState(model, optimizer, schedules.get(name), sharded.get(name))
+            for name, optimizer in optimizers.items()
+        }
+        return MultiTrainState(model, parts)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers in the recipe's order."""
+        return [part.optimizer for part in self.parts.values()]
+
+    def state(self) -> StateDict:
+        """Return the state of all, which any world size and strategy can load."""
+        model = self.model.state_dict()  # first: it brings what is sharded into the form that names the optimizers'
+        optimizers = [part.optimizer_state() for part in self.parts.values()]
+        return {
+            "model": model,
+            "optimizer": {
+                "state": {name: values for state in optimizers for name, values in state["state"].items()},
+                "param_groups": [group for state in optimizers for group in state["param_groups"]],
+            },
+            "schedule": {
+                name: part.schedule.state_dict() for name, part in self.parts.items() if part.schedule is not None
+            },
+        }
+
+    def load(self, state: StateDict) -> None:
+        """Take what :meth:`state` gave, and set the rates of the next step."""
+        self.model.load_state_dict(state["model"])
+        groups = list(state["optimizer"]["param_groups"])
+        for name, part in self.parts.items():
+            own, groups = _split(groups, len(part.optimizer.param_groups))
+            names = [each for group in own for each in group["params"]]
+            kept = state["optimizer"]["state"]
+            part.load_optimizer({"state": {each: kept[each] for each in names if each in kept}, "param_groups": own})
+            if part.schedule is not None:
+                part.load_schedule(state["schedule"][name])
+
+
+def _split(groups: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return groups[:count], groups[count:]
+
+
+def optimizers_of(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, Optimizer]:
+    """Make the recipe's optimizers.
+
+    Raises:
+        ConfigError: there is none, or two of them have a parameter in common.
+    """
+    optimizers: Any = recipe.optimizers(model)
+    kind = type(recipe).__name__
+    if not isinstance(optimizers, Mapping) or not all(isinstance(each, Optimizer) for each in optimizers.values()):
+        raise ConfigError(f"{kind}.optimizers returned no mapping of names to optimizers. Return {{name: optimizer}}.")
+    if not optimizers:
+        raise ConfigError(f"{kind}.optimizers returned no optimizer. Return at least one, as {{name: optimizer}}.")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for parameter in parameters_of(optimizer):
+            if (owner := owners.setdefault(id(parameter), name)) != name:
+                raise ConfigError(
+                    f"{kind} gives {names.get(id(parameter), 'a parameter')!r} to two optimizers, {owner!r} and "
+                    f"{name!r}; their state is kept by the names of parameters. Give each parameter to one of them."
+                )
+    return optimizers
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that ``optimizer`` updates, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def schedules_of(recipe: MultiUpdateRecipe, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+    """Make the recipe's schedules.
+
+    Raises:
+        ConfigError: one is of no optimizer, or of another one than its name says.
+    """
+    schedules, kind = recipe.schedules(optimizers), type(recipe).__name__
+    for name, schedule in schedules.items():
+        if name not in optimizers:
+            raise ConfigError(f"{kind}.schedules: no optimizer {name!r}{neighbours(name, optimizers)}")
+        if schedule.optimizer is not optimizers[name]:
+            raise ConfigError(
+                f"{kind}.schedules: the schedule {name!r} is that of another optimizer. Give each schedule the name "
+                "of its optimizer."
+            )
+    return schedules

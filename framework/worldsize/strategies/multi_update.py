@@ -1,0 +1,226 @@
+"""The replica that trains a recipe with several updates a step, in which all ranks take the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.collectives.broadcast import make_equal
+from worldsize.collectives.ordered import Tree
+from worldsize.collectives.step_timer import phase
+from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Reduction, RunContext, StepResult
+from worldsize.strategies.buffer_mean import BufferMean
+from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
+from worldsize.strategies.loss_weights import fp16_share, weight_factor
+from worldsize.strategies.model_replica import ModelReplica
+from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
+from worldsize.strategies.update_pass import UpdatePass
+from worldsize.strategies.update_reducers import BUCKET_MB, update_reducer
+
+
+@final
+@dataclass(frozen=True)
+class _UpdateResult:
+    """The result of one update in this process, as :class:`StepResult` has that of a step."""
+
+    name: str
+    losses: Sequence[Tensor]
+    grad_norm: Tensor | None
+    skipped: bool
+    metrics: Mapping[str, Tensor]
+
+
+@final
+class MultiUpdateReplica(ModelReplica):
+    """Runs the recipe's generators, one for each micro-batch, side by side from update to update.
+
+    At each update, each micro-batch goes forward to its next ``yield`` and backward, one after the other as ``reducer``
+    says; then the optimizer steps. ``reducer`` finds gradients at the parameters of that optimizer alone. Buffers, such
+    as BatchNorm's statistics, are averaged over logical ranks after each update.
+
+    ``root``, if the model is sharded, is the module around it: it calls what it is handed, within its own hooks.
+    """
+
+    def __init__(
+        self,
+        recipe: MultiUpdateRecipe,
+        context: RunContext,
+        *,
+        train_state: MultiTrainState,
+        reducer: GradientReducer,
+        root: nn.Module | None = None,
+        sums_alone: bool = False,
+    ) -> None:
+        super().__init__(recipe, context, train_state=train_state, reducer=reducer, sums_alone=sums_alone)
+        self._updates, self._parts, self._root = recipe.updates, train_state.parts, root
+        self._parameters = list(self.model.parameters())
+        self._size = 1 if self._group is None else self.world.size
+        self._buffers = BufferMean(self.model, self._group)
+        self._share: Tensor | None = None  # of a sum in float16, agreed on in each update
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        rates = {name: float(part.optimizer.param_groups[0]["lr"]) for name, part in self._parts.items()}
+        passes = [self._begun(batch, is_alone=len(micro_batches) == 1) for batch in micro_batches]
+        results: list[_UpdateResult] = []
+        while (result := self._update(passes, micro_batches)) is not None:
+            results.append(result)
+        if not results:
+            raise ConfigError(
+                f"{type(self.recipe).__name__}.updates yielded nothing in step {micro_batches[0].step}. "
+                "Yield an update in every step."
+            )
+        norms = [result.grad_norm for result in results if result.grad_norm is not None]
+        return StepResult(
+            losses=_sums([result.losses for result in results]),
+            lr=next(iter(rates.values())),
+            grad_norm=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
+            skipped=any(result.skipped for result in results),
+            metrics=_metrics(results, rates),
+        )
+
+    def _begun(self, batch: MicroBatch, *, is_alone: bool) -> UpdatePass:
+        kind, device = type(self.recipe).__name__, self.world.device
+        begin = partial(self._updates, self.model, batch.data, batch.step)
+        return UpdatePass(kind, begin, batch, names=self._parts, device=device, is_alone=is_alone)
+
+    def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> _UpdateResult | None:
+        """Take the next update of the step; return None if none was left."""
+        buffers, self._share = self._buffers.begin(len(batches)), None
+        first, *others = self._order(len(batches))
+        self._advance(passes[first])  # the first in every order of sums: it says which update this is
+        name = passes[first].name
+        if name is None:
+            buffers.add(first)
+            for place in others:
+                self._advance(passes[place], same_as=passes[first])
+                buffers.add(place)
+            buffers.finish()
+            return None
+        parameters = parameters_of(self._parts[name].optimizer)
+        fills = len(batches) * self._size > 1  # all have to sum the same, whether their losses depend on it or not
+        places = {id(batch): place for place, batch in enumerate(batches)}
+
+        def backward(batch: MicroBatch, scale: float) -> LossRecord:
+            place = places[id(batch)]
+            if place != first:
+                self._advance(passes[place], same_as=passes[first])
+            record = self._backward(passes[place], parameters, scale)
+            if fills and self._root is None:
+                _fill(parameters)
+            buffers.add(place)
+            return record
+
+        for parameter in self._parameters:
+            parameter.grad = None
+        records = self.reducer.run(batches, backward)
+        if fills:
+            _fill(parameters)
+        buffers.finish()
+        return self._applied(name, parameters, records)
+
+    def _order(self, batches: int) -> list[int]:
+        """Return the places of the micro-batches in the order of the tree of sums."""
+        tree = Tree(batches * self._size, self._size)
+        return [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
+
+    def _advance(self, current: UpdatePass, same_as: UpdatePass | None = None) -> None:
+        with self._autocast():
+            current.advance(self._call)
+        if same_as is not None:
+            current.check_same(same_as)
+
+    def _call(self, action: Callable[[], Any]) -> Any:
+        return action() if self._root is None else self._root(action)
+
+    def _backward(self, current: UpdatePass, parameters: Sequence[nn.Parameter], scale: float) -> LossRecord:
+        """Add the gradient of the update's loss to ``.grad`` of its parameters; return the record of the loss."""
+        loss, record = differentiable(current.take_loss())
+        if self.scaler.is_enabled() and record.is_weighted:
+            if self._share is None:
+                self._share = fp16_share(record.loss[1], self._group)
+            loss = loss * self._share
+        scaled = self.scaler.scale(loss if scale == 1 else loss * scale)
+        if self._root is None:
+            scaled.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
+        else:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        return record
+
+    def _applied(
+        self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> _UpdateResult:
+        """Weigh and clip the gradient, and let the optimizer and its schedule step."""
+        part = self._parts[name]
+        losses = self._weighed(parameters, records)
+        with phase("update"):
+            norm, skipped = None, False
+            if self.numerics.needs_norm:
+                self.scaler.unscale_(part.optimizer)
+                norm = self.reducer.clip(parameters, self.numerics.norm_limit)
+                skipped = self.numerics.skips(norm)
+            if not skipped:
+                self.scaler.step(part.optimizer)
+            self.scaler.update()
+            if part.schedule is not None:
+                part.schedule.step()
+        return _UpdateResult(name, losses, norm, skipped, step_metrics(records))
+
+    def _weighed(self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> Sequence[Tensor]:
+        """Divide the gradient by the weight of the update if its losses are sums; return shares of the mean loss."""
+        if not records[0].is_weighted:
+            return [record.loss for record in records]
+        factor = weight_factor([record.loss[1] for record in records], self._group)
+        self.reducer.scale(parameters, factor if self._share is None else factor / self._share)
+        return [record.loss[0] * factor for record in records]
+
+
+def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return, for each micro-batch, the sum of its losses in the updates."""
+    return [torch.stack(own).sum() for own in zip(*losses, strict=True)]
+
+
+def _metrics(results: Sequence[_UpdateResult], rates: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return what the updates say, and each optimizer's mean loss and its learning rate, but for that of the first.
+
+    An optimizer that has not stepped counts nothing: names are those of every step.
+    """
+    metrics: dict[str, Tensor] = {}
+    for result in results:
+        for name, pairs_b2 in result.metrics.items():
+            metrics[name] = metrics[name] + pairs_b2 if name in metrics else pairs_b2
+    one_b = torch.stack(list(results[0].losses)).double() * 0 + 1
+    for place, (name, rate) in enumerate(rates.items()):
+        own = [result.losses for result in results if result.name == name]
+        total_b = torch.stack(_sums(own)).double() if own else one_b * 0
+        metrics[f"loss/{name}"] = torch.stack([total_b, one_b * len(own)], dim=1)
+        if place:
+            metrics[f"lr/{name}"] = torch.stack([one_b * rate, one_b], dim=1)
+    return metrics
+
+
+def whole_multi_update(
+    recipe: MultiUpdateRecipe,
+    context: RunContext,
+    train_state: MultiTrainState,
+    reduce: Reduction = "flat",
+    bucket_mb: float = BUCKET_MB,
+) -> MultiUpdateReplica:
+    """Train a model that every rank of ``context.world`` holds whole, beginning with the weights of rank 0.
+
+    ``bucket_mb``: MiB of gradients that are summed at once.
+    """
+    model, group = train_state.model, context.world.group
+    make_equal(model, group)
+    reducer = update_reducer(reduce, model, group, bucket_mb=bucket_mb)
+    return MultiUpdateReplica(recipe, context, train_state=train_state, reducer=reducer)
+
+
+def _fill(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,113 @@
+"""One micro-batch's way through the updates of a step: a recipe's generator, with random numbers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update
+from worldsize.errors import neighbours
+from worldsize.reproducibility.seeds import GeneratorStates, seed_generators
+
+_END = object()
+
+
+@final
+class UpdatePass:
+    """Advances the generator of one micro-batch from update to update.
+
+    Args:
+        kind: Name of the recipe's class.
+        begin: Makes the generator.
+        batch: The micro-batch.
+        names: Names of the recipe's optimizers.
+        device: Device on which it computes.
+        is_alone: Whether no other micro-batch of this process draws random numbers between two updates.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        begin: Callable[[], Any],
+        batch: MicroBatch,
+        *,
+        names: Collection[str],
+        device: torch.device,
+        is_alone: bool,
+    ) -> None:
+        self._kind, self._begin, self._batch = kind, begin, batch
+        self._names, self._device, self._is_alone = names, device, is_alone
+        self._states: GeneratorStates | None = None  # as the last update left them
+        self._updates: Iterator[Update] | None = None
+        self.name: str | None = None
+        """The optimizer whose update the generator waits for; None: it has ended."""
+        self._loss: Loss | None = None  # of that update
+
+    def advance(self, call: Callable[[Callable[[], Any]], Any]) -> None:
+        """Let the generator run up to its next update, or to its end; ``call`` calls what computes with the model.
+
+        Raises:
+            ConfigError: it yields something else, or there is no generator.
+        """
+        if self._updates is None:
+            seed_generators(self._batch.seed, self._device)
+            self._updates = self._generator()
+        elif self._states is not None:
+            self._states.restore(self._device)
+        updates = self._updates
+        found = call(lambda: next(updates, _END))
+        if not self._is_alone:
+            self._states = GeneratorStates.of(self._device)
+        self.name, self._loss = (None, None) if found is _END else self._checked(found)
+
+    def take_loss(self) -> Loss:
+        """Return the loss of the update, and keep nothing of it."""
+        loss, self._loss = self._loss, None
+        assert loss is not None, "the generator has ended"
+        return loss
+
+    def check_same(self, other: UpdatePass) -> None:
+        """Refuse a sequence of updates that depends on more than the step.
+
+        Raises:
+            ConfigError: ``other``, which has advanced as often, waits for another update.
+        """
+        if self.name != other.name:
+            raise ConfigError(
+                f"{self._kind}.updates: in step {self._batch.step} one micro-batch {_next(other.name)} where another "
+                f"{_next(self.name)}. "
+                "The sequence of updates may depend on the step alone, not on data or random numbers."
+            )
+
+    def _generator(self) -> Iterator[Update]:
+        updates = self._begin()
+        if not hasattr(updates, "__next__"):
+            raise ConfigError(
+                f"{self._kind}.updates returned {_described(updates)}, no generator. Write it with "
+                "`yield name_of_optimizer, loss` at each update."
+            )
+        generator: Iterator[Update] = updates
+        return generator
+
+    def _checked(self, found: Any) -> Update:
+        match found:
+            case (str() as name, Tensor() | (Tensor(), _) | LossOutput()) if name in self._names:
+                update: Update = found
+                return update
+            case (str() as name, Tensor() | (Tensor(), _) | LossOutput()):
+                raise ConfigError(f"{self._kind}.updates: no optimizer {name!r}{neighbours(name, self._names)}")
+        raise ConfigError(
+            f"{self._kind}.updates yielded {_described(found)}. Yield the name of an optimizer and a loss: "
+            "`yield name_of_optimizer, loss`."
+        )
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _next(name: str | None) -> str:
+    return "ends" if name is None else f"updates {name!r}"

@@ -1,0 +1,111 @@
+"""Mean gradients of one update among several of a step, for models that every rank holds whole.
+
+DistributedDataParallel has no part in it: it sums what one forward pass of the whole model has used, during the
+backward pass. Here the sums begin when the last backward pass of the update has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from worldsize.collectives.gathered import LARGEST, gathered_mean
+from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.collectives.staged import finished
+from worldsize.collectives.step_timer import phase
+from worldsize.core import MicroBatch, Reduction
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken
+from worldsize.strategies.loss_record import LossRecord
+
+BUCKET_MB = 25.0
+
+
+def update_reducer(
+    reduce: Reduction, model: nn.Module, group: ProcessGroup | None, *, bucket_mb: float = BUCKET_MB
+) -> GradientReducer:
+    """Make the reducer of a recipe with several updates; ``group``: the ranks with copies of ``model``, if any."""
+    kind = OrderedUpdateReducer if reduce == "ordered" else FlatUpdateReducer
+    return kind(model, group, bucket_bytes=int(bucket_mb * 2**20))
+
+
+@final
+class FlatUpdateReducer(GradientReducer):
+    """Sums in the order of arrival here, and across processes in the order of torch's all-reduce."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None, *, bucket_bytes: int) -> None:
+        self._model, self._group, self._bucket_bytes = model, group, bucket_bytes
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        losses = [backward(batch, 1 / len(batches)) for batch in batches]
+        if self._group is not None:
+            gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+            for bucket in _buckets(gradients, self._bucket_bytes):
+                self._average(bucket, self._group)
+        return losses
+
+    def _average(self, bucket: Sequence[Tensor], group: ProcessGroup) -> None:
+        row_n, size = _flat(bucket), dist.get_world_size(group)
+        if row_n.device.type == "cpu" and size * row_n.nbytes <= LARGEST:
+            gathered_mean(row_n, group)
+        else:
+            with phase("communication"):
+                dist.all_reduce(row_n, group=group)
+            row_n.div_(size)
+        _spread(row_n, bucket, lambda gradient, mean: gradient.copy_(mean))
+
+
+@final
+class OrderedUpdateReducer(GradientReducer):
+    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup | None, *, bucket_bytes: int) -> None:
+        self._model, self._group, self._bucket_bytes = model, group, bucket_bytes
+        self._size = dist.get_world_size(group) if group else 1
+
+    def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
+        tree, losses = Tree(len(batches) * self._size, self._size), dict[int, LossRecord]()
+        counters = [Counter() for _ in range(tree.local_nodes)]
+        parameters: list[nn.Parameter] = []
+        for node, counter in enumerate(counters):
+            for leaf in tree.leaves(node):
+                losses[leaf] = backward(batches[leaf], 1.0)
+                parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+                counter.add(taken(parameters))
+        nodes = [counter.waiting[0] for counter in counters]
+        for bucket in _buckets(parameters, self._bucket_bytes):
+            rows, nodes = [_flat(node[: len(bucket)]) for node in nodes], [node[len(bucket) :] for node in nodes]
+            total = finished(reduce_ordered(rows, self._group)) if self._group else finish(rows)
+            _spread(total / tree.logical_ranks, bucket, _set_gradient)
+        return [losses[leaf] for leaf in range(len(batches))]
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient
+
+
+def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
+    """Cut ``tensors`` into runs of one dtype and at most so many bytes, but for a tensor that is larger by itself."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or sum(each.nbytes for each in bucket) + tensor.nbytes > most):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _spread(row_n: Tensor, like: Sequence[Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
+    """Call ``put`` with each of ``like`` and its part of ``row_n``, in its shape."""
+    parts = torch.split(row_n, [tensor.numel() for tensor in like])
+    for tensor, part in zip(like, parts, strict=True):
+        put(tensor, part.view_as(tensor))
