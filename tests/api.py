@@ -19,6 +19,7 @@ EVERYTHING = (
     "worldsize.core.events",
     "worldsize.core.launcher",
     "worldsize.core.limits",
+    "worldsize.core.multi_update",
     "worldsize.core.numerics",
     "worldsize.core.recipe",
     "worldsize.core.strategy",
@@ -38,8 +39,10 @@ BLOCKS = {  # parts that strategies are built from
     "worldsize.strategies.periodic.parameters": ("averaged_buffers", "trained_parameters"),
     "worldsize.strategies.periodic.replica": ("OuterOptimizer",),
     "worldsize.strategies.periodic.strategy": ("PeriodicSyncStrategy",),
-    "worldsize.strategies.train_state": ("TrainState",),
-    "worldsize.strategies.synchronous": ("SynchronousReplica", "alone", "autocast", "metric_sums"),
+    "worldsize.strategies.train_state": ("OptimizedModel", "TrainState"),
+    "worldsize.strategies.alone": ("alone",),
+    "worldsize.strategies.model_replica": ("ModelReplica", "autocast", "metric_sums"),
+    "worldsize.strategies.synchronous": ("SynchronousReplica",),
     "worldsize.world.environments": ("Placement",),
 }
 _HEAD = """# The public API

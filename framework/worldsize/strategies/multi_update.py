@@ -152,8 +152,7 @@ class MultiUpdateReplica(ModelReplica):
             scaled.backward()  # type: ignore[no-untyped-call]
         return record
 
-    def _applied(
-        self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> _UpdateResult:
+    def _applied(self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> _UpdateResult:
         """Weigh and clip the gradient, and let the optimizer and its schedule step."""
         part = self._parts[name]
         losses = self._weighed(parameters, records)
@@ -193,7 +192,8 @@ def _metrics(results: Sequence[_UpdateResult], rates: Mapping[str, float]) -> di
     for result in results:
         for name, pairs_b2 in result.metrics.items():
             metrics[name] = metrics[name] + pairs_b2 if name in metrics else pairs_b2
-    one_b = torch.stack(list(results[0].losses)).double() * 0 + 1
+    losses = results[0].losses
+    one_b = torch.ones(len(losses), dtype=torch.float64, device=losses[0].device)
     for place, (name, rate) in enumerate(rates.items()):
         own = [result.losses for result in results if result.name == name]
         total_b = torch.stack(_sums(own)).double() if own else one_b * 0

@@ -28,13 +28,22 @@ from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.collectives.gather_full import gather_full
 from worldsize.collectives.per_rank import local
-from worldsize.core import Cluster, ConfigError, Recipe, Replica, RunContext, Strategy, World
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Recipe,
+    Replica,
+    RunContext,
+    Strategy,
+    World,
+)
 from worldsize.data.loader import Order, collate_of, fetch, logical_ranks_of, micro_batches
 from worldsize.engine.evaluate import evaluate
 from worldsize.engine.heap import Heap
-from worldsize.strategies.loss_record import mean_loss
+from worldsize.planning.construction import check_trainable
 from worldsize.testing.leaks import LOOPBACK, children, listening
-from worldsize.testing.recipes import AveragedChain, Chain
+from worldsize.testing.plain import plain_step
+from worldsize.testing.recipes import AveragedChain, Chain, TwoPlayers
 from worldsize.testing.worlds import run_in_worlds
 
 STEPS, BATCH, SEED = 20, 24, 3
@@ -143,21 +152,17 @@ def _cluster(size: int, nodes: int = 1) -> Cluster:
 
 def _beside(strategy: Strategy, workers: int) -> Cluster:
     """The smallest cluster on which so many processes train, beside those that serve."""
-    clusters = map(_cluster, count(workers))
-    return next(cluster for cluster in clusters if strategy.roles(cluster)["worker"].processes == workers)
+    return next(
+        cluster for cluster in map(_cluster, count(workers)) if strategy.roles(cluster)["worker"].processes == workers
+    )
 
 
 def reference(recipe: Recipe = CHAIN) -> Trained:
     """Train ``recipe`` by plain PyTorch on whole batches, in the documented order of samples."""
-    model, data = recipe.model(), recipe.data("train")
-    optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
-    losses = []
-    for step in range(1, STEPS + 1):
-        loss = mean_loss(recipe.loss(model, fetch(data, order.indices(step, 0, len(data)), collate_of(recipe))))
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    model, data, order = recipe.model(), recipe.data("train"), Order(SEED, BATCH, 1, (0,))
+    losses, step = [], plain_step(recipe, model)
+    for number in range(1, STEPS + 1):
+        losses.append(step(fetch(data, order.indices(number, 0, len(data)), collate_of(recipe)), number))
     with torch.no_grad():
         test = recipe.data("test")
         ((total, count),) = recipe.evaluate(
@@ -271,6 +276,25 @@ class StrategyContract:
             return
         with pytest.raises(ConfigError, match=rf"\b{self.impossible}\b"):
             self.strategy.roles(_cluster(self.impossible))
+
+    def test_several_updates_a_step_are_those_of_one_process(self, tmp_path: Path) -> None:
+        """Compare :class:`~worldsize.testing.recipes.TwoPlayers` with plain PyTorch; resumed, it has the same bits.
+
+        A strategy that does not train such a recipe refuses it before anything starts.
+        """
+        recipe, size = TwoPlayers(), self.sizes[-1]
+        try:
+            check_trainable(recipe, self.strategy)
+        except ConfigError as refusal:
+            assert "several updates a step" in str(refusal)  # noqa: PT017 - it may be refused or not
+            return
+        straight = self.run(size, lambda context: train(self.strategy, context, STEPS, recipe=recipe))
+        for found in straight:
+            assert_close("loss", found.losses[-1], reference(recipe).losses[-1], self.tolerance)
+        self.run(size, lambda context: train(self.strategy, context, 7, tmp_path, save=True, recipe=recipe))
+        resumed = self.run(size, lambda context: train(self.strategy, context, STEPS, tmp_path, recipe=recipe))[0]
+        assert resumed.losses == straight[0].losses[7:]
+        assert_same(resumed.model, straight[0].model)
 
     def test_nothing_is_left_behind(self) -> None:
         """Expect no child process and no listening port after training."""

@@ -1,17 +1,18 @@
-"""A recipe that every strategy can train in no time."""
+"""Recipes that every strategy can train in no time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-from worldsize.core import Recipe, TensorStyle
+from worldsize.core import MultiUpdateRecipe, Recipe, TensorStyle, Update
 
 _WIDTH = 16
 
@@ -84,6 +85,65 @@ class AveragedChain(Chain):
 
         optimizer.register_step_post_hook(average)
         return optimizer
+
+
+@dataclass(frozen=True)
+class TwoPlayers(MultiUpdateRecipe):
+    """A player learns the targets of a :class:`Chain`, and to please a critic, which learns to tell both apart.
+
+    The critic is updated twice in every third step, its weights are clipped after each update, and its learning rate
+    falls; the player's loss is a sum with its weight. Nothing is drawn at random.
+    """
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        player = nn.Sequential(nn.Linear(7, _WIDTH), nn.LayerNorm(_WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 3))
+        critic = nn.Sequential(nn.Linear(10, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 1))
+        return nn.ModuleDict({"player": player, "critic": critic})
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        player, critic = self._players(model)
+        optimizers: dict[str, Optimizer] = {
+            "critic": torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.9)),
+            "player": torch.optim.SGD(player.parameters(), lr=0.05, momentum=0.9),
+        }
+        clipped = list(critic.parameters())
+
+        def clip(*_: object) -> None:
+            for parameter in clipped:
+                parameter.detach().clamp_(-0.4, 0.4)
+
+        optimizers["critic"].register_step_post_hook(clip)
+        return optimizers
+
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        return {"critic": torch.optim.lr_scheduler.LambdaLR(optimizers["critic"], lambda count: 1 / (1 + count / 9))}
+
+    def data(self, split: str) -> TensorDataset:
+        return Chain().data(split)
+
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        player, critic = self._players(model)
+        inputs, targets = batch
+        made = player(inputs)
+        for _ in range(2 if step % 3 == 0 else 1):
+            real, unreal = (critic(torch.cat([inputs, each], dim=1)) for each in (targets, made.detach()))
+            yield "critic", (real - 1).square().mean() + unreal.square().mean()
+        judged = critic(torch.cat([inputs, made], dim=1))
+        error = (made - targets).square().sum() + 0.1 * (judged - 1).square().sum()
+        yield "player", (error, torch.tensor(targets.numel()))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        player, _ = self._players(model)
+        inputs, targets = batch
+        return {"error": ((player(inputs) - targets).abs().double().sum(), torch.tensor(targets.numel()))}
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self._players(model)
+
+    def _players(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        assert isinstance(model, nn.ModuleDict)
+        return model["player"], model["critic"]
 
 
 @final

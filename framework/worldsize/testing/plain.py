@@ -1,0 +1,48 @@
+"""Steps of a recipe in plain PyTorch, on one process and whole batches: what strategies are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from worldsize.core import Batch, MultiUpdateRecipe, Recipe
+from worldsize.strategies.loss_record import mean_loss
+
+Step = Callable[[Batch, int], float]
+
+
+def plain_step(recipe: Recipe, model: nn.Module) -> Step:
+    """Return a function that trains ``model`` on a batch in a step, by its number, and returns the loss before."""
+    return _several_updates(recipe, model) if isinstance(recipe, MultiUpdateRecipe) else _one_update(recipe, model)
+
+
+def _one_update(recipe: Recipe, model: nn.Module) -> Step:
+    optimizer = recipe.optimizer(model)
+
+    def step(batch: Batch, _: int) -> float:
+        loss = mean_loss(recipe.loss(model, batch))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _several_updates(recipe: MultiUpdateRecipe, model: nn.Module) -> Step:
+    optimizers = recipe.optimizers(model)
+    schedules = recipe.schedules(optimizers)
+
+    def step(batch: Batch, number: int) -> float:
+        total = 0.0
+        for name, loss in recipe.updates(model, batch, number):
+            model.zero_grad()
+            mean_loss(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            optimizers[name].step()
+            if name in schedules:
+                schedules[name].step()
+            total += float(mean_loss(loss).detach())
+        return total
+
+    return step

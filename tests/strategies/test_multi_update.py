@@ -1,0 +1,379 @@
+"""A recipe with several updates a step trains as the original program does, at every world size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from tests.strategies.dcgan import BATCH, DCGAN, GAN, SEED, original
+from worldsize.collectives.gather_full import gather_full
+from worldsize.core import (
+    ConfigError,
+    MicroBatch,
+    MultiUpdateRecipe,
+    Numerics,
+    RunContext,
+    StepResult,
+    Strategy,
+    Update,
+    World,
+)
+from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.planning.construction import check_construction, check_trainable
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.multi_update import MultiUpdateReplica
+from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
+from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.strategies.single import Single
+from worldsize.strategies.zero import ZeRO
+from worldsize.testing.recipes import TwoPlayers
+from worldsize.testing.worlds import run_in_worlds
+
+ALONE = World.alone(torch.device("cpu"))
+PLAIN = Numerics()
+
+
+def trained(
+    strategy: Strategy, world: World, *, logical_ranks: int, steps: int = 20, numerics: Numerics = PLAIN
+) -> tuple[Mapping[str, Tensor], list[StepResult]]:
+    recipe = DCGAN()
+    replica = strategy.replica(recipe, RunContext(world, numerics))
+    order = Order(SEED, BATCH, logical_ranks, logical_ranks_of(world.rank, world.size, logical_ranks))
+    batches = micro_batches(recipe.data("train"), order, world.device)
+    results = [replica.step(next(batches)) for _ in range(steps)]
+    weights = gather_full(replica.state()["model"], world)
+    return {name: tensor.clone() for name, tensor in weights.items()}, results
+
+
+def weights_of(strategy: Strategy, processes: int, numerics: Numerics = PLAIN) -> Mapping[str, Tensor]:
+    """Train with four logical ranks, and return the weights that rank 0 gathers."""
+
+    def body(world: World) -> Mapping[str, Tensor]:
+        return trained(strategy, world, logical_ranks=4, numerics=numerics)[0]
+
+    return run_in_worlds(body, processes)[0]
+
+
+def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("strategy", [Single(), DDP(reduce="ordered"), ZeRO(), FSDP()], ids=lambda each: each.reduce)
+def test_on_one_process_a_gan_has_the_bits_of_the_original_loop(strategy: Strategy) -> None:
+    """BatchNorm's statistics and the noise that is drawn in the step included."""
+    found, _ = trained(strategy, ALONE, logical_ranks=1)
+    assert differing(found, original(20)) == []
+
+
+@pytest.mark.heavy
+def test_two_hundred_steps_of_a_gan_have_the_bits_of_the_original_loop() -> None:
+    assert differing(trained(Single(), ALONE, logical_ranks=1, steps=200)[0], original(200)) == []
+
+
+CLIPPED = Numerics(clip_norm=0.05)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Mapping[str, Tensor]:
+    return trained(Single(reduce="ordered"), ALONE, logical_ranks=4, numerics=CLIPPED)[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        (DDP(reduce="ordered", bucket_mb=0.001), 4),
+        (ZeRO(reduce="ordered"), 2),
+        (FSDP(reduce="ordered", wrap="size", wrap_parameters=100), 2),
+        (FSDP(reduce="ordered", shard=2, reshard_after_forward=False, wrap="size", wrap_parameters=100), 4),
+    ],
+    ids=["ddp", "zero", "fsdp", "hsdp"],
+)
+def test_ordered_sums_have_the_same_bits_under_every_strategy_and_at_every_world_size(
+    strategy: Strategy, processes: int, alone: Mapping[str, Tensor]
+) -> None:
+    assert differing(weights_of(strategy, processes, CLIPPED), alone) == []
+
+
+def test_flat_sums_do_change_bits(alone: Mapping[str, Tensor]) -> None:
+    """Without this difference, the test above would show nothing; they agree up to rounding."""
+    found, _ = trained(DDP(), ALONE, logical_ranks=4, numerics=CLIPPED)
+    assert differing(found, alone) != []
+    for name, tensor in alone.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Two(MultiUpdateRecipe):
+    """Two numbers in two optimizers; derived classes say what is wrong with a step."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        return {name: SGD(module.parameters(), lr=0.5) for name, module in model.named_children()}
+
+    def data(self, split: str) -> Any:
+        return torch.utils.data.TensorDataset(torch.arange(16.0).view(8, 2) / 8)
+
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        assert isinstance(model, nn.ModuleDict)
+        yield "a", model["a"](batch[0]).square().mean()
+        yield "b", (model["a"](batch[0]) - model["b"](batch[0])).square().mean()
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        return {}
+
+
+def replica_of(recipe: MultiUpdateRecipe, numerics: Numerics = PLAIN) -> MultiUpdateReplica:
+    replica = Single().replica(recipe, RunContext(ALONE, numerics))
+    assert isinstance(replica, MultiUpdateReplica)
+    return replica
+
+
+def batches_of(count: int, step: int = 1) -> list[MicroBatch]:
+    rows = Two().data("train").tensors[0]
+    return [MicroBatch((part,), seed=7 + place, step=step) for place, part in enumerate(rows.chunk(count))]
+
+
+class Misspelt(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        yield "aa", model["a"](batch[0]).mean()  # type: ignore[index, operator]
+
+
+class Silent(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        return iter(())
+
+
+class Plain(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        return None  # type: ignore[return-value]
+
+
+class LossAlone(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        yield model["a"](batch[0]).mean()  # type: ignore[index, operator, misc]
+
+
+class ByData(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        name = "a" if float(batch[0].sum()) < 5 else "b"
+        yield name, model[name](batch[0]).mean()  # type: ignore[index, operator]
+
+
+class ShorterByData(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        for name, loss in super().updates(model, batch, step):
+            yield name, loss
+            if float(batch[0].sum()) > 5:
+                return
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Misspelt(), "Misspelt.updates: no optimizer 'aa'; did you mean 'a'? Known: a, b."),
+        (Silent(), "Silent.updates yielded nothing in step 1. Yield an update in every step."),
+        (Plain(), "Plain.updates returned None, no generator. Write it with `yield name_of_optimizer, loss`"),
+        (LossAlone(), "LossAlone.updates yielded a Tensor. Yield the name of an optimizer and a loss"),
+        (ByData(), "ByData.updates: in step 1 one micro-batch updates 'a' where another updates 'b'."),
+        (ShorterByData(), "in step 1 one micro-batch updates 'b' where another ends. The sequence of updates may"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
+)
+def test_a_step_that_cannot_be_taken_is_refused_in_a_sentence(recipe: MultiUpdateRecipe, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        replica_of(recipe).step(batches_of(2))
+
+
+class Shared(Two):
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        return {"a": SGD(model["a"].parameters()), "all": SGD(model.parameters())}  # type: ignore[index, union-attr]
+
+
+class NoneAtAll(Two):
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        return {}
+
+
+class OneAlone(Two):
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        return SGD(model.parameters())  # type: ignore[return-value]
+
+
+class Crossed(Two):
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        return {"a": StepLR(optimizers["b"], 1)}
+
+
+class Unknown(Two):
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        return {"c": StepLR(optimizers["b"], 1)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Shared(), "Shared gives 'a.weight' to two optimizers, 'a' and 'all'; their state is kept by the names"),
+        (NoneAtAll(), "NoneAtAll.optimizers returned no optimizer."),
+        (OneAlone(), "OneAlone.optimizers returned no mapping of names to optimizers."),
+        (Crossed(), "Crossed.schedules: the schedule 'a' is that of another optimizer."),
+        (Unknown(), "Unknown.schedules: no optimizer 'c'"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
+)
+def test_optimizers_that_do_not_fit_are_refused_before_the_start(recipe: MultiUpdateRecipe, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_construction(recipe, Single())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Mesh(), "Two takes several updates a step, and Mesh takes one. Set strategy=ddp, zero, fsdp or single."),
+        (ParameterServer(), "and ParameterServer takes one"),
+        (HybridParameterServer(), "and HybridParameterServer takes one"),
+        (DDP(compress="int8"), "whose gradients are not compressed or summed by node. Set strategy.compress=none"),
+        (DDP(reduce="hierarchical"), "and strategy.reduce=flat"),
+        (FSDP(param_dtype="bf16"), "Set strategy.param_dtype=null"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Strategy) else "",
+)
+def test_strategies_that_cannot_train_it_refuse_it_before_the_start(strategy: Strategy, message: str) -> None:
+    check_trainable(TwoPlayers(), Single())
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_trainable(Two(), strategy)
+
+
+def test_whoever_asks_for_the_one_loss_of_such_a_recipe_gets_a_sentence() -> None:
+    recipe, model = Two(), Two().model()
+    for ask in (lambda: recipe.optimizer(model), lambda: recipe.loss(model, None)):
+        with pytest.raises(ConfigError, match="Two takes several updates a step, and whoever trains it must"):
+            ask()
+
+
+def test_an_update_clips_the_gradient_of_its_own_parameters() -> None:
+    """Compare with plain PyTorch, which clips each network by itself."""
+    (batch,) = batches_of(1)
+    replica, plain = replica_of(Two(), Numerics(clip_norm=0.1)), Two().model()
+    optimizers = Two().optimizers(plain)
+    norms = []
+    for name, loss in Two().updates(plain, batch.data, 1):
+        plain.zero_grad()
+        loss.backward()  # type: ignore[union-attr, no-untyped-call]
+        norms.append(nn.utils.clip_grad_norm_(plain[name].parameters(), 0.1))  # type: ignore[index, union-attr]
+        optimizers[name].step()
+    result = replica.step([batch])
+    assert differing(replica.state()["model"], plain.state_dict()) == []
+    assert result.grad_norm is not None
+    torch.testing.assert_close(result.grad_norm, torch.stack(norms).norm())
+
+
+class Endless(Two):
+    """The second update's loss is not finite."""
+
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        assert isinstance(model, nn.ModuleDict)
+        yield "a", model["a"](batch[0]).square().mean()
+        yield "b", model["b"](batch[0]).mean() * torch.inf
+
+
+def test_an_update_whose_gradient_is_not_finite_is_left_out_alone() -> None:
+    replica = replica_of(Endless(), Numerics(nonfinite="skip"))
+    before = {name: tensor.clone() for name, tensor in replica.state()["model"].items()}
+    assert replica.step(batches_of(1)).skipped
+    assert differing(replica.state()["model"], before) == ["a.weight", "a.bias"]
+
+
+def test_a_step_says_the_mean_loss_and_the_rate_of_each_optimizer() -> None:
+    class Twice(Two):
+        """The first is updated twice, the second in every other step."""
+
+        def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+            return {
+                name: Adam(module.parameters(), lr=0.1 * n)
+                for n, (name, module) in enumerate(model.named_children(), 1)
+            }
+
+        def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+            yield "a", self.constant(model, 2.0)
+            yield "a", self.constant(model, 4.0)
+            if step % 2 == 0:
+                yield "b", self.constant(model, 7.0)
+
+        def constant(self, model: nn.Module, value: float) -> Tensor:
+            return torch.stack([parameter.sum() * 0 for parameter in model.parameters()]).sum() + value
+
+    replica = replica_of(Twice())
+    odd, even = replica.step(batches_of(2, step=1)), replica.step(batches_of(2, step=2))
+    assert [float(loss) for loss in (*odd.losses, *even.losses)] == [6, 6, 13, 13]
+    assert odd.lr == pytest.approx(0.1)
+    assert odd.metrics["loss/a"].tolist() == [[6, 2], [6, 2]]
+    assert odd.metrics["loss/b"].tolist() == [[0, 0], [0, 0]]
+    assert even.metrics["loss/b"].tolist() == [[7, 1], [7, 1]]
+    assert even.metrics["lr/b"].tolist() == [[pytest.approx(0.2), 1]] * 2
+
+
+def test_each_micro_batch_keeps_its_own_random_numbers_between_updates() -> None:
+    drawn: dict[int, list[float]] = {}
+
+    class Drawing(Two):
+        def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+            for update in super().updates(model, batch, step):
+                drawn.setdefault(int(batch[0][0, 0] * 8), []).append(float(torch.rand(())))
+                yield update
+
+    replica_of(Drawing()).step(batches_of(2))
+    together = {place: list(numbers) for place, numbers in drawn.items()}
+    drawn.clear()
+    for batch in batches_of(2):
+        replica_of(Drawing()).step([batch])
+    assert together == drawn
+    assert len({number for numbers in drawn.values() for number in numbers}) == 4
+
+
+def test_graphs_from_before_an_update_reach_the_next_one_when_buffers_are_averaged() -> None:
+    """Averaging writes into BatchNorm's buffers while the generator's graph waits for its own update."""
+    weights, _ = trained(Single(reduce="ordered"), ALONE, logical_ranks=2, steps=1)
+    assert differing(weights, GAN().state_dict()) != []
+    assert int(weights["generator.1.num_batches_tracked"]) == 1
+    assert int(weights["discriminator.3.num_batches_tracked"]) == 3
+
+
+class Small(Two):
+    """Losses whose gradients stay within the range of float16."""
+
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        for name, loss in super().updates(model, batch, step):
+            assert isinstance(loss, Tensor)
+            yield name, loss.float() / 100
+
+
+class TooLarge(Two):
+    """Losses whose gradients do not."""
+
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        for name, loss in super().updates(model, batch, step):
+            assert isinstance(loss, Tensor)
+            yield name, loss * 1000
+
+
+def test_fp16_has_one_loss_scale_for_all_optimizers() -> None:
+    for recipe, scale, changed in ((Small(), 65536, 4), (TooLarge(), 65536 / 4, 0)):
+        replica = replica_of(recipe, Numerics("fp16", clip_norm=1.0))
+        before = {name: tensor.clone() for name, tensor in replica.state()["model"].items()}
+        replica.step(batches_of(2))
+        assert replica.state()["scaler"]["scale"] == scale
+        assert len(differing(replica.state()["model"], before)) == changed
