@@ -18,7 +18,7 @@ import torch
 from plugins.easgd.centre import Centre, Operation, joined
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
-from worldsize.core import Cluster, ConfigError, Link, Numerics, Rendezvous, RunContext, Workload
+from worldsize.core import Cluster, ConfigError, Link, Numerics, Recipe, Rendezvous, RunContext, Workload
 from worldsize.data.loader import Order, fetch
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import ALONE, BATCH, CHAIN, SEED, StrategyContract, train
@@ -28,12 +28,12 @@ from worldsize.transport.frames import CommonOperation
 
 
 @contextmanager
-def centre(strategy: EASGD, workers: int) -> Iterator[Rendezvous]:
+def centre(strategy: EASGD, workers: int, recipe: Recipe) -> Iterator[Rendezvous]:
     """Run the centre for ``workers`` workers, and yield where they find it."""
     with tempfile.TemporaryDirectory() as name:
         meeting = Rendezvous(Path(name), timeout=60.0)
         context = RunContext(replace(ALONE, role="centre"), workers=workers, rendezvous=meeting)
-        process = get_context("fork").Process(target=strategy.serve, args=(CHAIN, context), daemon=True)
+        process = get_context("fork").Process(target=strategy.serve, args=(recipe, context), daemon=True)
         process.start()
         yield meeting
         process.kill()
@@ -49,9 +49,9 @@ class TestEASGD(StrategyContract):
     tolerance = 0.3
     partners = (DDP(),)
 
-    def run(self, size: int, body: Any) -> list[Any]:
+    def run(self, size: int, body: Any, recipe: Recipe = CHAIN) -> list[Any]:
         assert isinstance(self.strategy, EASGD)
-        with centre(self.strategy, size) as meeting:
+        with centre(self.strategy, size, recipe) as meeting:
             return super().run(size, lambda context: body(replace(context, rendezvous=meeting)))
 
     def test_centre_and_workers_move_as_the_paper_says(self) -> None:

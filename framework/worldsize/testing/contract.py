@@ -201,8 +201,8 @@ class StrategyContract:
         if "size" in metafunc.fixturenames:
             metafunc.parametrize("size", self.sizes)
 
-    def run(self, size: int, body: Callable[[RunContext], Any]) -> list[Any]:
-        """Call ``body`` on each of ``size`` processes that train, and return their results by rank."""
+    def run(self, size: int, body: Callable[[RunContext], Any], recipe: Recipe = CHAIN) -> list[Any]:
+        """Call ``body`` on each of ``size`` processes that train ``recipe``, and return their results by rank."""
         return run_in_worlds(lambda world: body(RunContext(world)), size, local_size=self.local_size)
 
     def _ended(self, size: int) -> list[_Ended]:
@@ -288,11 +288,17 @@ class StrategyContract:
         except ConfigError as refusal:
             assert "several updates a step" in str(refusal)  # noqa: PT017 - it may be refused or not
             return
-        straight = self.run(size, lambda context: train(self.strategy, context, STEPS, recipe=recipe))
-        for found in straight:
-            assert_close("loss", found.losses[-1], reference(recipe).losses[-1], self.tolerance)
-        self.run(size, lambda context: train(self.strategy, context, 7, tmp_path, save=True, recipe=recipe))
-        resumed = self.run(size, lambda context: train(self.strategy, context, STEPS, tmp_path, recipe=recipe))[0]
+
+        def trained(steps: int, **options: Any) -> list[Trained]:
+            return self.run(
+                size, lambda context: train(self.strategy, context, steps, recipe=recipe, **options), recipe
+            )
+
+        straight = trained(STEPS)
+        for each in straight:
+            assert_close("loss", each.losses[-1], reference(recipe).losses[-1], self.tolerance)
+        trained(7, folder=tmp_path, save=True)
+        resumed = trained(STEPS, folder=tmp_path)[0]
         assert resumed.losses == straight[0].losses[7:]
         assert_same(resumed.model, straight[0].model)
 

@@ -105,7 +105,7 @@ class TwoPlayers(MultiUpdateRecipe):
         player, critic = self._players(model)
         optimizers: dict[str, Optimizer] = {
             "critic": torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.9)),
-            "player": torch.optim.SGD(player.parameters(), lr=0.05, momentum=0.9),
+            "player": torch.optim.SGD(player.parameters(), lr=0.02, momentum=0.5),
         }
         clipped = list(critic.parameters())
 
