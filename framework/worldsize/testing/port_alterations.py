@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from worldsize.core import LossOutput, MicroBatch, Recipe
 from worldsize.data.loader import collate_of, fetch, is_iterable
 from worldsize.reproducibility.seeds import seed_generators
-from worldsize.strategies.synchronous import autocast
+from worldsize.strategies.model_replica import autocast
 from worldsize.testing.port_runs import PortConfig, initial_model, steps_of
 
 _DROPOUTS = (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
@@ -132,7 +132,7 @@ def _in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
     for step in range(1, config.steps + 1):
         places = [torch.tensor(order.positions(step, rank)) % len(data) for rank in order.mine]
         yield [
-            MicroBatch(fetch(data, indices, collate), order.step_seed(step, rank))
+            MicroBatch(fetch(data, indices, collate), order.step_seed(step, rank), step)
             for rank, indices in zip(order.mine, places, strict=True)
         ]
 

@@ -27,7 +27,7 @@ from worldsize.core import (
 )
 from worldsize.data.loader import Order, collate_of, logical_ranks_of, micro_batches
 from worldsize.reproducibility.seeds import seed_generators, stream
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.alone import alone
 from worldsize.testing.worlds import run_in_worlds
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
