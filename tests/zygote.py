@@ -30,6 +30,7 @@ PRELOADED = (
     "worldsize.driver.execute",
     "worldsize.app.reproduce",
     "worldsize.app.resume",
+    "worldsize.app.evaluate",
     "worldsize.strategies.ddp",
     "worldsize.strategies.parameter_server.hybrid",
     "worldsize.strategies.parameter_server.strategy",

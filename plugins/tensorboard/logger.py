@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone, logged_name
 from worldsize.errors import missing_extra
 
 if find_spec("tensorboard") is None:  # told before a process starts; the library itself is imported beside the training
@@ -41,7 +41,7 @@ class TensorBoard:
                     self._writer.add_scalar(f"train/{name}", value, event.step)
             case Evaluated(step=step, metrics=metrics):
                 for name, value in metrics.items():
-                    self._writer.add_scalar(f"test/{name}", value, step)
+                    self._writer.add_scalar(logged_name(name), value, step)
                 self._writer.flush()
             case RunEnded() | RunFailed() if self._writer is not None:
                 self._writer.close()

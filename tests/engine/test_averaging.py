@@ -17,6 +17,7 @@ from worldsize.checkpoints.save import Saver
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     EvaluationBatch,
+    EvaluationBatches,
     MicroBatch,
     Replica,
     RunContext,
@@ -201,7 +202,7 @@ def averages(average: WeightAverage, steps: int, **options: Any) -> list[float]:
     for _ in range(steps):
         replica.step([])
         with replica.averaged():
-            values.append(replica.evaluate([])["weight"])
+            values.append(replica.evaluate(EvaluationBatches(lambda: iter(())))["weight"])
     return values
 
 

@@ -41,7 +41,7 @@ def evaluations_and_saves(config: LoopConfig, first: TrainingProgress) -> list[s
     def save(position: TrainingProgress) -> None:
         log.append(f"saved {position.step}{'' if position.evaluated else ', not evaluated'}")
 
-    callbacks = LoopCallbacks(dict, emit, save)
+    callbacks = LoopCallbacks(lambda step: {}, emit, save)
     last = fit(Idle(), repeat([]), ALONE, config=config, callbacks=callbacks, first=first)
     assert last.step == config.steps
     return log
@@ -80,7 +80,7 @@ LOGS = LoopConfig(7, batch_size=1, log_every=2)
 @pytest.mark.parametrize("config", [replace(LOGS, evaluate_every=2), replace(LOGS, save_every=2)], ids=str)
 def test_logged_steps_are_examined_also_where_an_evaluation_or_a_save_follows(config: LoopConfig) -> None:
     examined: list[int] = []
-    callbacks = LoopCallbacks(dict, lambda event: None, examine=lambda done: examined.append(done.step))
+    callbacks = LoopCallbacks(lambda step: {}, lambda event: None, examine=lambda done: examined.append(done.step))
     fit(Idle(), repeat([]), ALONE, config=config, callbacks=callbacks)
     assert examined == [1, 2, 4, 6], "after the last step there is nothing to examine for"
 
@@ -88,7 +88,7 @@ def test_logged_steps_are_examined_also_where_an_evaluation_or_a_save_follows(co
 def test_a_run_that_is_asked_to_end_saves_without_examining_its_last_step() -> None:
     log: list[str] = []
     callbacks = LoopCallbacks(
-        dict,
+        lambda step: {},
         lambda event: None,
         save=lambda progress: log.append(f"saved {progress.step}"),
         wants_stop=lambda: True,

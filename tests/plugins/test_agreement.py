@@ -16,7 +16,7 @@ from plugins.diloco.strategy import DiLoCo
 from plugins.local_sgd.strategy import LocalSGD
 from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from worldsize.collectives.per_rank import local_row
-from worldsize.core import EvaluationBatch, Recipe, RunContext, Strategy, World
+from worldsize.core import EvaluationBatch, EvaluationBatches, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import Order, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
@@ -312,7 +312,8 @@ def test_evaluation_uses_the_mean_model_and_leaves_training_unchanged() -> None:
             replica.step(next(batches))
         before, mean_model = replica.state()["strategy"]["workers"]["model"], replica.state()["model"]
         kept = {name: tensor.clone() for name, tensor in local_row(before).items()}
-        errors = [replica.evaluate([whole if world.rank == rank else padding])["error"] for rank in range(2)]
+        shares = [[whole if world.rank == rank else padding] for rank in range(2)]
+        errors = [replica.evaluate(EvaluationBatches(lambda: iter(share)))["error"] for share in shares]  # noqa: B023
         assert errors[0] == errors[1], "it does not matter who evaluates"
         return errors[0], mean_model, kept, list(local_row(replica.state()["strategy"]["workers"]["model"]).values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import py_compile
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from tests.conftest import Command, Train
 from worldsize.app import ask
 from worldsize.app.cancel import cancel
-from worldsize.app.resume import check_before_start
+from worldsize.app.recorded_run import check_before_start
 from worldsize.config.recorded import read_launcher
 from worldsize.driver.trust import recorded_overrides
 from worldsize.errors import ConfigError, WorldsizeError
@@ -166,6 +167,21 @@ def test_another_users_run_is_resumed_only_if_that_was_agreed_to(
     assert is_own(read_manifest(run / "run_manifest.json")), "who agreed has taken it over"
 
 
+def test_another_users_run_is_evaluated_only_if_that_was_agreed_to(
+    run: Path, command: Command, environment_without_wandb: dict[str, str], tmp_path: Path
+) -> None:
+    forge(run)
+    refused = command("evaluate", str(run), cwd=tmp_path, environment=environment_without_wandb)
+    assert refused.returncode == 2
+    assert "not written by this user" in refused.stderr
+    assert "recipes.digits" in refused.stderr, "what would be run is shown"
+    done = command("evaluate", str(run), "--yes", cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert not is_own(read_manifest(run / "run_manifest.json")), "it is no more than looked at"
+    (evaluation,) = (run / "evaluations").glob("*/evaluation.json")
+    assert json.loads(evaluation.read_text())["metrics"] == json.loads((run / "result.json").read_text())["metrics"]
+
+
 MARKING = "import os, pathlib; pathlib.Path(os.environ['MARK']).touch()\n"
 
 
@@ -273,7 +289,7 @@ def test_configuration_files_of_another_user_widen_nothing_and_call_nothing(
 
 def test_a_target_that_was_not_shown_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     config = {"allow_targets": [], "run": {}, "recipe": {"_target_": "recipes.digits.recipe.Digits"}}
-    with patch("worldsize.app.resume.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
+    with patch("worldsize.app.recorded_run.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
         check_before_start({"config": {}, "plugins": []}, config, [], yes=False)
     assert "recipes.digits.recipe.Digits" in capsys.readouterr().err
 
@@ -298,7 +314,7 @@ def test_another_users_record_cannot_widen_the_allow_list() -> None:
     assert recorded_overrides(manifest, own=True) == manifest["overrides"]
 
 
-@pytest.mark.parametrize("command_name", ["resume", "reproduce"])
+@pytest.mark.parametrize("command_name", ["resume", "evaluate", "reproduce"])
 def test_a_file_among_the_plugins_that_no_record_lists_is_not_imported(
     run: Path, command: Command, command_name: str, environment_without_wandb: dict[str, str], tmp_path: Path
 ) -> None:

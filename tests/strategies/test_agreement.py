@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from worldsize.core import EvaluationBatch, Event, Numerics, Recipe, RunContext, Strategy, World
+from worldsize.core import EvaluationBatch, EvaluationBatches, Event, Numerics, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
@@ -77,7 +77,7 @@ def trained(
     replica = strategy.replica(recipe, RunContext(world, numerics))
     batches = micro_batches(recipe.data("train"), order, world.device)
     config = LoopConfig(STEPS, batch_size=BATCH)
-    fit(replica, batches, world, config=config, callbacks=LoopCallbacks(dict, ignore))
+    fit(replica, batches, world, config=config, callbacks=LoopCallbacks(lambda step: {}, ignore))
     model: dict[str, Tensor] = replica.state()["model"]
     return {name: tensor.clone() for name, tensor in model.items()}
 
@@ -124,7 +124,7 @@ def test_a_module_that_a_recipe_keeps_in_evaluation_mode_stays_so_after_an_evalu
 
     def modes(world: World) -> list[bool]:
         replica = Single().replica(recipe := Frozen(), RunContext(world))
-        replica.evaluate([EvaluationBatch(0, recipe.data("test")[:3])])
+        replica.evaluate(EvaluationBatches(lambda: iter([EvaluationBatch(0, recipe.data("test")[:3])])))
         return [module.training for module in replica.model.modules()]  # type: ignore[attr-defined]
 
     assert run_in_worlds(modes, 1)[0][:3] == [True, False, True]

@@ -28,6 +28,7 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     EvaluationBatch,
+    EvaluationBatches,
     MicroBatch,
     Numerics,
     Recipe,
@@ -131,7 +132,7 @@ def evaluation(strategy: Strategy, world: World) -> Iterator[EvaluationBatch]:
 def trained(strategy: Strategy, world: World, numerics: Numerics) -> tuple[Losses, dict[str, Tensor], float]:
     replica = built(strategy, world, numerics=numerics)
     losses = steps(replica, strategy, world)
-    metrics = replica.evaluate(evaluation(strategy, world))
+    metrics = replica.evaluate(EvaluationBatches(lambda: evaluation(strategy, world)))
     model = {name: tensor.clone() for name, tensor in gather_full(replica.state()["model"], world).items()}
     return losses, model, metrics["bits_per_byte"]
 

@@ -85,7 +85,7 @@ def trained(strategy: Strategy, world: World, logical_ranks: int, recipe: ToldCh
     mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks)
     batches = micro_batches(recipe.data("train"), Order(3, BATCH, logical_ranks, mine), world.device)
     config = LoopConfig(STEPS, batch_size=BATCH, log_every=EVERY)
-    fit(replica, batches, world, config=config, callbacks=LoopCallbacks(dict, emit))
+    fit(replica, batches, world, config=config, callbacks=LoopCallbacks(lambda step: {}, emit))
     return logged
 
 
@@ -236,3 +236,12 @@ def test_a_parameter_server_logs_what_one_process_does(train: Any) -> None:
     overlapping = steps_of(train(*alike, "strategy.consistency=async"))
     assert all(0 <= metrics["accuracy"] <= 1 for metrics in overlapping.values())
     assert overlapping.keys() == expected.keys()
+
+
+@pytest.mark.usefixtures("told")
+def test_a_run_that_goes_on_between_two_logged_steps_logs_what_an_undisturbed_one_does(train: Any) -> None:
+    alone = train(*WORDS, "strategy=ddp", "cluster.processes=1")
+    killed = ("checkpoint.every=6", "faults=[{action: kill, rank: 1, step: 8}]", "launcher.max_restarts=1")
+    again = train(*WORDS, "strategy=ddp", "cluster.processes=2", *killed)
+    assert len(again.json("run_manifest.json")["attempts"]) == 2
+    assert steps_of(again) == steps_of(alone)

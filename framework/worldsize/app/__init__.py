@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": "what a step costs under every strategy, and which rank does what; nothing is started",
     "scale": "measure how a step's time falls as processes are added, next to what plan predicts",
     "resume": "go on with a run from its newest checkpoint",
+    "evaluate": "evaluate a checkpoint of a run, at any world size",
     "status": "list runs and how they ended",
     "logs": "show what the processes of a run say, by rank; --follow it live",
     "cancel": "end a run, whatever launched it; it saves first",
@@ -44,7 +45,7 @@ COMMANDS = {
 }
 
 
-_OF_RUNS = ("status", "logs", "cancel", "resume", "reproduce", "compare", "report", "watch", "workers")
+_OF_RUNS = ("status", "logs", "cancel", "resume", "evaluate", "reproduce", "compare", "report", "watch", "workers")
 
 
 def main() -> None:

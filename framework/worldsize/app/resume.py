@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
-from worldsize.app import ask, call_composed, exit_process, refuse
+from worldsize.app import call_composed, exit_process, refuse
+from worldsize.app.recorded_run import check_before_start, enter_project, placed
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
-from worldsize.config.catalogue import used
-from worldsize.config.compose import GROUPS, assigned, choices, compose_only, resolved
-from worldsize.config.overrides import key_of
-from worldsize.driver.trust import (
-    check_composed,
-    check_plugins,
-    check_recorded_targets,
-    project_of,
-    recorded_overrides,
-    take_code,
-    target_names,
-)
+from worldsize.config.compose import compose_only, resolved
 from worldsize.errors import WorldsizeError
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, opened
-from worldsize.reproducibility.plugins import check_kept
 
 
 def main() -> None:
@@ -53,30 +40,6 @@ def main() -> None:
     exit_process(code)
 
 
-def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
-    """Show what another user's run would run here, and ask whether to go on."""
-    facts = {
-        "run": [manifest["run_id"]],
-        "code": [f"copies of the plugins below, and the configuration in {project}"],
-        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
-        "targets": target_names(manifest["config"]),
-        "options": manifest["overrides"],
-    }
-    ask(facts, yes=yes, deed="Run this code?")
-
-
-def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the recorded words that no override replaces.
-
-    With another strategy goes what was said of the old one, and with another cluster what was said of its launcher.
-    """
-    replaced = [key_of(word) for word in overrides]
-    groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
-    return [
-        word for word in recorded if key_of(word) not in replaced and not (groups and key_of(word).startswith(groups))
-    ]
-
-
 def resume(
     record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool, yes: bool = False
 ) -> int:
@@ -91,20 +54,8 @@ def resume(
     run, manifest, own = record.directory, record.manifest, record.is_own
     if record.is_complete and not overrides:
         raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
-    recorded = recorded_overrides(manifest, own=own)
-    check_recorded_targets(manifest, overrides, own=own)
-    has_plugins = check_kept(manifest.get("plugins", ()), run.plugins)
-    project = project_of(manifest, run, own=own)
-    if not own:
-        _ask(manifest, project, yes=yes)
-        take_code(manifest, project, run)
-        project = run.project
-    os.chdir(project)  # its recipes and plugins are found from there
-    if has_plugins:
-        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # it goes on with the code that it began with
-    words = [*_kept(recorded, overrides), *overrides]
-    place = [assigned("run.root", run.path.parents[1]), assigned("run.name", run.id)]
-    arguments = [*words, *place, f"checkpoint.allow_older={allow_older}", *_ignored(record, ignore)]
+    words = enter_project(record, overrides, yes=yes)
+    arguments = [*words, *placed(record), f"checkpoint.allow_older={allow_older}", *_ignored(record, ignore)]
 
     def task(cfg: DictConfig) -> int:
         from worldsize.driver.execute import resume_run
@@ -127,16 +78,3 @@ def _ignored(record: RunRecord, ignore: Sequence[str]) -> list[str]:
     saved = complete(record.directory.checkpoints)
     until = [f"checkpoint.ignore_until={step_of(saved[-1])}"] if saved else []
     return [*until, f"checkpoint.ignore={parts}".replace(" ", "")]
-
-
-def check_before_start(
-    manifest: Mapping[str, Any], config: Mapping[str, Any], overrides: Sequence[str], *, yes: bool
-) -> None:
-    """Refuse what another user's configuration composes to beyond the allow-list and the record.
-
-    Targets that were not shown are asked about.
-    """
-    check_composed(config, overrides)
-    check_plugins(manifest, used(config, choices()))
-    if others := sorted(set(target_names(config)) - set(target_names(manifest["config"]))):
-        ask({"targets that the record lacks": others}, yes=yes, deed="Run them?")

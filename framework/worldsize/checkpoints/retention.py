@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from worldsize.checkpoints.format import complete, read, step_of, sync_folder
+from worldsize.core import metric_key, split_of
 from worldsize.core.limits import Range, check_limits
 from worldsize.errors import CheckpointError
 
@@ -20,7 +21,8 @@ _DELETING = ".deleting_"
 class Retention:
     """Keep the ``last`` k, those of every ``every``-th step (0: none), and the ``best`` by a metric.
 
-    ``best`` names a metric of the last evaluation before the save; ``direction`` says which is better.
+    ``best`` names a metric of the last evaluation before the save, ``accuracy`` of the test data or
+    ``validation/accuracy`` of another split; ``direction`` says which is better.
     """
 
     last: Annotated[int, Range(least=1, hint="at least the newest checkpoint is kept")] = 2
@@ -34,18 +36,20 @@ class Retention:
     def kept(self, folders: Sequence[Path]) -> set[Path]:
         """Choose those to keep of ``folders``, complete checkpoints with the oldest first."""
         spaced = {path for path in folders if self.every and step_of(path) % self.every == 0}
-        return {*folders[-self.last :], *spaced, *self._best(folders)}
+        best = self.best_of(folders)
+        return {*folders[-self.last :], *spaced, *([best] if best else [])}
 
-    def _best(self, folders: Sequence[Path]) -> list[Path]:
+    def best_of(self, folders: Sequence[Path]) -> Path | None:
+        """Return the best of ``folders``, the newest of those that are equal; None if none has the metric."""
         scored = {path: score for path in folders if (score := self._score(path)) is not None}
         sign = 1 if self.direction == "max" else -1
-        return [max(scored, key=lambda path: (sign * scored[path], step_of(path)))] if scored else []
+        return max(scored, key=lambda path: (sign * scored[path], step_of(path))) if scored else None
 
     def _score(self, path: Path) -> float | None:
         if self.best is None:
             return None
         try:
-            value = read(path).facts.get("metrics", {}).get(self.best)
+            value = read(path).facts.get("metrics", {}).get(metric_key(*split_of(self.best)))
         except CheckpointError:
             return None
         return None if value is None or math.isnan(value) else float(value)

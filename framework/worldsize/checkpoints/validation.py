@@ -71,6 +71,13 @@ def _check_facts(facts: Any) -> None:
     for name, value in facts.get("metrics", {}).items():
         if type(value) not in (int, float):
             raise ValueError(f"metric {name!r} is {_short(value)}, which is no number")
+    for name, pairs in facts.get("training_metrics", {}).items():
+        if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+            raise ValueError(f"training metric {name!r} is {_short(pairs)}, which is no list of sums and counts")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(each) in (int, float) for each in value)
 
 
 def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:

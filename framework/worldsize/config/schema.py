@@ -65,6 +65,7 @@ class RunSchema:
     ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing downgrades its level.
     ``include``: patterns of untracked files that are recorded although they seem to be private (``.env``, ``*.pem``).
     ``private``: the run's folder is for the eyes of its user alone.
+    ``evaluates``: folder of the checkpoint that is evaluated instead of training.
     ``examine``: the cluster is examined instead: its links by tier ("tiers") or between all nodes ("pairs").
     """
 
@@ -75,6 +76,7 @@ class RunSchema:
     strict: bool = False
     include: list[str] = field(default_factory=list)
     private: bool = True
+    evaluates: Annotated[str | None, FilePath()] = None
     examine: Annotated[str | None, OneOf("tiers", "pairs")] = None
 
 
@@ -119,6 +121,16 @@ class EarlyStoppingSchema:
     direction: Annotated[str, OneOf("min", "max")] = "min"
     patience: Annotated[int, _COUNT, _LARGEST] = 3
     min_delta: Annotated[float, Range(least=0)] = 0.0
+
+
+@dataclass
+class EvaluationSchema:
+    """``splits``: data that are evaluated, as the recipe names them; metrics of "test" have their own names, others
+    are called ``split/name``. ``batches``: evaluate so many batches, drawn anew each time (null: all data).
+    """
+
+    splits: list[str] = field(default_factory=lambda: ["test"])
+    batches: Annotated[int | None, _COUNT, _LARGEST] = None
 
 
 @dataclass
@@ -173,6 +185,7 @@ class Schema:
     ema: EMASchema = field(default_factory=EMASchema)
     early_stopping: EarlyStoppingSchema = field(default_factory=EarlyStoppingSchema)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: EvaluationSchema = field(default_factory=EvaluationSchema)
     observe: ObserveSchema = field(default_factory=ObserveSchema)
     profile: ProfileSchema = field(default_factory=ProfileSchema)
     launcher: Any = MISSING

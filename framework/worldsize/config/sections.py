@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
-from worldsize.core import Listener
+from worldsize.core import Listener, is_split, metric_key, split_of
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.preemption import SIGNALS
 
@@ -24,11 +24,12 @@ class RunConfig:
     strict: bool  # re-create it exactly or not at all
     include: Sequence[str]  # patterns of untracked files that are recorded although they seem to be private
     private: bool  # its folder is for the eyes of its user alone
+    evaluates: Path | None  # evaluate this checkpoint instead of training
     examine: Literal["tiers", "pairs"] | None  # measure the cluster's links instead of training
 
     @staticmethod
     def of(node: Mapping[str, Any]) -> RunConfig:
-        reproduces = node["reproduces"]
+        reproduces, evaluates = node["reproduces"], node["evaluates"]
         return RunConfig(
             root=Path(node["root"]),
             group=node["group"],
@@ -36,6 +37,7 @@ class RunConfig:
             strict=node["strict"],
             include=tuple(node["include"]),
             private=node["private"],
+            evaluates=None if evaluates is None else Path(evaluates),
             examine=node["examine"],
         )
 
@@ -67,6 +69,45 @@ class TrainingConfig:
             data_workers=config["data_workers"],
             length_balanced=config["length_balanced"],
         )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """The data that are evaluated."""
+
+    splits: Sequence[str]
+    batches: int | None  # so many, drawn anew at each evaluation; None: all of the data
+
+    @staticmethod
+    def of(node: Mapping[str, Any], known: Sequence[str]) -> EvaluationConfig:
+        """Take over a section; ``known`` are the splits that the recipe has.
+
+        Raises:
+            ConfigError: it names no split, one twice, or one that the recipe does not have.
+        """
+        splits = tuple(node["splits"])
+        if not splits or len({*splits}) < len(splits):
+            raise ConfigError(f"evaluation.splits={list(splits)} must name at least one split, and each once.")
+        for split in splits:
+            check_split(split, known, key="evaluation.splits")
+        return EvaluationConfig(splits, node["batches"])
+
+    def check_metric(self, metric: str | None, *, key: str) -> None:
+        """Raise ConfigError if ``key`` of the configuration names a metric of a split that is not evaluated."""
+        split, name = split_of(metric or "")
+        if metric is not None and split not in self.splits:
+            raise ConfigError(
+                f"{key}={metric} is a metric of {split!r}, and evaluation.splits={list(self.splits)} does "
+                f"not evaluate that. Set {key}={metric_key(self.splits[0], name)}, or add the split."
+            )
+
+
+def check_split(split: str, known: Sequence[str], *, key: str) -> None:
+    """Raise ConfigError unless ``split``, which ``key`` names, is one of the recipe's."""
+    if not is_split(split):
+        raise ConfigError(f"{key}: {split!r} is no name of a split. Call it by a word, without a slash.")
+    if split not in known:
+        raise ConfigError(f"{key}: the recipe has no split {split!r}{neighbours(split, known)}")
 
 
 @dataclass(frozen=True)

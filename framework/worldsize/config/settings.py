@@ -11,7 +11,14 @@ from torch.distributed import Backend
 
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.instantiate import Allowed, build, check_node, check_targets
-from worldsize.config.sections import AgentsConfig, CheckpointConfig, ObserveConfig, RunConfig, TrainingConfig
+from worldsize.config.sections import (
+    AgentsConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    ObserveConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from worldsize.core import (
     AgentLauncher,
     BatchLauncher,
@@ -45,6 +52,7 @@ class Settings:
     config: Mapping[str, Any]  # the whole resolved mapping, to be recorded
     run: RunConfig
     training: TrainingConfig
+    evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     average: WeightAverage | None  # of the weights; None: there is none
     early_stopping: EarlyStopping | None
@@ -122,12 +130,18 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         roles = {"worker": Role(cluster.processes)}  # all of them meet
     parts = strategy.data_parallel(cluster)
     logical_ranks = _wanted_ranks(config, strategy, cluster)
-    _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
-    strategy.check_micro_batches(logical_ranks // parts)
+    if run.evaluates is None:
+        _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
+        strategy.check_micro_batches(logical_ranks // parts)
+    recipe = build(config["recipe"], Recipe, allowed=allowed, key="recipe")  # type: ignore[type-abstract]
+    evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
+    evaluation.check_metric(keep.best, key="checkpoint.keep.best")
+    evaluation.check_metric(config["early_stopping"]["metric"], key="early_stopping.metric")
     return Settings(
         config=config,
         run=run,
         training=training,
+        evaluation=evaluation,
         checkpoint=checkpoint,
         average=_average(config["ema"], strategy),
         early_stopping=_early_stopping(config["early_stopping"], training),
@@ -136,7 +150,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         cluster=cluster,
         numerics=numerics,
         strategy=strategy,
-        recipe=build(config["recipe"], Recipe, allowed=allowed, key="recipe"),  # type: ignore[type-abstract]
+        recipe=recipe,
         determinism=determinism,
         roles=roles,
         launcher=launcher_of(config["launcher"], config),

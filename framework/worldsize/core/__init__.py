@@ -15,6 +15,7 @@ from worldsize.core.context import (
     StepTiming,
     StopFlag,
 )
+from worldsize.core.evaluation import EvaluationBatches, is_split, logged_name, metric_key, split_of, spoken_name
 from worldsize.core.events import (
     CheckpointSaved,
     Emit,
@@ -75,6 +76,7 @@ __all__ = [
     "Emit",
     "Evaluated",
     "EvaluationBatch",
+    "EvaluationBatches",
     "Event",
     "Failure",
     "FaultPoints",
@@ -121,4 +123,9 @@ __all__ = [
     "Workload",
     "World",
     "WorldsizeError",
+    "is_split",
+    "logged_name",
+    "metric_key",
+    "split_of",
+    "spoken_name",
 ]

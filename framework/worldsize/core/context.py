@@ -20,8 +20,8 @@ class DataSource(Protocol):
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
         """Draw the data of one logical rank (from 0) in ``step`` (from 1), after the faults planned for that step."""
 
-    def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
-        """Iterate over share ``part``, from 0, of ``parts`` equal shares of the evaluation set."""
+    def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
+        """Iterate over share ``part``, from 0, of ``parts`` equal shares of ``split``, as evaluated after ``step``."""
 
 
 class CheckpointSource(Protocol):
@@ -64,7 +64,7 @@ class _NoData(DataSource):
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
         raise ConfigError(f"step {step} has no data: this process belongs to no run. Start it with a launcher.")
 
-    def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
+    def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         raise ConfigError("there are no evaluation data: this process belongs to no run. Start it with a launcher.")
 
 

@@ -72,7 +72,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation after ``step``: each metric over the whole evaluation set."""
+    """An evaluation after ``step``: each metric over the evaluated data, by :func:`metric_key`."""
 
     step: int
     metrics: Mapping[str, float]

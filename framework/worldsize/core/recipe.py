@@ -58,12 +58,16 @@ class Recipe(ABC):
 
     @abstractmethod
     def data(self, split: str) -> Any:
-        """Return the dataset of ``split`` ("train" or "test"): map-style or iterable.
+        """Return the dataset of ``split``, one of :meth:`splits`: map-style or iterable.
 
         A map-style dataset with a method ``load_batch(indices: Tensor)`` is asked for a whole batch at
         once; one with ``__getitems__`` for a list of samples; any other sample by sample. Its attribute ``lengths``,
         a tensor [samples], says how long each is, for ``length_balanced``.
         """
+
+    def splits(self) -> Sequence[str]:
+        """Name the data that :meth:`data` knows; ``evaluation.splits`` chooses among them."""
+        return ("train", "test")
 
     def collate(self, samples: list[Any]) -> Batch:
         """Make a batch of samples; torch's way unless overridden, for example to pad them to one length."""

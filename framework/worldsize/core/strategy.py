@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from worldsize.core.cluster import Cluster, Role, World
 from worldsize.core.context import RunContext
+from worldsize.core.evaluation import EvaluationBatches
 from worldsize.core.limits import check_limits
 from worldsize.core.numerics import Numerics
-from worldsize.core.recipe import EvaluationBatch, MicroBatch, Recipe, StateDict
+from worldsize.core.recipe import MicroBatch, Recipe, StateDict
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
@@ -109,7 +110,7 @@ class Replica(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
         """Return the metrics over all ranks' batches: sums and counts reduced in batch order, then divided."""
 
     @abstractmethod

@@ -236,16 +236,37 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
 
+@final
+@dataclass(frozen=True)
+class RandomBatches:
+    """The choice of ``count`` batches that are drawn anew, with replacement, wherever ``seed`` is another."""
+
+    count: int
+    seed: int
+
+    def indices(self, index: int, length: int, batch_size: int) -> Tensor:
+        """Return the samples of batch ``index``, int64 [batch_size], of a data set of ``length`` samples."""
+        generator = torch.Generator().manual_seed(stream(self.seed, "batch", index))
+        return torch.randint(length, (batch_size,), generator=generator)
+
+
 def evaluation_batches(
-    dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
+    dataset: Any,
+    world: World,
+    *,
+    batch_size: int,
+    collate: Collate = default_collate,
+    drawn: RandomBatches | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Yield this rank's share of the evaluation set, which is cut into the same batches at every world size.
 
     Batch b goes to rank b mod size. All ranks yield equally many: one that is short repeats its last batch, or takes
-    the set's first, with ``counted=False``.
+    the set's first, with ``counted=False``. With ``drawn`` those batches make up the evaluation, not the whole set.
     """
-    cut = _cut_stream if is_iterable(dataset) else _cut
-    numbered = cut(dataset, batch_size, collate)
+    if drawn is not None:
+        numbered = _random(dataset, batch_size, collate, drawn)
+    else:
+        numbered = (_cut_stream if is_iterable(dataset) else _cut)(dataset, batch_size, collate)
     spare, index = None, -1
     for index, load in numbered:
         if index % world.size == world.rank:
@@ -256,6 +277,19 @@ def evaluation_batches(
         raise ConfigError("the evaluation set is empty. Check the data path of the recipe.")
     if index % world.size < world.rank:
         yield EvaluationBatch(index, to_device(spare(), world.device), counted=False)
+
+
+def _random(
+    dataset: Any, batch_size: int, collate: Collate, drawn: RandomBatches
+) -> Iterator[tuple[int, Callable[[], Batch]]]:
+    if is_iterable(dataset):
+        raise ConfigError(
+            "evaluation.batches draws samples by index, which a stream does not have. Set evaluation.batches=null."
+        )
+    if len(dataset) == 0:
+        return
+    for index in range(drawn.count):
+        yield index, partial(fetch, dataset, drawn.indices(index, len(dataset), batch_size), collate)
 
 
 def _cut(dataset: Any, batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], Batch]]]:

@@ -54,13 +54,13 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     Raises:
         ConfigError: before any process has started and with no run folder left.
     """
-    settings = _checked(cfg)
+    settings = checked(cfg)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = _plan(settings, run)
     if cfg.launch == "show":
         return _show(settings, plan)
     settings.launcher.check(settings.cluster)
-    clean = _scrubber(cfg, settings)
+    clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, plan, clean)
     with created(run, is_private=settings.run.private):
         write_record(settings, plan, run, clean)
@@ -74,8 +74,12 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     return _start(settings, plan, run, opened(run))
 
 
-def _checked(cfg: DictConfig) -> Settings:
-    """Build the settings of a run that this process is to start."""
+def checked(cfg: DictConfig) -> Settings:
+    """Build the settings of a run that this process is to start.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
@@ -156,8 +160,8 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
         WorldsizeError: its configuration cannot run; it or the data are others than then, in what ``ignore`` does not
             name; or the run has more steps behind it already than it shall have.
     """
-    settings, run = _checked(cfg), record.directory
-    clean = _scrubber(cfg, settings)
+    settings, run = checked(cfg), record.directory
+    clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, _plan(settings, run), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, record, clean, ignore)
@@ -213,7 +217,8 @@ def _with_profile_in_run(settings: Settings) -> Settings:
     return settings
 
 
-def _scrubber(cfg: DictConfig, settings: Settings) -> Scrubber:
+def scrubber_of(cfg: DictConfig, settings: Settings) -> Scrubber:
+    """Return what takes the secrets of a composed configuration out of texts."""
     return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import phase
-from worldsize.core import EvaluationBatch, MicroBatch, Replica, StateDict, StepResult
+from worldsize.core import EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
 
 
 @final
@@ -80,7 +80,7 @@ class AveragedReplica(Replica):
         """Return what this rank holds of the averages, and of the weights in the same order."""
         return [local(average) for average in self._held], [local(weight) for weight in self._held.values()]
 
-    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
         """Evaluate the weights; within :meth:`averaged`, their average."""
         return self._inner.evaluate(batches)
 

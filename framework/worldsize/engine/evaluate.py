@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from worldsize.core import Replica, World
+from worldsize.core import EvaluationBatches, Replica, World
 from worldsize.data.loader import Collate, evaluation_batches
 
 
@@ -15,4 +15,6 @@ def evaluate(
     replica: Replica, dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
 ) -> Mapping[str, float]:
     """Return the metrics of the whole ``dataset``; no sample counts twice, however it divides over ranks."""
-    return replica.evaluate(evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))
+    return replica.evaluate(
+        EvaluationBatches(lambda: evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))
+    )

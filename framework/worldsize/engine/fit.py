@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
+
+from torch import Tensor
 
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Emit, Evaluated, MicroBatch, NonfiniteLossError, Replica, StepDone, World
 from worldsize.engine.agreement import Agreement
+from worldsize.engine.training_metrics import TrainingMetrics
 from worldsize.engine.window import LoggedStep, Window
 
 _MEASURED = 50  # steps that are measured between two logged ones, at most
@@ -65,6 +68,8 @@ class TrainingProgress:
     skipped: int = 0  # of these, steps whose update was left out (nonfinite=skip)
     evaluated: bool = True  # whether the evaluation that is due after the last step has been done
     stopped_early: str | None = None  # why the run is complete, although it has more steps
+    # this process's sums of training metrics since the last logged step, float64 [logical ranks, 2] by name
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @final
@@ -72,7 +77,7 @@ class TrainingProgress:
 class LoopCallbacks:
     """Functions that the loop calls, in the same order on all ranks."""
 
-    evaluate: Callable[[], Mapping[str, float]]  # returns the metrics
+    evaluate: Callable[[int], Mapping[str, float]]  # returns the metrics after a step, given its number
     emit: Emit  # takes each event
     save: Callable[[TrainingProgress], None] = lambda progress: None  # when a checkpoint is due
     wants_stop: Callable[[], bool] = lambda: False  # tells whether this rank wants the run to end
@@ -103,7 +108,7 @@ def fit(
     Raises:
         NonfiniteLossError: on every rank alike, at the first logged step after the loss became NaN or infinite.
     """
-    window = Window(world, config.batch_size, timer, skipped=first.skipped)
+    window = Window(world, config.batch_size, timer, skipped=first.skipped, metrics=TrainingMetrics(first.metrics))
     agreement = Agreement(world, callbacks.wants_stop, steps=config.steps)
     return _Loop(replica, config, callbacks, window, agreement).run(iter(batches), first)
 
@@ -183,12 +188,13 @@ class _Loop:
     def _evaluate(self, step: int) -> None:
         self._emit_logged()
         with self._window.paused():
-            self._callbacks.emit(Evaluated(step, self._callbacks.evaluate()))
+            self._callbacks.emit(Evaluated(step, self._callbacks.evaluate(step)))
 
     def _save(self, step: int, *, evaluated: bool) -> None:
         self._emit_logged()  # what is logged up to here belongs to the checkpoint
         with self._window.paused():
-            self._callbacks.save(TrainingProgress(step, self._window.skipped, evaluated))
+            window = self._window
+            self._callbacks.save(TrainingProgress(step, window.skipped, evaluated, metrics=window.metrics.sums))
 
 
 def _explain(done: StepDone) -> str:

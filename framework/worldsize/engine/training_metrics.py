@@ -9,19 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.exact import exact_sum, quotient
+from worldsize.collectives.exact import exact_sum, gather, quotient
 from worldsize.core import World
 from worldsize.strategies.loss_record import metrics_differ
 
 
 @final
 class TrainingMetrics:
-    """Adds up each logical rank's metrics by itself, so that a world of any size has the same sums to add up."""
+    """Adds up each logical rank's metrics by itself, so that a world of any size has the same sums to add up.
 
-    def __init__(self) -> None:
-        self._names: list[str] | None = None  # None: no step yet
+    Attributes:
+        sums: Those since the last logged step, float64 [local micro-batches, 2] by name; empty after one.
+    """
+
+    def __init__(self, sums: Mapping[str, Tensor]) -> None:
+        self.sums: Mapping[str, Tensor] = sums
+        self._names: list[str] | None = sorted(sums) or None  # None: not known yet
         self._agreed = False  # on the names, among all ranks
-        self._sums: dict[str, Tensor] = {}
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
         """Add what a step gave, float64 [local micro-batches, 2] by name; nothing here waits for the device.
@@ -33,8 +37,8 @@ class TrainingMetrics:
             self._names = sorted(metrics)
         elif sorted(metrics) != self._names:
             raise metrics_differ(self._names, metrics, where="two steps")
-        kept = self._sums
-        self._sums = {name: kept[name] + pairs_b2 if name in kept else pairs_b2 for name, pairs_b2 in metrics.items()}
+        kept = self.sums
+        self.sums = {name: kept[name] + pairs_b2 if name in kept else pairs_b2 for name, pairs_b2 in metrics.items()}
 
     def take(self, world: World) -> tuple[Sequence[str], Tensor]:
         """Return the names and the sums, [names × micro-batches × 2], and begin anew.
@@ -48,8 +52,8 @@ class TrainingMetrics:
         if not self._agreed:
             _agree(names, world)
             self._agreed = True
-        sums = [self._sums[name].flatten() for name in names]
-        self._sums = {}
+        sums = [self.sums[name].flatten() for name in names]
+        self.sums = {}
         return names, torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
 
 
@@ -70,3 +74,20 @@ def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
     sums_pmb2 = sums_pn.view(len(sums_pn), len(names), -1, 2)
     totals_m2 = [[exact_sum(side) for side in pairs] for pairs in sums_pmb2.permute(1, 3, 0, 2).flatten(2).tolist()]
     return {name: quotient(total, count) for name, (total, count) in zip(names, totals_m2, strict=True)}
+
+
+def by_logical_rank(sums: Mapping[str, Tensor], mine: Sequence[int], world: World) -> dict[str, list[list[float]]]:
+    """Gather the sums and counts of all logical ranks, in their order; every rank must call it.
+
+    Args:
+        sums: Those of this process by name, [its logical ranks, 2].
+        mine: Numbers of its logical ranks.
+        world: The processes that take part.
+    """
+    if not sums:
+        return {}
+    names, device = sorted(sums), next(iter(sums.values())).device
+    ranks_b1 = torch.tensor(mine, dtype=torch.float64, device=device)[:, None]
+    rows = gather(torch.cat([ranks_b1, *(sums[name] for name in names)], dim=1), world)().flatten(0, 1).tolist()
+    in_order = [row for _, row in sorted({int(rank): row for rank, *row in rows}.items())]
+    return {name: [row[2 * place : 2 * place + 2] for row in in_order] for place, name in enumerate(names)}

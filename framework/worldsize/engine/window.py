@@ -30,8 +30,8 @@ class Window:
     batch_size: int
     timer: StepTimer | None
     skipped: int  # steps whose update was left out, since the run began
+    metrics: TrainingMetrics
     _results: list[StepResult] = field(default_factory=list)
-    _metrics: TrainingMetrics = field(default_factory=TrainingMetrics)
     _waited: float = 0.0  # seconds, for data
     _mark: float = 0.0  # when the step began to wait for its data
     _opened: float = field(default_factory=time.perf_counter)
@@ -50,7 +50,7 @@ class Window:
     def add(self, result: StepResult) -> None:
         """Take what the step did."""
         self._results.append(result)
-        self._metrics.add(result.metrics)
+        self.metrics.add(result.metrics)
         self.skipped += result.skipped
 
     def stepped(self) -> None:
@@ -72,7 +72,7 @@ class Window:
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
         losses = torch.stack([loss for result in self._results for loss in result.losses]).double()
-        names, metrics = self._metrics.take(self.world)
+        names, metrics = self.metrics.take(self.world)
         flat = torch.cat([torch.cat([splits_s4.flatten(), times]).to(losses.device), losses, metrics.to(losses.device)])
         logged = LoggedStep(
             step=step,

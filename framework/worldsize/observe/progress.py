@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from worldsize.core import split_of
 from worldsize.files import is_file
 from worldsize.messages import printable
 from worldsize.records.json_lines import complete_lines, row_of
@@ -131,4 +132,13 @@ def _figures(metrics: Mapping[str, Any]) -> str:
 
 
 def _evaluation(row: dict[str, Any]) -> str:
-    return f"step {row['step']}  test: {_figures(row['metrics'])}"
+    return f"step {row['step']}  {by_split(row['metrics'])}"
+
+
+def by_split(metrics: Mapping[str, Any]) -> str:
+    """Format the metrics of an evaluation, those of each split after its name."""
+    splits: dict[str, dict[str, Any]] = {}
+    for key, value in metrics.items():
+        split, name = split_of(key)
+        splits.setdefault(split, {})[name] = value
+    return "  ".join(f"{printable(split)}: {_figures(own)}" for split, own in splits.items())

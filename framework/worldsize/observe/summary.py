@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from worldsize.core import spoken_name
 from worldsize.messages import printable, printable_lines
 
 
@@ -18,7 +19,7 @@ def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
     table.add_column()
     table.add_column(overflow="fold")  # a folder that is cut off cannot be opened
     for name, value in result["metrics"].items():
-        table.add_row(Text(printable(f"test {name}")), f"{value:.4f}")
+        table.add_row(Text(printable(spoken_name(name))), f"{value:.4f}")
     for line in result["remarks"]:
         table.add_row("", Text(printable_lines(line)))
     table.add_row("steps", f"{result['steps']:,} ({result['samples']:,} samples)")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling, logged_name
 from worldsize.observe.events import described
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class WandbListener:
             case StepDone():
                 self._run.log(_step_metrics(event), step=event.step)
             case Evaluated(step=step, metrics=metrics):
-                self._run.log({f"test/{name}": value for name, value in metrics.items()}, step=step)
+                self._run.log({logged_name(name): value for name, value in metrics.items()}, step=step)
             case Straggling(rank=rank):
                 self._run.alert(f"rank {rank} is slow", described(event), level="WARN")
             case RunEnded(exit_reason="preempted"):

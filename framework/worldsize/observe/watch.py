@@ -15,7 +15,7 @@ from rich.text import Text
 
 from worldsize.files import open_regular
 from worldsize.observe.events import is_event
-from worldsize.observe.progress import Tail, figures
+from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told
@@ -99,8 +99,8 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"]), _ranks(watched, step)]
     if evaluation := watched.evaluation:
-        words = "  ".join(f"{name} {number(value):.4f}" for name, value in evaluation["metrics"].items())
-        parts.append(Text(f"test after step {evaluation['step']}: {plain(words)}"))
+        words = by_split({name: number(value) for name, value in evaluation["metrics"].items()})
+        parts.append(Text(f"after step {evaluation['step']}  {plain(words)}"))
     parts += [Text(plain(told(event), at_most=200), style="red") for event in watched.events]
     parts += [Text(damage_of(watched), style="yellow")] if watched.damaged else []
     return Group(*parts)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from worldsize.checkpoints.format import complete, read, step_of
 from worldsize.checkpoints.load import read_tensors
+from worldsize.core import spoken_name
 from worldsize.records.damage import reading
 from worldsize.records.json_lines import Row, is_number
 from worldsize.records.metrics import metric_rows
@@ -102,7 +103,7 @@ def _series(run: Path) -> dict[str, Series]:
 def _figures(row: Row) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of what a line says of the computation."""
     if row["event"] == "evaluation":
-        yield from ((f"test {name}", value) for name, value in row["metrics"].items())
+        yield from ((spoken_name(name), value) for name, value in row["metrics"].items())
     else:
         yield from ((name, row.get(name)) for name in _FIGURES)
         yield from ((f"train {name}", value) for name, value in row.get("metrics", {}).items())

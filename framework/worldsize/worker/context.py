@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
+from worldsize.checkpoints.format import Checkpoint, read
 from worldsize.checkpoints.load import load, newest
 from worldsize.config.settings import Settings
 from worldsize.core import (
@@ -24,9 +25,10 @@ from worldsize.core import (
     StopFlag,
     World,
 )
-from worldsize.data.loader import collate_of, drawn, evaluation_batches, is_iterable
+from worldsize.data.loader import collate_of, drawn, is_iterable
 from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.records.run_directory import RunDirectory, private
+from worldsize.worker.evaluation import EvaluationData
 from worldsize.world.environments import Placement
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.scratch import private_folder
@@ -65,11 +67,16 @@ class _RunCheckpoints(CheckpointSource):
         self._settings, self._run, self._alone = settings, run, alone
 
     def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
-        checkpoint = newest(self._run.checkpoints, self._alone, allow_older=self._settings.checkpoint.allow_older)
+        checkpoint = self._checkpoint()
         if checkpoint is None:
             return None
         self._settings.faults.at("load:begin")
         return load(checkpoint, state(), ignore=self._settings.checkpoint.ignored(checkpoint.step)), checkpoint.step
+
+    def _checkpoint(self) -> Checkpoint | None:
+        if (path := self._settings.run.evaluates) is not None:
+            return read(path)
+        return newest(self._run.checkpoints, self._alone, allow_older=self._settings.checkpoint.allow_older)
 
 
 @final
@@ -104,14 +111,11 @@ class _RunData(DataSource):
     def __init__(self, settings: Settings, world: World, heartbeat: Path | None, times: _UnitTiming) -> None:
         self._settings, self._world, self._heartbeat, self._times = settings, world, heartbeat, times
         self._order, self._collate = settings.order(0, 1), collate_of(settings.recipe)
+        self._evaluation = EvaluationData(settings)
 
     @cached_property
     def _train(self) -> Any:
         return self._settings.recipe.data("train")
-
-    @cached_property
-    def _test(self) -> Any:
-        return self._settings.recipe.data("test")
 
     @cached_property
     def _beats(self) -> Heartbeat | None:
@@ -126,8 +130,6 @@ class _RunData(DataSource):
         with self._times.drawing():
             return drawn(self._train, self._order, self._world.device, step, logical_rank, self._collate)
 
-    def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
+    def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         self._settings.faults.at("evaluate:begin")
-        share = replace(self._world, rank=part, size=parts, groups={})
-        batch_size = self._settings.training.evaluate_batch_size
-        return evaluation_batches(self._test, share, batch_size=batch_size, collate=self._collate)
+        return self._evaluation.batches(split, step, replace(self._world, rank=part, size=parts, groups={}))

@@ -25,6 +25,7 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import opened, writing
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.context import context_of
+from worldsize.worker.evaluation import evaluate_alone
 from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training, listeners_of
 from worldsize.world.environments import Placement, placement
@@ -80,6 +81,8 @@ def play(run: RunDirectory, placement: Placement) -> int:
         check_size(placement, settings.roles)
         if settings.run.examine:
             return _examine(settings, run, placement)
+        if settings.run.evaluates is not None:
+            return _play(settings, run, placement, [], Preemption([]))  # signals end it
         preemption = Preemption(settings.checkpoint.signals)
         listeners = listeners_of(settings, run, placement.rank)
         return _play(settings, run, placement, listeners, preemption)
@@ -116,6 +119,9 @@ def _play(
         _audit(settings, run, world)
         replica = _replica(settings, run, world, placement, preemption)
         if replica is None:
+            return 0
+        if settings.run.evaluates is not None:
+            evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
         listeners = listeners or listeners_of(settings, run, 0)  # it leads in the place of one that died
         return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)

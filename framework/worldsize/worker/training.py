@@ -12,7 +12,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.save import Saver
@@ -32,9 +34,8 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.loader import collate_of, micro_batches
-from worldsize.engine.averaging import evaluate_all
-from worldsize.engine.evaluate import evaluate
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
+from worldsize.engine.training_metrics import by_logical_rank
 from worldsize.observe.events import EventLog
 from worldsize.observe.profile import traced
 from worldsize.observe.subprocess_listener import SubprocessListener
@@ -43,6 +44,7 @@ from worldsize.records.metrics import JsonLines, evaluations, last_metrics, metr
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
+from worldsize.worker.evaluation import EvaluationData, evaluate_splits
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
@@ -85,6 +87,7 @@ class Training:
         self._leads = settings.roles[world.role].serves
         self._settings, self._run, self._replica = settings, run, replica
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
+        self._part = world if self._leads else settings.data_part(world)
         self._preemption = preemption
         self._history = _History(run.metrics)
         self._watch: SlowHostWatch | None = None
@@ -154,7 +157,7 @@ class Training:
         settings, replica = self._settings, self._replica
         checkpoint = newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
-        step = replica.step_reached
+        step, metrics = replica.step_reached, self._window_sums(facts)
         if step and (checkpoint is None or step != checkpoint.step):  # a server took over, and went on since then
             return TrainingProgress(step, facts["skipped"], evaluated=not settings.loop.evaluates(step))
         if checkpoint is None:
@@ -162,26 +165,27 @@ class Training:
         if step is None:
             settings.faults.at("load:begin")
             replica.load(load(checkpoint, replica.state(), ignore=settings.checkpoint.ignored(checkpoint.step)))
-        return TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True))
+        return TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True), metrics=metrics)
+
+    def _window_sums(self, facts: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Return what the logical ranks of this process had added up since the last logged step when it was saved."""
+        by_rank = facts.get("training_metrics", {})
+        mine = list(self._settings.order(self._part.rank, self._part.size).mine)
+        rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
+        fits = all(len(pairs) == self._settings.logical_ranks for pairs in rows.values())  # else it begins anew
+        return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
 
     def _fit(self, first: TrainingProgress, heartbeat: Heartbeat | None) -> TrainingProgress:
         settings, world = self._settings, self._world
-        part = world if self._leads else settings.data_part(world)
-        batches, test = self._data(part, first.step)
+        part = self._part
+        batches = self._data(part, first.step)
+        data, splits = EvaluationData(settings), settings.evaluation.splits
+        if not self._leads:
+            data.build(splits)
 
-        def evaluation() -> Mapping[str, float]:
+        def evaluation(step: int) -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")
-            return evaluate_all(
-                self._replica,
-                partial(
-                    evaluate,
-                    self._replica,
-                    test,
-                    part,
-                    batch_size=settings.training.evaluate_batch_size,
-                    collate=collate_of(settings.recipe),
-                ),
-            )
+            return evaluate_splits(self._replica, data, splits, step=step, part=part)
 
         callbacks = LoopCallbacks(
             evaluate=evaluation,
@@ -208,16 +212,15 @@ class Training:
                 timer=timer,
             )
 
-    def _data(self, part: World, first: int) -> tuple[Iterable[list[MicroBatch]], Any]:
-        """Return the batches of the steps after ``first``, and the test set; a process that leads draws neither."""
+    def _data(self, part: World, first: int) -> Iterable[list[MicroBatch]]:
+        """Return the batches of the steps after ``first``; a process that leads draws none."""
         if self._leads:
-            return repeat([]), ()
+            return repeat([])
         settings, recipe = self._settings, self._settings.recipe
-        train, test = recipe.data("train"), recipe.data("test")
+        train = recipe.data("train")
         order, workers = settings.order(part.rank, part.size), settings.training.data_workers
         collate = collate_of(recipe)
-        batches = micro_batches(train, order, self._world.device, first=first, workers=workers, collate=collate)
-        return batches, test
+        return micro_batches(train, order, self._world.device, first=first, workers=workers, collate=collate)
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, beat, and see whether a save has ended."""
@@ -235,6 +238,9 @@ class Training:
             "evaluated": progress.evaluated,
             "metrics": dict(self._history.metrics),
             "samples": progress.step * self._settings.training.batch_size,
+            "training_metrics": by_logical_rank(
+                progress.metrics, self._settings.order(self._part.rank, self._part.size).mine, self._world
+            ),
         }
         self._emit(*self._saver.save(self._replica.state(), step=progress.step, facts=facts))
         if not progress.evaluated:

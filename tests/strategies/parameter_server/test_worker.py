@@ -127,7 +127,7 @@ class Data:
         dataset = Chain().data("train")
         return MicroBatch(dataset[:8], 7)
 
-    def evaluation(self, part: int, parts: int) -> Iterable[EvaluationBatch]:
+    def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         return []
 
 

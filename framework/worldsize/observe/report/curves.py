@@ -9,6 +9,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 from numpy.typing import NDArray
 
+from worldsize.core import spoken_name
 from worldsize.observe.report.read import Line, Record, column
 from worldsize.observe.report.svg import SERIES, Chart, draw, plain, series_colour, tip
 
@@ -108,7 +109,7 @@ def common_curves(records: Mapping[str, Record]) -> list[Chart]:
     for name in metric_names(row for record in records.values() for row in record.steps):
         charts += lines(f"Training {plain(name)}", [metric(label, each.steps, name) for label, each in records.items()])
     for name in metric_names(row for record in records.values() for row in record.evaluations):
-        charts += lines(
-            f"Test {plain(name)}", [metric(label, each.evaluations, name) for label, each in records.items()]
-        )
+        curves = [metric(label, each.evaluations, name) for label, each in records.items()]
+        title = plain(spoken_name(name))
+        charts += lines(title[:1].upper() + title[1:], curves)
     return [*charts, *lines("Throughput", rates, unit=" samples/s")]

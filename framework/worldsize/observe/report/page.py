@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from worldsize.core import spoken_name
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.report.cluster import axes, links, nodes
@@ -88,6 +89,7 @@ def _rendered(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(figure=figure, duration=duration, milliseconds=milliseconds, percent=percent, size=size)
+    environment.filters["spoken_name"] = spoken_name
     return environment.get_template(template).render(**values)
 
 
@@ -98,7 +100,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
     """List the name and the figure of what one looks for first."""
     results, last = record.results, record.steps[-1] if record.steps else {}
     goodput = results.get("goodput") or {}
-    rows = [(f"test {name}", figure(value)) for name, value in record.metrics.items()]
+    rows = [(spoken_name(name), figure(value)) for name, value in record.metrics.items()]
     total = record.manifest["config"].get("steps")
     rows += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
     if reason := results.get("stopped_early"):

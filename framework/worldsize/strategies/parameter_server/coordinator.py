@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from worldsize.collectives.exact import reduce_metrics
 from worldsize.collectives.step_timer import phase
-from worldsize.core import EvaluationBatch, MicroBatch, Replica, RunContext, StateDict, StepResult
+from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.loss_record import LossRecord, step_metrics
 from worldsize.strategies.loss_weights import weight_factor
@@ -96,9 +96,10 @@ class Coordinator(Replica):
         norms = [torch.tensor(pieces[name]) for name in names]
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
-    def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
         """Have the workers evaluate, who draw the batches themselves."""
-        sums, names = self._scheduler.evaluate(max(1, len(self._scheduler.workers)) if self._synchronous else 1)
+        parts = max(1, len(self._scheduler.workers)) if self._synchronous else 1
+        sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
 
     def state(self) -> StateDict:

@@ -18,14 +18,16 @@ class EvaluationTasks:
     """One evaluation, cut into ``parts`` that are dealt like units of training.
 
     Attributes:
+        split: The data that are evaluated.
+        step: The step after which they are.
         done: The number of parts that are done.
         sums: Sums and counts of each batch, by its index.
         names: The names of the metrics.
         hands: The part that each worker has in hand.
     """
 
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
+    def __init__(self, parts: int, *, split: str = "", step: int = 0) -> None:
+        self.parts, self.split, self.step = parts, split, step
         self.done = 0
         self.sums: dict[int, Sums] = {}
         self.names: tuple[str, ...] = ()
@@ -85,7 +87,8 @@ class TaskPool:
         """Give a member its next task, as the message TASK; None: it has to wait."""
         if (part := self.evaluation.deal(name)) is not None:
             self.staleness.renew(name, now)
-            return {"do": "evaluate", "part": part, "parts": self.evaluation.parts}
+            which = {"split": self.evaluation.split, "step": self.evaluation.step}
+            return {"do": "evaluate", "part": part, "parts": self.evaluation.parts, **which}
         unit = self.staleness.next(name, now)
         return {"do": "train", "step": unit.step, "ranks": unit.logical_ranks} if unit else None
 

@@ -110,10 +110,14 @@ class TaskScheduler:
         with self._changed:
             return self._pool.pop_records(step)
 
-    def evaluate(self, parts: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
-        """Have workers evaluate, each part by one; sums and counts of each batch by its index, and metrics' names."""
+    def evaluate(self, parts: int, *, split: str, step: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
+        """Have workers evaluate ``split`` after ``step``, each part by one.
+
+        Returns:
+            Sums and counts of each batch by its index, and the metrics' names.
+        """
         with self._changed:
-            self._pool.evaluation = evaluation = EvaluationTasks(parts)
+            self._pool.evaluation = evaluation = EvaluationTasks(parts, split=split, step=step)
             self._changed.notify_all()
         self._wait_for(lambda: evaluation.done == parts)
         self._pool.evaluation = EvaluationTasks(0)

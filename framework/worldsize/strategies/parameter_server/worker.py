@@ -196,7 +196,7 @@ class Worker:
     def _evaluate(self, task: Mapping[str, Any]) -> dict[str, Any]:
         self._pull(0)
         self._tables.oldest = None
-        batches = self._context.data.evaluation(task["part"], task["parts"])
+        batches = self._context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
         with autocast(self._context.world.device, self._context.numerics.precision):
             sums, names = metric_sums(self._recipe, self._model, batches)
         sums_by_index = {i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in sums.items()}

@@ -1,0 +1,76 @@
+"""The evaluation of a run's splits, as its configuration says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from worldsize.checkpoints.format import read
+from worldsize.checkpoints.load import load
+from worldsize.config.settings import Settings
+from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key
+from worldsize.data.loader import RandomBatches, collate_of, evaluation_batches
+from worldsize.engine.averaging import evaluate_all
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import write_result
+from worldsize.reproducibility.seeds import stream
+
+
+@final
+class EvaluationData:
+    """Loads any share of what is evaluated after any step; a split's data are built once they are asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._recipe, self._training = settings.recipe, settings.training
+        self._batches = settings.evaluation.batches
+        self._datasets: dict[str, Any] = {}
+
+    def build(self, splits: Sequence[str]) -> None:
+        """Build the data of ``splits`` now, rather than at their first evaluation."""
+        for split in splits:
+            if split not in self._datasets:
+                self._datasets[split] = self._recipe.data(split)
+
+    def batches(self, split: str, step: int, part: World) -> Iterator[EvaluationBatch]:
+        """Yield the share of the process that ``part`` places among the parts of the data."""
+        self.build([split])
+        seed = stream(self._training.seed, f"evaluation/{split}", step)
+        return evaluation_batches(
+            self._datasets[split],
+            part,
+            batch_size=self._training.evaluate_batch_size,
+            collate=collate_of(self._recipe),
+            drawn=None if self._batches is None else RandomBatches(self._batches, seed),
+        )
+
+
+def evaluate_splits(
+    replica: Replica, data: EvaluationData, splits: Sequence[str], *, step: int, part: World
+) -> Mapping[str, float]:
+    """Evaluate ``replica`` on each of ``splits``, and its average if it has one; metrics by :func:`metric_key`."""
+
+    def evaluated() -> Mapping[str, float]:
+        metrics: dict[str, float] = {}
+        for split in splits:
+            own = replica.evaluate(EvaluationBatches(partial(data.batches, split, step, part), split, step))
+            metrics |= {metric_key(split, name): value for name, value in own.items()}
+        return metrics
+
+    return evaluate_all(replica, evaluated)
+
+
+def evaluate_alone(settings: Settings, run: RunDirectory, world: World, replica: Replica, path: Path) -> None:
+    """Load the checkpoint in ``path`` and evaluate it in place of training; the first rank writes the result."""
+    leads = settings.roles[world.role].serves
+    part = replace(world, rank=0, size=1) if leads else settings.data_part(world)
+    checkpoint = read(path)
+    if replica.step_reached is None:
+        replica.load(load(checkpoint, replica.state()))
+    splits = settings.evaluation.splits
+    metrics = evaluate_splits(replica, EvaluationData(settings), splits, step=checkpoint.step, part=part)
+    if leads or world.rank == 0:
+        write_result(run, {"metrics": dict(metrics)})
+    replica.close(complete=True)
