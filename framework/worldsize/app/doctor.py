@@ -83,7 +83,7 @@ def _alter(cfg: DictConfig, wanted: Wanted) -> None:
     """Change the configuration so that a run examines its cluster instead of training."""
     cfg.run.examine = "pairs" if wanted.pairs else "tiers"
     cfg.cluster.timeout = wanted.patience
-    cfg.logger, cfg.faults = None, []
+    cfg.logger, cfg.listeners, cfg.faults = None, {}, []
     changes: dict[str, float] = {"wait": True, "terminal_logs": False, "max_restarts": 0, "max_requeues": 0}
     changes["save_grace"] = 2 * wanted.patience  # an agent that fails leaves the others time to wait for it in vain
     for key in changes.keys() & cfg.launcher.keys():

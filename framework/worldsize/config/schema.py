@@ -196,6 +196,7 @@ class Schema:
     schedule: Any = None
     data: Any = None
     logger: Any = None
+    listeners: dict[str, Any] = field(default_factory=dict)
 
 
 def register() -> None:

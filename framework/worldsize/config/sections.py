@@ -148,19 +148,19 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """Measurements of a run, and the logger that is told."""
+    """Measurements of a run, and who is told."""
 
     step_breakdown: bool  # measure where the time of each step goes
     profiled: tuple[int, int] | None  # first and last step that are traced
-    logger: Callable[..., Listener] | None
+    listeners: Mapping[str, Callable[..., Listener]]  # by the name under which a warning speaks of each
 
     @staticmethod
-    def of(config: Mapping[str, Any], logger: Callable[..., Listener] | None) -> ObserveConfig:
+    def of(config: Mapping[str, Any], listeners: Mapping[str, Callable[..., Listener]]) -> ObserveConfig:
         steps = config["profile"]["steps"]
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ConfigError(f"profile.steps={steps} must be the first and the last step to trace, e.g. [10,12].")
         profiled = cast("tuple[int, int]", tuple(steps)) if steps else None
-        return ObserveConfig(step_breakdown=config["observe"]["step_breakdown"], profiled=profiled, logger=logger)
+        return ObserveConfig(step_breakdown=config["observe"]["step_breakdown"], profiled=profiled, listeners=listeners)
 
 
 @dataclass(frozen=True)

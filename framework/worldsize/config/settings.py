@@ -113,7 +113,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     allowed = _allowed(config)
     check_targets(config, allowed)
     training = TrainingConfig.of(config)
-    observe = ObserveConfig.of(config, _logger(config["logger"], allowed))
+    observe = ObserveConfig.of(config, _listeners(config, allowed))
     keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
     checkpoint = CheckpointConfig.of(config["checkpoint"], keep)
     determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
@@ -181,8 +181,17 @@ def _early_stopping(node: Mapping[str, Any], training: TrainingConfig) -> EarlyS
     return EarlyStopping(node["metric"], node["direction"], node["patience"], node["min_delta"])
 
 
-def _logger(node: Mapping[str, Any] | None, allowed: Allowed) -> Callable[..., Listener] | None:
-    return build(node, partial, allowed=allowed, key="logger") if node else None
+def _listeners(config: Mapping[str, Any], allowed: Allowed) -> Mapping[str, Callable[..., Listener]]:
+    """Return what makes the logger and the other listeners of the run; those that are null are left out."""
+    named = {"logger": config["logger"], **{f"listeners.{name}": node for name, node in config["listeners"].items()}}
+    for key, node in named.items():
+        if node and not (isinstance(node, Mapping) and "_target_" in node):
+            raise ConfigError(f"{key} names no listener. Set {key}._target_=your.module.Listener.")
+    return {
+        key.replace("listeners.", "listener "): build({**node, "_partial_": True}, partial, allowed=allowed, key=key)
+        for key, node in named.items()
+        if node
+    }
 
 
 def launcher_of(node: Mapping[str, Any], config: Mapping[str, Any]) -> AnyLauncher:

@@ -1,0 +1,80 @@
+"""Several listeners are told of a run, and one that fails takes neither the others nor the run along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugins.test_tensorboard import read
+from worldsize.core import Evaluated, Event, Listener, RunEnded
+from worldsize.observe.several_listeners import SeveralListeners
+
+
+class Recorder:
+    """A listener of one's own, that writes the names of events to a file of the run; it may fail at one of them."""
+
+    def __init__(self, *, folder: Path, file: str, fails_at: str = "", **facts: Any) -> None:
+        self._path, self._fails_at = folder / file, fails_at
+
+    def __call__(self, event: Event) -> None:
+        if type(event).__name__ == self._fails_at:
+            raise OSError("no network")
+        with self._path.open("a") as file:
+            file.write(f"{type(event).__name__}\n")
+
+
+def impossible() -> Listener:
+    raise ValueError("no key")
+
+
+def test_a_listener_that_fails_is_named_once_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("worldsize"), "propagate", True)
+    makers: dict[str, Callable[[], Listener]] = {
+        "listener first": lambda: Recorder(folder=tmp_path, file="first", fails_at="Evaluated"),
+        "listener second": impossible,
+        "listener third": lambda: Recorder(folder=tmp_path, file="third"),
+    }
+    listener = SeveralListeners(makers)
+    for event in (Evaluated(1, {}), Evaluated(2, {}), RunEnded(2, "completed")):
+        listener(event)
+    assert (tmp_path / "third").read_text().split() == ["Evaluated", "Evaluated", "RunEnded"]
+    assert not (tmp_path / "first").exists()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the listener second failed and is off for the rest of the run: ValueError: no key",
+        "the listener first failed and is off for the rest of the run: OSError: no network",
+    ]
+
+
+def test_a_run_tells_a_group_option_and_ones_own_class_and_loses_the_broken_one(train: Any) -> None:
+    target = f"{__name__}.Recorder"
+    run = train(
+        *("recipe=digits", "steps=2", "log_every=1", "cluster.processes=1", "allow_targets=[tests]"),
+        "+logger@listeners.tensorboard=tensorboard",
+        f"+listeners.broken={{_target_: {target}, file: broken, fails_at: Evaluated}}",
+        f"+listeners.mine={{_target_: {target}, file: mine}}",
+        "+listeners.off=null",
+    )
+    assert run.code == 0, run.error
+    assert (run.folder / "mine").read_text().split()[-2:] == ["Evaluated", "RunEnded"]
+    assert "Evaluated" not in (run.folder / "broken").read_text()
+    said = "the listener broken failed and is off for the rest of the run: OSError: no network"
+    logs = "".join(path.read_text() for path in (run.folder / "logs").rglob("*") if path.is_file())
+    assert said in run.error + logs
+    assert len(read(run.folder).Scalars("train/loss")) == 2
+    assert [each["name"] for each in run.json("run_manifest.json")["plugins"]] == [
+        "plugins.tensorboard",
+        "recipes.digits",
+    ]
+
+
+@pytest.mark.parametrize("value", ["5", "{file: x}"])
+def test_what_names_no_listener_is_refused_before_the_start(train: Any, value: str) -> None:
+    run = train("recipe=digits", f"+listeners.mine={value}")
+    assert (run.code, run.folder) == (2, None)
+    assert "listeners.mine names no listener. Set listeners.mine._target_=" in run.error
