@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.config.test_malformed import called
 from tests.small_disk import mounted
+from worldsize import app
 
 QUICK = ("recipe=digits", "steps=3", "recipe.width=4")
 
@@ -170,6 +172,14 @@ REFUSALS = {
         "strategy.reduce='hierarchical' is no way in which ZeRO sums. Known: flat, ordered.",
     ),
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
+    "a mesh whose recipe does not say how layers divide": (
+        ["strategy=mesh", "strategy.tensor=2"],
+        "Digits does not say how its layers divide. Define Recipe.tensor_plan, or set strategy.tensor=1.",
+    ),
+    "a pipeline whose recipe has no layers": (
+        ["strategy=mesh", "strategy.pipeline=2"],
+        "Digits is not divided into layers. Define Recipe.layers, or set strategy.pipeline=1.",
+    ),
     "no steps": (["steps=0"], "steps=0 must be 1 or more."),
     "unknown precision": (["precision=fp8"], "precision='fp8' is of the wrong type: it takes one of fp32, bf16, fp16."),
     "two nodes on one machine": (
@@ -194,6 +204,31 @@ def test_a_configuration_that_cannot_run_is_refused_before_anything_is_made(
     assert message in run.error
     assert "Traceback" not in run.error
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_that_a_mesh_cannot_divide_is_refused_at_a_resume_too(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    run = train(*QUICK, "cluster.processes=1", "cluster.threads=1")
+    before = run.json("run_manifest.json")
+    words = ("resume", str(run.folder), "steps=5", "cluster.processes=2", "strategy=mesh", "strategy.tensor=2")
+    done = command(*words, cwd=run.folder.parents[2], environment=environment_without_wandb)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "Define Recipe.tensor_plan" in done.stderr
+    assert run.json("run_manifest.json") == before
+
+
+def test_what_killed_processes_left_is_looked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looked: list[str] = []
+
+    def no_leftovers() -> list[Path]:
+        looked.append("looked")
+        return []
+
+    monkeypatch.setattr(app, "leftovers", no_leftovers)
+    assert called(["train", "launch=show", "logger=none", "cluster.processes=1"], tmp_path)[0] == 0
+    assert called(["list"], tmp_path)[0] == 0
+    assert len(looked) == 2
 
 
 def test_a_recipe_whose_import_fails_shows_its_own_traceback(train: Any, tmp_path: Path) -> None:

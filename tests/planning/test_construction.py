@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from recipes.digits.recipe import Digits
-from worldsize.core import ConfigError, Recipe
+from recipes.stdlib_lm.recipe import StdlibLM
+from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.planning.construction import check_construction
+from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.testing.recipes import AveragedChain, Chain
@@ -114,3 +116,26 @@ def test_what_a_strategy_cannot_carry_is_refused_before_the_start(recipe: Recipe
     check_construction(recipe, Single())
     with pytest.raises(ConfigError, match=message):
         check_construction(recipe, ParameterServer())
+
+
+class Undivided(StdlibLM):
+    """Define how layers divide, and divide none."""
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "message"),
+    [
+        (Undivided, Mesh(tensor=2), r"Define Recipe.tensor_plan, or set strategy.tensor=1"),
+        (StdlibLM, Mesh(tensor=3), "features, which do not divide over 3 ranks"),
+        (StdlibLM, Mesh(pipeline=6), "5 layers, too few for 6 stages"),
+        (StdlibLM, Mesh(pipeline=2, split=[5]), "leaves a stage empty"),
+    ],
+)
+def test_a_model_that_does_not_fit_on_a_mesh_is_refused(kind: type[StdlibLM], strategy: Mesh, message: str) -> None:
+    recipe = kind(16, 3, 2, 12, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
+    with pytest.raises(ConfigError, match=message):
+        check_construction(recipe, strategy)
+    check_construction(recipe, Mesh(data=2))

@@ -304,10 +304,18 @@ class Layered(Plain):
 
 @pytest.mark.parametrize(("own", "missing"), [(Plain(), "Recipe.layers"), (Layered(), "Recipe.model_inputs")])
 def test_a_recipe_that_does_not_say_how_it_pipelines_is_refused_before_the_start(own: Recipe, missing: str) -> None:
-    Mesh(tensor=2).check_recipe(own)
+    Mesh(data=2).check_recipe(own)
     Mesh(pipeline=2).check_recipe(recipe())
     with pytest.raises(ConfigError, match=f"Define {missing}, or set strategy.pipeline=1"):
         Mesh(pipeline=2).check_recipe(own)
+
+
+def test_a_recipe_that_does_not_say_how_its_layers_divide_is_refused_before_the_start() -> None:
+    Mesh(tensor=2).check_recipe(recipe())
+    with pytest.raises(ConfigError, match=r"Define Recipe.tensor_plan, or set strategy.tensor=1"):
+        Mesh(tensor=2).check_recipe(Plain())
+
+
 
 
 def test_bfloat16_trains_to_the_losses_of_one_process() -> None:

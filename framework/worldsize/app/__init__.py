@@ -61,7 +61,8 @@ def _call() -> None:
         print(_usage())
     elif name in COMMANDS:
         del sys.argv[1]
-        remove_leftovers()
+        if name != "train":  # its main is the whole of train.py too, and removes them itself
+            remove_leftovers()
         command = importlib.import_module(f"worldsize.app.{name}").main
         try:
             command()

@@ -190,10 +190,12 @@ class Strategy(ABC):
     def check_recipe(self, recipe: Recipe) -> None:  # noqa: B027 - most strategies take any recipe
         """Raise ConfigError if ``recipe`` does not define what this strategy asks of it."""
 
-    def check_built(self, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: B027 - most strategies take any
-        """Raise ConfigError if this strategy cannot carry what the recipe has built.
+    def check_built(  # noqa: B027 - most strategies take any
+        self, recipe: Recipe, model: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Raise ConfigError if this strategy cannot carry what ``recipe`` has built.
 
-        It is asked before a process starts, with both on the meta device.
+        It is asked before a process starts, with ``model`` and ``optimizer`` on the meta device.
         """
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:

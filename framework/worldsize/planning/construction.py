@@ -68,7 +68,7 @@ def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | Non
         with _generators_kept(), torch.device(device):
             model = recipe.model()
             for optimizer in train_state_of(recipe, model).optimizers:
-                strategy.check_built(model, optimizer)
+                strategy.check_built(recipe, model, optimizer)
     except Exception as error:  # any: a recipe is anyone's code
         return error
     return None

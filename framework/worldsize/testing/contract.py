@@ -220,7 +220,7 @@ class StrategyContract:
         with torch.device("meta"):
             model = recipe.model()
             try:
-                self.strategy.check_built(model, recipe.optimizer(model))
+                self.strategy.check_built(recipe, model, recipe.optimizer(model))
             except ConfigError:
                 return CHAIN
         return recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,7 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
 
 def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh) -> None:
     """Divide layers column-wise, then row-wise with one all-reduce (Shoeybi et al. 2019, arXiv 1909.08053)."""
-    plan = recipe.tensor_plan(model)
-    if not plan:
-        raise ConfigError(
-            f"{type(recipe).__name__} does not say how its layers divide. "
-            "Define Recipe.tensor_plan, or set strategy.tensor=1."
-        )
-    for name, style in plan.items():
-        _check_divides(name, model.get_submodule(name), style, mesh.size())
+    plan = plan_of(recipe, model, ranks=mesh.size())
     styles: dict[TensorStyle, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
     held = {name: styles[style]() for name, style in plan.items() if model.get_submodule(name) in mine}
     # every rank has built the same model: nothing need be sent
@@ -69,7 +62,34 @@ def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module]
         time(model.get_submodule(name))
 
 
-def _check_divides(name: str, module: nn.Module, style: TensorStyle, ranks: int) -> None:
+def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, TensorStyle]:
+    """Return how the layers of ``model`` divide over ``ranks`` ranks.
+
+    Raises:
+        ConfigError: the recipe does not say it, or a layer's features do not divide over so many.
+    """
+    plan = recipe.tensor_plan(model)
+    if not plan:
+        raise _undivided(recipe)
+    for name, style in plan.items():
+        _check_features(name, model.get_submodule(name), style, ranks)
+    return plan
+
+
+def check_divides(recipe: Recipe) -> None:
+    """Raise ConfigError if ``recipe`` does not define what tensor parallelism asks of it."""
+    if type(recipe).tensor_plan is Recipe.tensor_plan:
+        raise _undivided(recipe)
+
+
+def _undivided(recipe: Recipe) -> ConfigError:
+    return ConfigError(
+        f"{type(recipe).__name__} does not say how its layers divide. "
+        "Define Recipe.tensor_plan, or set strategy.tensor=1."
+    )
+
+
+def _check_features(name: str, module: nn.Module, style: TensorStyle, ranks: int) -> None:
     features = getattr(module, "out_features" if style == "column" else "in_features", None)
     if features is not None and features % ranks:
         raise ConfigError(

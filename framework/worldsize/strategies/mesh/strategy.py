@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import TYPE_CHECKING, Annotated, final
 
 from worldsize.core import (
     Cluster,
@@ -23,11 +23,15 @@ from worldsize.core import (
 from worldsize.strategies.alone import alone
 from worldsize.strategies.mesh.cost import mesh_cost
 from worldsize.strategies.mesh.layout import Layout
-from worldsize.strategies.mesh.parallel import Sharding
-from worldsize.strategies.mesh.partition import check_pipelines
+from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
+from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
 from worldsize.strategies.wrapping import Wrap
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 @final
@@ -85,8 +89,16 @@ class Mesh(Strategy):
         self._pipeline.check_micro_batches(count)
 
     def check_recipe(self, recipe: Recipe) -> None:
+        if self.tensor > 1:
+            check_divides(recipe)
         if self.pipeline > 1:
             check_pipelines(recipe)
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        if self.tensor > 1:
+            plan_of(recipe, model, ranks=self.tensor)
+        if self.pipeline > 1:
+            stages_of(recipe, model, self._pipeline.stages, self.split)
 
     def layout(self, processes: int) -> Layout:
         """Return the mesh of so many processes.

@@ -169,7 +169,7 @@ class ParameterServer(Strategy):
         Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
         return None
 
-    def check_built(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         check_served(model, optimizer)
 
     def _plan(self, train_state: TrainState, numerics: Numerics) -> ShardingPlan:
