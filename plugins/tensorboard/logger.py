@@ -59,12 +59,13 @@ def _figures(event: StepDone) -> dict[str, float]:
     figures = {
         "loss": event.loss,
         "lr": event.lr,
+        "grad_norm": event.grad_norm,
         "samples_per_second": event.samples_per_second,
         "data_seconds": event.data_seconds,
         "step_seconds": max(event.step_seconds),
         **event.metrics,
     }
-    return figures if event.grad_norm is None else {**figures, "grad_norm": event.grad_norm}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _markdown(config: Mapping[str, Any]) -> str:

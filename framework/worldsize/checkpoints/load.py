@@ -106,21 +106,21 @@ def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> St
     begins.
     """
     pairs = zip(saved["optimizer"]["param_groups"], now["optimizer"]["param_groups"], strict=True)
-    groups = [{**then, **own, "params": then["params"], "lr": _rate(then, own, anew)} for then, own in pairs]
+    groups = [{**then, **own, "params": then["params"], **_rate(then, own, anew)} for then, own in pairs]
     optimizer = {**saved["optimizer"], "param_groups": groups}
     return {**saved, "optimizer": optimizer, "schedule": _rebased(saved["schedule"], now["schedule"])}
 
 
-def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Any:
-    """Return the learning rate to go on with.
+def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mapping[str, Any]:
+    """Return the learning rate to go on with, as option "lr"; no option where the optimizer has no rate.
 
     A rate that a schedule moves stays at its place in it: the same multiple of the initial one.
     """
     if anew or not then.get("initial_lr") or "initial_lr" not in now:
-        return now["lr"]
+        return {"lr": now["lr"]} if "lr" in now else {}
     if then["initial_lr"] == now["initial_lr"]:
-        return then["lr"]
-    return then["lr"] / then["initial_lr"] * now["initial_lr"]
+        return {"lr": then["lr"]}
+    return {"lr": then["lr"] / then["initial_lr"] * now["initial_lr"]}
 
 
 def _rebased(then: Any, now: Any) -> Any:

@@ -18,7 +18,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from worldsize.config import schema
 from worldsize.config.explain import explain
@@ -118,6 +118,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
         ConfigError: a key does not exist, a value is missing or outside what the schema's annotations say, or an
             interpolation leads nowhere.
     """
+    cfg = _with_rate(cfg)
     _check_keys(cfg, "")
     try:
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -126,6 +127,44 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     assert isinstance(plain, dict)
     _check_values(cfg, plain, "")
     return {str(key): value for key, value in plain.items()}
+
+
+def _with_rate(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with ``lr: null`` where no learning rate is given and nothing that is used takes it.
+
+    The optimizer and the schedule are used where another section, usually the recipe, names them.
+
+    Raises:
+        ConfigError: something takes it.
+    """
+    if not OmegaConf.is_missing(cfg, "lr") and cfg.lr is not None:
+        return cfg
+    copy = deepcopy(cfg)
+    copy.lr = "???"
+    for section in map(str, copy):
+        if section not in ("lr", "optimizer", "schedule") and (taker := _taker_of_rate(copy, section)):
+            raise ConfigError(
+                f"lr is missing, and {taker} takes it. Set lr=0.001 or another learning rate, on the command line or "
+                f"as lr in the recipe's YAML, or set {taker} itself."
+            )
+    copy.lr = None
+    return copy
+
+
+def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
+    """Return a key at or below ``section``, or below what that refers to, whose value takes ``${lr}``; None: none."""
+    node = cfg._get_node(section)
+    if not isinstance(node, Node) or node._is_missing():
+        return None
+    try:
+        value = cfg[section]
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True)
+    except InterpolationToMissingValueError as error:
+        return str(error.full_key or section) if str(error).splitlines()[0].endswith(": lr") else None
+    except OmegaConfBaseException:
+        return None  # told where all sections are resolved
+    return None
 
 
 def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_checked: bool = False) -> None:

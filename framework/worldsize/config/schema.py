@@ -159,13 +159,14 @@ class NumericsSchema:
 class Schema:
     """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks.
 
+    ``lr``: null where the recipe's optimizer takes none, or sets its own.
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
     """
 
     steps: Annotated[int, _COUNT, _LARGEST] = MISSING
     epochs: Annotated[float | None, Range(above=0)] = None
     batch_size: Annotated[int, _COUNT, _LARGEST] = MISSING
-    lr: Annotated[float, Range(least=0)] = MISSING
+    lr: Annotated[float | None, Range(least=0)] = MISSING
     seed: int = 0
     logical_ranks: Annotated[int | None, _COUNT, _LARGEST] = None
     precision: str = "fp32"

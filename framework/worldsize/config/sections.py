@@ -48,7 +48,7 @@ class TrainingConfig:
 
     steps: int
     batch_size: int  # samples a step over all logical ranks
-    lr: float
+    lr: float | None  # None: the recipe's optimizer takes none, or sets its own
     seed: int
     log_every: int
     evaluate_every: int

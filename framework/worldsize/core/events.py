@@ -35,7 +35,7 @@ class StepDone:
         step: Number of the step, from 1.
         samples: Samples trained since the run began.
         loss: Mean loss over all logical ranks.
-        lr: Learning rate of the update.
+        lr: Learning rate of the update; None: the optimizer has none.
         grad_norm: Norm of the whole gradient before clipping; None: not computed.
         skipped: Updates left out since the run began.
         data_seconds: Wait for data on this rank.
@@ -55,7 +55,7 @@ class StepDone:
     step: int
     samples: int
     loss: float
-    lr: float
+    lr: float | None
     grad_norm: float | None
     skipped: int
     data_seconds: float

@@ -85,14 +85,14 @@ class StepResult:
 
     Attributes:
         losses: Loss of each local micro-batch: scalars, detached.
-        lr: Learning rate of the update.
+        lr: Learning rate of the update; None: the optimizer has none.
         grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
         skipped: Whether the update was left out, since the gradient was not finite.
         metrics: What else is logged of the step, by name: float64 [local micro-batches, 2], a sum and its count each.
     """
 
     losses: Sequence[Tensor]
-    lr: float
+    lr: float | None
     grad_norm: Tensor | None = None
     skipped: bool = False
     metrics: Mapping[str, Tensor] = field(default_factory=dict)

@@ -77,10 +77,11 @@ def _step_metrics(event: StepDone) -> dict[str, float]:
     metrics = {
         "train/loss": event.loss,
         "train/lr": event.lr,
+        "train/grad_norm": event.grad_norm,
         "train/samples": event.samples,
         "train/samples_per_second": event.samples_per_second,
         "train/data_seconds": event.data_seconds,
         "train/step_seconds": max(event.step_seconds),
         **{f"train/{name}": value for name, value in event.metrics.items()},
     }
-    return metrics if event.grad_norm is None else {**metrics, "train/grad_norm": event.grad_norm}
+    return {name: value for name, value in metrics.items() if value is not None}

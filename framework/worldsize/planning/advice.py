@@ -87,7 +87,7 @@ def _share(best: Forecast) -> str:
     )
 
 
-def retuning_text(then: int, now: int, lr: float, where: str) -> str | None:
+def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | None:
     """Warn that another global batch asks for another learning rate; None if the batch is the same.
 
     The rate changes in proportion for SGD (Goyal et al. 2017, arXiv 1706.02677), by the square root for Adam
@@ -98,7 +98,7 @@ def retuning_text(then: int, now: int, lr: float, where: str) -> str | None:
     ratio = now / then
     return (
         f"warning: the global batch is {now}, and was {then} in {where}. The lr of then has to be tuned anew: start "
-        f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; lr={lr:g} is set."
+        f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; {'no lr' if lr is None else f'lr={lr:g}'} is set."
     )
 
 

@@ -41,7 +41,7 @@ class SynchronousReplica(ModelReplica):
         self._share = None
         records = self.reducer.run(micro_batches, self._backward)
         losses = self._weighed(records)
-        lr: float = self.optimizer.param_groups[0]["lr"]
+        lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
             norm = self._clip()
             skipped = self._update(norm)

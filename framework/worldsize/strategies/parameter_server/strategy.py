@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import (
@@ -215,12 +215,17 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse what changes weights that no server owns.
 
     Raises:
-        ConfigError: the model has statistics of batches, or the optimizer a hook for each step.
+        ConfigError: the model has statistics of batches, or the optimizer a hook for each step or no learning rate.
     """
     refuse_step_hooks(
         optimizer,
         because="which no server can run: each has a part of the parameters. Use strategy=ddp, or remove the hook.",
     )
+    if any(not isinstance(group.get("lr"), float | int | Tensor) for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no learning rate (lr), by which servers scale an update. Set its lr, or "
+            "use strategy=ddp."
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(
