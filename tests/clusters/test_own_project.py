@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,15 @@ import pytest
 
 from tests.clusters.slurm import Slurm
 from tests.clusters.witness import witness
+from tests.docs.blocks import files
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "plugins.md"
 DETERMINISTIC = ("recipe=mine", "reproducibility=deterministic", "steps=20")
 
 
-def files_of(page: str, plugin: str) -> dict[str, str]:
-    """Return what a reader writes for ``plugin``: each block of code that follows the name of such a file."""
-    written = dict(re.findall(r"`((?:plugins|tests)/[\w/.]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL))
-    return {name: text for name, text in written.items() if plugin in name}
+def files_of(plugin: str) -> dict[str, str]:
+    """Return what a reader writes for ``plugin``, by path."""
+    return {name: text for name, text in files(DOCUMENTATION).items() if plugin in name}
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def project(tmp_path: Path, command: Any, environment_without_wandb: dict[str, s
     for kind in ("strategy", "recipe", "logger"):
         made("new", kind, f"one_{kind}", cwd=folder)
     made("new", "strategy", "rounded", cwd=folder)
-    written = files_of(DOCUMENTATION.read_text(), "rounded")
+    written = files_of("rounded")
     assert len(written) == 3
     for name, text in written.items():
         assert (folder / name).exists()  # made by `new`

@@ -10,8 +10,8 @@ A comment before a fence says how its commands are tested; without one they are 
     <!-- test: exists -->     not run, since they take minutes or need earlier results: their scripts must exist
     <!-- test: exit=75 -->    run, and the block exits with this code
 
-The output of the commands contains the ``text`` block right after them; ``...`` stands for anything. A block of Python
-or YAML whose first line is a comment with a path is that file of the reader's project.
+The output of the commands contains the ``text`` block right after them; ``...`` stands for anything. A block right after
+a path in backticks and a colon is that file of the reader's project, whole, as a reader pastes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FENCE = re.compile(
     r"(?:^<!-- test: (?P<how>[^\n]*) -->\n)?^```bash[^\n]*\n(?P<text>.*?)^```\n(?:\n```text\n(?P<says>.*?)^```)?",
     re.M | re.S,
 )
-_FILE = re.compile(r"^```(?:python|yaml)\n# (?P<path>[\w./]+\.(?:py|yaml))\n(?P<text>.*?)^```", re.M | re.S)
+_FILE = re.compile(r"`(?P<path>[\w./]+\.\w+)`:\n\n```\w+\n(?P<text>.*?)^```", re.M | re.S)
 _ANY_FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 _INLINE = re.compile(r"`(uv run (?:train\.py|worldsize)[^`]*)`")
 

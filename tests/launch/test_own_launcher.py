@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.clusters.test_own_project import DOCUMENTATION, files_of
+from tests.clusters.test_own_project import files_of
 
 DIGITS = ("recipe=digits", "steps=10", "reproducibility=elastic", "cluster.threads=1")
 
@@ -30,7 +30,7 @@ def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(
 @pytest.fixture
 def documented(tmp_path: Path) -> Path:
     """Write the launcher of docs/plugins.md into a project folder; the path of its YAML."""
-    shown = files_of(DOCUMENTATION.read_text(), "plugins/mine/")
+    shown = files_of("plugins/mine/")
     assert {Path(name).suffix for name in shown} == {".py", ".yaml"}
     for name, text in shown.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

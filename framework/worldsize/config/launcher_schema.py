@@ -7,9 +7,12 @@ each field becomes a typed key: ``launcher.NAME``, or ``cluster.NAME`` where the
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
@@ -27,6 +30,7 @@ from worldsize.config.search_path import make_importable, roots
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.errors import ConfigError, neighbours
 
+_logger = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str)
 
 
@@ -39,11 +43,27 @@ class LauncherSource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         result: ConfigResult = super().load_config(config_path)
+        _warn_of_late_header(Path(self.path, self._normalize_file_name(config_path)))
         if result.header["package"] == "_global_" and isinstance(result.config, DictConfig):
             target = OmegaConf.select(result.config, "launcher._target_")
             if target is not None:
                 _add_keys(result.config, str(target), Path(self.path, f"{config_path}.yaml"))
         return result
+
+
+@cache
+def _warn_of_late_header(file: Path) -> None:
+    """Warn once if a ``# @package`` of ``file`` has no effect, since something else stands above it."""
+    lines = file.read_text(errors="replace").splitlines()
+    below = dropwhile(lambda line: not line[1].strip() or re.match(r"\s*#\s*@", line[1]), enumerate(lines, 1))
+    for number, line in below:
+        if re.match(r"\s*#\s*@package\b", line):
+            _logger.warning(
+                "%s, line %d: %r has no effect, since something else stands above it. Make it the first line.",
+                file,
+                number,
+                line.strip(),
+            )
 
 
 def _add_keys(config: DictConfig, target: str, file: Path) -> None:
