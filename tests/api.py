@@ -26,6 +26,7 @@ EVERYTHING = (
     "worldsize.errors",
     "worldsize.testing.contract",
     "worldsize.testing.hosts",
+    "worldsize.testing.importing",
     "worldsize.testing.recipes",
     "worldsize.testing.runs",
     "worldsize.testing.worlds",

@@ -19,6 +19,7 @@ CONSTRUCTORS = ("__init__", "__post_init__", "__new__")
 
 LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
 MANY_METHODS = {
+    "Mesh": "the answers of a strategy, of which a mesh has its own to nearly all questions",
     "Recipe": "a question each that a strategy may ask of a model; all but five have an answer",
     "Strategy": "a question each that the launcher or the planner may ask; all but two have an answer",
 }

@@ -180,6 +180,21 @@ REFUSALS = {
         ["strategy=mesh", "strategy.pipeline=2"],
         "Digits is not divided into layers. Define Recipe.layers, or set strategy.pipeline=1.",
     ),
+    "a folder of Hydra's": (
+        ["hydra.run.dir=here"],
+        "hydra.run.dir is not followed: worldsize makes a run's folder itself",
+    ),
+    "a folder of a sweep's run": (["-m", "hydra.sweep.subdir=a"], "hydra.sweep.subdir is not followed"),
+    "another working directory": (["hydra.job.chdir=true"], "hydra.job.chdir is not followed"),
+    "a folder for Hydra's files": (["hydra.output_subdir=.hydra"], "hydra.output_subdir is not followed"),
+    "another configuration": (["--config-path=conf"], "--config-path would replace the configuration of worldsize"),
+    "a pickled configuration": (["--experimental-rerun=config.pickle"], "--experimental-rerun would unpickle"),
+    "nothing to resolve": (["--resolve"], "--resolve goes with --cfg or --help alone."),
+    "two modes": (["--run", "--multirun"], "--run and --multirun exclude each other. Give one of them."),
+    "unknown argument of an optimizer": (
+        ["optimizer.amsgrad=true"],
+        "If its _target_ takes 'amsgrad', add it: +optimizer.amsgrad=VALUE.",
+    ),
     "no steps": (["steps=0"], "steps=0 must be 1 or more."),
     "unknown precision": (["precision=fp8"], "precision='fp8' is of the wrong type: it takes one of fp32, bf16, fp16."),
     "two nodes on one machine": (
@@ -203,7 +218,7 @@ def test_a_configuration_that_cannot_run_is_refused_before_anything_is_made(
     assert run.code == 2
     assert message in run.error
     assert "Traceback" not in run.error
-    assert not (tmp_path / "runs").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_recipe_that_a_mesh_cannot_divide_is_refused_at_a_resume_too(
@@ -287,3 +302,10 @@ def test_help_lists_groups_and_their_options(train: Any) -> None:
     shown = dict(line.split(": ", 1) for line in run.output.splitlines() if re.match(r"(strategy|recipe): ", line))
     assert {"ddp", "fsdp", "hybrid_parameter_server", "single"} <= set(shown["strategy"].split(", "))
     assert {"click_through", "digits", "stdlib_lm"} <= set(shown["recipe"].split(", "))
+    assert "_schema" not in run.output
+
+
+def test_help_on_hydra_is_hydras_own(train: Any) -> None:
+    run = train("--hydra-help", "steps=3")
+    assert (run.code, run.error) == (0, "")
+    assert "Hydra is the framework that powers this app" in run.output or "hydra/sweeper" in run.output

@@ -11,7 +11,9 @@ from worldsize.config.compose import compose_and_call, compose_only
 from worldsize.core import ConfigError
 
 
-def warnings_of(folder: Path, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def warnings_of(
+    folder: Path, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     file = folder / "conf" / "experiment" / "wide.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(text)

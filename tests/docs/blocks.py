@@ -10,7 +10,7 @@ A comment before a fence says how its commands are tested; without one they are 
     <!-- test: exists -->     not run, since they take minutes or need earlier results: their scripts must exist
     <!-- test: exit=75 -->    run, and the block exits with this code
 
-The output of the commands contains the ``text`` block right after them; ``...`` stands for anything. A block right after
+The output of the commands contains the ``text`` block right after them; ``...`` stands for anything. A block after
 a path in backticks and a colon is that file of the reader's project, whole, as a reader pastes it.
 """
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from tests.docs.blocks import REPOSITORY, files, pages
 from worldsize.config.compose import compose_and_call
@@ -50,7 +51,7 @@ def test_a_configuration_is_composed_as_it_stands(
         (tmp_path / path).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    composed = []
+    composed: list[DictConfig] = []
     with caplog.at_level(logging.WARNING, logger="worldsize"):
         compose_and_call(composed.append, [f"+{Path(name).parent.name}={Path(name).stem}"])
     assert caplog.messages == []

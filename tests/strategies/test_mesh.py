@@ -316,8 +316,6 @@ def test_a_recipe_that_does_not_say_how_its_layers_divide_is_refused_before_the_
         Mesh(tensor=2).check_recipe(Plain())
 
 
-
-
 def test_bfloat16_trains_to_the_losses_of_one_process() -> None:
     def body(world: World) -> Losses:
         axis = 2 if world.size == 4 else 1

@@ -9,7 +9,8 @@ from typing import Any
 
 from worldsize.app import ask
 from worldsize.config.catalogue import used
-from worldsize.config.compose import GROUPS, assigned, choices
+from worldsize.config.command_line import GROUPS
+from worldsize.config.compose import assigned, choices
 from worldsize.config.overrides import key_of
 from worldsize.driver.trust import (
     check_composed,

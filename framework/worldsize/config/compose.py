@@ -21,13 +21,12 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from worldsize.config import schema
+from worldsize.config.command_line import normalised
 from worldsize.config.explain import explain
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.search_path import check_unique, main_conf, searched
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
-
-GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
 
 
 class _Folders(SearchPathPlugin):
@@ -36,13 +35,6 @@ class _Folders(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in reversed(searched()):
             search_path.prepend(provider="worldsize", path=f"{LauncherSource.scheme()}://{folder}")
-
-
-def normalised(arguments: Sequence[str]) -> list[str]:
-    """``+group=option`` said as ``group=option``, and overrides after the flags, where argparse wants them."""
-    prefixes = tuple(f"+{group}=" for group in GROUPS)
-    words = [word[1:] if word.startswith(prefixes) else word for word in arguments]
-    return sorted(words, key=lambda word: "=" in word and not word.startswith("--"))
 
 
 def assigned(key: str, value: object) -> str:
@@ -74,10 +66,11 @@ def compose_only(arguments: Sequence[str]) -> DictConfig:
         ConfigError: as of :func:`compose_and_call`; or the configuration changes Hydra itself.
     """
     _prepare(arguments)
+    words = normalised(arguments)
     try:
         with hydra.initialize_config_dir(str(main_conf()), version_base="1.3"):
             usual = hydra.compose("config", return_hydra_config=True)
-            cfg = hydra.compose("config", normalised(arguments), return_hydra_config=True)
+            cfg = hydra.compose("config", words, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, arguments) from error
     before, after = _hydra_of(usual), _hydra_of(cfg)

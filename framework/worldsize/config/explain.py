@@ -46,8 +46,11 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     parent, _, name = key.rpartition(".")
-    known = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not take
-    return f"no key {key!r}{neighbours(name, _keys_of(parent, known))}"
+    words = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not take
+    known = _keys_of(parent, words)
+    # what has a target takes the arguments of that, which the YAML may leave out
+    more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
+    return f"no key {key!r}{neighbours(name, known)}{more}"
 
 
 def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:

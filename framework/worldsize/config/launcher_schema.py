@@ -23,10 +23,11 @@ from omegaconf import MISSING as REQUIRED
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
+from worldsize.config.command_line import REFUSED
 from worldsize.config.installed import installed
 from worldsize.config.instantiate import Allowed, resolve
 from worldsize.config.schema import ClusterSchema
-from worldsize.config.search_path import make_importable, roots
+from worldsize.config.search_path import main_conf, make_importable, roots
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.errors import ConfigError, neighbours
 
@@ -43,12 +44,23 @@ class LauncherSource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         result: ConfigResult = super().load_config(config_path)
-        _warn_of_late_header(Path(self.path, self._normalize_file_name(config_path)))
+        file = Path(self.path, self._normalize_file_name(config_path))
+        _warn_of_late_header(file)
+        _check_folders(result, file)
         if result.header["package"] == "_global_" and isinstance(result.config, DictConfig):
             target = OmegaConf.select(result.config, "launcher._target_")
             if target is not None:
                 _add_keys(result.config, str(target), Path(self.path, f"{config_path}.yaml"))
         return result
+
+
+def _check_folders(result: ConfigResult, file: Path) -> None:
+    """Refuse a file that says where Hydra shall put a run."""
+    if result.header["package"] != "_global_" or not isinstance(result.config, DictConfig):
+        return
+    for key, why in REFUSED.items():
+        if file.parent != main_conf() and OmegaConf.select(result.config, key, throw_on_missing=False) is not None:
+            raise ConfigError(f"{file}: {key} is not followed: {why}")
 
 
 @cache

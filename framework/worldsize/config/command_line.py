@@ -1,0 +1,111 @@
+"""Says the words of a command line as Hydra takes them, and refuses those that worldsize answers in another way."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from worldsize.config.overrides import key_of
+from worldsize.config.schema import Schema
+from worldsize.config.search_path import main_conf, options_in, searched
+from worldsize.errors import ConfigError
+
+GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
+_FOLDER = "worldsize makes a run's folder itself, and stays in the working directory. Set run.root and run.name."
+REFUSED: Mapping[str, str] = {
+    "hydra.run.dir": _FOLDER,
+    "hydra.sweep.subdir": _FOLDER,
+    "hydra.job.chdir": _FOLDER,
+    "hydra.output_subdir": "the folder of a run has config.yaml, overrides.yaml and hydra's choices already.",
+}
+"""Keys of Hydra that a run does not follow, and what it does instead."""
+
+
+def normalised(arguments: Sequence[str]) -> list[str]:
+    """Say choices of groups as Hydra wants them, and put overrides after the flags, where argparse wants them.
+
+    ``+group=option`` and ``group=option`` mean the same: the option of a group that the configuration has already is
+    replaced, that of any other group is added.
+
+    Raises:
+        ConfigError: a flag or a key of Hydra that worldsize does not follow.
+    """
+    words = sorted(arguments, key=lambda word: "=" in word and not word.startswith("--"))
+    flags = get_args_parser().parse_args(words)
+    _check_flags(flags)
+    for key in map(key_of, flags.overrides):
+        if key in REFUSED:
+            raise ConfigError(f"{key} is not followed: {REFUSED[key]}")
+    if flags.hydra_help:  # about Hydra alone: our keys are not known there
+        return [word for word in words if word not in flags.overrides or key_of(word).startswith("hydra")]
+    signs = _signs(flags)
+    return [signs[_choice(word)] + word.lstrip("+") if _choice(word) in signs else word for word in words]
+
+
+def _check_flags(flags: Namespace) -> None:
+    if flags.experimental_rerun is not None:
+        raise ConfigError(
+            "--experimental-rerun would unpickle a configuration, which can call anything. "
+            "Run worldsize reproduce RUN, or worldsize resume RUN."
+        )
+    if flags.config_path is not None:
+        raise ConfigError(
+            "--config-path would replace the configuration of worldsize itself. Put options into conf/GROUP/NAME.yaml "
+            "of the working directory, or name a folder of groups with --config-dir."
+        )
+    if flags.resolve and not (flags.cfg or flags.help):
+        raise ConfigError("--resolve goes with --cfg or --help alone. Write e.g. --cfg job --resolve.")
+    modes = {"--run": flags.run, "--multirun": flags.multirun, "--cfg": flags.cfg, "--info": flags.info}
+    given = [name for name, value in {**modes, "--shell-completion": flags.shell_completion}.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other. Give one of them.")
+
+
+def _choice(word: str) -> str | None:
+    """Return the key of a word that may choose an option of a group, as ``+group@package=option``; None: it cannot."""
+    match = re.fullmatch(r"\+?([a-zA-Z_][\w/-]*(@[\w.]+)?)=.+", word, re.DOTALL)
+    return match[1] if match else None
+
+
+def _signs(flags: Namespace) -> dict[str | None, str]:
+    """Map the key of each choice of a group to the sign that Hydra wants before it: "+" if it has no option yet."""
+    places = [*searched(), *([Path(flags.config_dir)] if flags.config_dir else [])]
+    groups = {group for conf in places for group, _, _ in options_in(conf)}
+    groups -= {field.name for field in fields(Schema)}
+    chosen = {key: word.lstrip("+") for word in flags.overrides if (key := _choice(word))}
+    words = {key: word for key, word in chosen.items() if key in GROUPS or not word.endswith("=null")}
+    usual = [word for key, word in words.items() if key in GROUPS]
+    added = {key: word for key, word in words.items() if key.partition("@")[0] in groups and key not in GROUPS}
+    if added:
+        taken = _chosen(flags, usual)
+        added = {key: word for key, word in added.items() if key not in taken}
+    inner: set[str] = set()  # groups that an option which is added brings along, as an experiment's recipe may
+    if len(added) > 1:
+        for key, word in added.items():
+            inner |= _chosen(flags, [*usual, f"+{word}"]) - {key}
+    signs: dict[str | None, str] = {key: "+" if key in added and key not in inner else "" for key in words}
+    return {key: sign for key, sign in signs.items() if key in GROUPS or str(key).partition("@")[0] in groups}
+
+
+def _chosen(flags: Namespace, words: Sequence[str]) -> set[str]:
+    """Return the groups of which the configuration that ``words`` compose has an option; of a sweep, its first point.
+
+    There is none where they compose nothing, which is told when all is composed.
+    """
+    GlobalHydra.instance().clear()
+    first = [re.sub(r"^([^=,]*=[^,()\[\]]*),.*", r"\1", word, flags=re.DOTALL) for word in words]
+    try:
+        with initialize_config_dir(str(main_conf()), version_base="1.3"):
+            cfg = compose(flags.config_name or "config", overrides=first, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, ConfigError):
+        return set()
+    return {str(group) for group in cfg.hydra.runtime.choices}

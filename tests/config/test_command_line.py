@@ -1,0 +1,105 @@
+"""Options of groups are chosen with and without a plus, wherever a group comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from worldsize.config.compose import compose_and_call, compose_only, task_overrides
+from worldsize.core import ConfigError
+
+FILES = {
+    "experiment/short": "# @package _global_\nsteps: 3\n",
+    "experiment/long": "# @package _global_\nsteps: 9\n",
+    "experiment/text": "# @package _global_\ndefaults: [override /recipe: stdlib_lm]\nsteps: 4\n",
+    "dressing/plain": "# @package recipe\nwidth: 5\n",
+    "size/of/small": "# @package _global_\nbatch_size: 2\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        file = tmp_path / "conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def composed(*words: str) -> list[Any]:
+    found: list[Any] = []
+    compose_and_call(found.append, words)
+    return found
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["experiment=short"], {"steps": 3}),
+        (["experiment=[short,long]"], {"steps": 9}),
+        (["experiment=long", "recipe=stdlib_lm", "model=small"], {"steps": 9, "recipe.width": 512}),
+        (["model=small", "experiment=text"], {"steps": 4, "recipe.width": 512}),
+        (["dressing=plain", "experiment=short"], {"steps": 3, "recipe.width": 5}),
+        (["size/of=small"], {"batch_size": 2}),
+        (["strategy=ddp", "experiment=short", "steps=7"], {"steps": 7}),
+    ],
+)
+def test_an_option_of_any_group_is_chosen_with_or_without_a_plus(
+    words: Sequence[str], expected: dict[str, Any], sign: str
+) -> None:
+    signed = [word if word.startswith("steps") else sign + word for word in words]
+    for cfg in (*composed(*signed), compose_only(signed)):
+        assert {key: OmegaConf.select(cfg, key) for key in expected} == expected
+
+
+def test_a_sweep_over_experiments_needs_no_plus() -> None:
+    assert [cfg.steps for cfg in composed("--multirun", "experiment=short,long", "seed=1,2")] == [3, 3, 9, 9]
+
+
+def test_what_is_recorded_composes_again() -> None:
+    words: list[str] = []
+    compose_and_call(lambda cfg: words.extend(task_overrides()), ["experiment=short", "seed=5"])
+    assert words == ["+experiment=short", "seed=5"]
+    (cfg,) = composed(*words)
+    assert (cfg.steps, cfg.seed) == (3, 5)
+
+
+def test_a_group_of_an_additional_folder_needs_no_plus(tmp_path: Path) -> None:
+    (tmp_path / "more" / "trial").mkdir(parents=True)
+    (tmp_path / "more" / "trial" / "one.yaml").write_text("# @package _global_\nseed: 11\n")
+    assert [cfg.seed for cfg in composed("--config-dir", str(tmp_path / "more"), "trial=one")] == [11]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("experiment=shirt", r"^no experiment 'shirt'; did you mean 'short'\? Known: long, short, text\.$"),
+        ("experiments=short", r"^no key 'experiments'"),
+        ("experiment.steps=3", r"^no key 'experiment.steps'"),
+        ("optimizer.amsgrad=true", r"Known: .* If its _target_ takes 'amsgrad', add it: \+optimizer.amsgrad=VALUE\.$"),
+        ("recipe.depth=3", r"add it: \+recipe.depth=VALUE\.$"),
+        ("cluster.device_type=cpu", r"did you mean 'device'\? Known: [^+]*$"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_would_be_right(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(word)
+
+
+def test_an_argument_that_the_yaml_leaves_out_can_be_added() -> None:
+    (cfg,) = composed("+optimizer.amsgrad=true")
+    assert cfg.optimizer.amsgrad is True
+
+
+def test_a_file_that_says_where_hydra_shall_put_a_run_is_refused(project: Path) -> None:
+    file = project / "conf" / "experiment" / "placed.yaml"
+    file.write_text("# @package _global_\nhydra: {run: {dir: elsewhere}}\n")
+    with pytest.raises(ConfigError, match=r"placed.yaml: hydra.run.dir is not followed"):
+        composed("experiment=placed")
+    assert not (project / "elsewhere").exists()
