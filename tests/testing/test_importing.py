@@ -50,7 +50,7 @@ def site(tmp_path: Path) -> Path:
     return folder.parent
 
 
-def tested(project: Path, *options: str, installed: Path) -> subprocess.CompletedProcess[str]:
+def pytest_in(project: Path, *options: str, installed: Path) -> subprocess.CompletedProcess[str]:
     own = {"PYTHONPATH": str(installed), "WORLDSIZE_PLUGINS": str(project.parent / "shared")}
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests", *options]
     return subprocess.run(words, cwd=project, env={**os.environ, **own}, capture_output=True, text=True, check=False)
@@ -62,20 +62,20 @@ def test_plugins_of_the_project_and_of_worldsize_are_imported_in_tests(
 ) -> None:
     installed = REPOSITORY / "framework" if place == "clone" else request.getfixturevalue("site")
     put(project / "pyproject.toml", "[tool.pytest.ini_options]\n")
-    assert "No module named 'plugins" in tested(project, "--import-mode=importlib", installed=installed).stdout
+    assert "No module named 'plugins" in pytest_in(project, "--import-mode=importlib", installed=installed).stdout
     put(project / "pyproject.toml", "[tool.pytest.ini_options]\naddopts = '-p worldsize.testing.importing'\n")
-    done = tested(project, installed=installed)
+    done = pytest_in(project, installed=installed)
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
 
 
 def test_a_conftest_may_name_the_plugin_and_import_by_itself(project: Path) -> None:
     text = "pytest_plugins = ['worldsize.testing.importing']\n"
     put(project / "conftest.py", text)
-    done = tested(project, installed=REPOSITORY / "framework")
+    done = pytest_in(project, installed=REPOSITORY / "framework")
     assert done.returncode == 0, done.stdout
     text = "from worldsize.testing.importing import import_plugins\n\nimport_plugins()\n"
     put(project / "conftest.py", f"{text}from plugins.diloco.strategy import DiLoCo\n")
-    done = tested(project, installed=REPOSITORY / "framework")
+    done = pytest_in(project, installed=REPOSITORY / "framework")
     assert done.returncode == 0, done.stdout
 
 
