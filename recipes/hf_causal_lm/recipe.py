@@ -115,6 +115,9 @@ class HFCausalLM(Recipe):
         names = getattr(model, "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
 
+    def save_assets(self, folder: Path) -> None:
+        self._tokenizer.save(folder)
+
     def files(self) -> Mapping[str, Path]:
         return files_of(self.text)
 

@@ -31,6 +31,10 @@ class Tokenizer:
         end = self._tokenizer.eos_token_id
         return torch.tensor(tokens if end is None else [*tokens, end])
 
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer as transformers loads it."""
+        self._tokenizer.save_pretrained(folder)
+
 
 class Bytes(Tokenizer):
     """A tokenizer whose tokens are the text's bytes, with a zero at the end of each text."""
@@ -43,6 +47,9 @@ class Bytes(Tokenizer):
 
     def encode(self, text: bytes) -> Tensor:
         return torch.from_numpy(numpy.frombuffer(text + b"\0", dtype=numpy.uint8).copy())
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: transformers has no such tokenizer."""
 
 
 def files_of(text: str | None) -> Mapping[str, Path]:

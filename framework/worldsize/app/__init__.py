@@ -38,6 +38,7 @@ COMMANDS = {
     "cancel": "end a run, whatever launched it; it saves first",
     "reproduce": "re-create a run from its manifest, and say how exactly",
     "compare": "show where two runs differ, and by how much",
+    "export": "write the weights of a checkpoint for other programs: safetensors, transformers, torch",
     "report": "one HTML page of a run, a sweep or a scaling study",
     "watch": "follow a running job live, from another shell",
     "agent": "play one host's part of a run; launchers start it",
@@ -45,7 +46,7 @@ COMMANDS = {
 }
 
 
-_OF_RUNS = ("status", "logs", "cancel", "resume", "evaluate", "reproduce", "compare", "report", "watch", "workers")
+_OF_RUNS = ("status", "logs", "cancel", "resume", "evaluate", "reproduce", "compare", "export", "report", "watch", "workers")
 
 
 def main() -> None:

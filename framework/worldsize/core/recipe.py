@@ -131,6 +131,9 @@ class Recipe(ABC):
         """Return lines to show at the end of a run, from the trained model's state."""
         return []
 
+    def save_assets(self, folder: Path) -> None:  # noqa: B027 - most models need nothing beside their weights
+        """Write into ``folder`` what belongs beside exported weights, such as a tokenizer."""
+
     def files(self) -> Mapping[str, Path]:
         """Return the data files that decide the result, by names that do not depend on the machine."""
         return {}

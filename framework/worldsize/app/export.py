@@ -1,0 +1,144 @@
+"""``worldsize export RUN --format safetensors|hf|torch``: the weights of a checkpoint, for other programs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+from worldsize.app import refuse
+from worldsize.errors import WorldsizeError
+from worldsize.records.run_record import RunView, view
+
+if TYPE_CHECKING:
+    from worldsize.checkpoints.export import Written
+    from worldsize.checkpoints.format import Checkpoint
+    from worldsize.checkpoints.weights import Weights
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_LARGE = 256 << 20  # bytes from which on a bar shows how far it is
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize export", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its run_manifest.json")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "hf", "torch"),
+        default="safetensors",
+        help="safetensors: files with the tensors; hf: a folder that transformers' from_pretrained loads; torch: a "
+        "state_dict file",
+    )
+    parser.add_argument("--checkpoint", default="last", metavar="STEP", help="last (default), best, or a step")
+    parser.add_argument("--output", "-o", type=Path, help="default: export_STEP_FORMAT in the run folder")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the numbers; default: as saved")
+    parser.add_argument("--shard-size", type=size, default="5GB", metavar="SIZE", help="largest file, e.g. 500MB")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights (ema.decay) instead of the last ones")
+    options = parser.parse_args()
+    try:
+        output = export(view(options.run), options)
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
+    print(output)
+
+
+def size(text: str) -> int:
+    """Read a number of bytes, such as 5GB or 500MiB."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 500MB or 5GB.")
+    return int(match[1]) * _UNITS.get(match[2], 1)
+
+
+def export(run: RunView, options: argparse.Namespace) -> Path:
+    """Write the weights of one checkpoint of ``run``; return where they are.
+
+    Raises:
+        WorldsizeError: there is no such checkpoint, it is damaged, or it cannot be written in this format.
+    """
+    import torch
+
+    from worldsize.checkpoints.export import SelectedWeights, published, write_safetensors, write_torch
+    from worldsize.checkpoints.format import verify
+    from worldsize.driver.transformers_model import transformers_model
+
+    checkpoint = _checkpoint(run, options.checkpoint)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+    source = _weights(checkpoint, averaged=options.ema)
+    described = transformers_model(run, source) if options.format == "hf" else None
+    without = described.without() if described else ()
+    weights = SelectedWeights(source, dtype=dtypes[options.dtype], without=without)
+    name = f"export_{checkpoint.step:07d}_{options.format}"
+    output = (options.output or run.directory.path / (f"{name}.pt" if options.format == "torch" else name)).absolute()
+    with published(output) as draft, _progress(sum(entry.nbytes for entry in weights.entries.values())) as written:
+        verify(checkpoint)
+        if options.format == "torch":
+            write_torch(weights, draft, written)
+        else:
+            draft.mkdir()
+            write_safetensors(weights, draft, shard_bytes=options.shard_size, written=written)
+            if described:
+                described.save(draft, weights)
+    return output
+
+
+def _checkpoint(run: RunView, wanted: str) -> Checkpoint:
+    """Read the manifest of the checkpoint that ``wanted`` means: "last", "best" or a step."""
+    from worldsize.checkpoints.format import complete, read, step_of
+    from worldsize.checkpoints.retention import Retention
+
+    saved = complete(run.directory.checkpoints)
+    if not saved:
+        raise WorldsizeError(f"the run {run.directory.path} has no complete checkpoint.")
+    if wanted == "last":
+        return read(saved[-1])
+    if wanted == "best":
+        keep = run.manifest["config"]["checkpoint"]["keep"] or {}
+        if not keep.get("best"):
+            raise WorldsizeError(
+                "the run does not say which checkpoint is the best: checkpoint.keep.best names no metric. "
+                f"Give a step: {', '.join(str(step_of(path)) for path in saved)}."
+            )
+        best = Retention(last=1, best=str(keep["best"]), direction=keep.get("direction", "max")).best_of(saved)
+        if best is None:
+            raise WorldsizeError(f"no checkpoint of the run has the metric {keep['best']!r}. Give a step.")
+        return read(best)
+    path = next((path for path in saved if str(step_of(path)) == wanted), None)
+    if path is None:
+        known = ", ".join(str(step_of(path)) for path in saved)
+        raise WorldsizeError(f"no checkpoint of step {wanted!r}. Known: {known}, last, best.")
+    return read(path)
+
+
+def _weights(checkpoint: Checkpoint, *, averaged: bool) -> Weights:
+    from worldsize.checkpoints.weights import CheckpointWeights
+
+    if averaged and not any(name.startswith("ema/weights/") for name in checkpoint.tensors):
+        raise WorldsizeError("the checkpoint has no averaged weights: the run was trained without ema.decay.")
+    tables = {name.split("/")[1] for name in checkpoint.tensors if name.startswith("tables/")}
+    weights = CheckpointWeights(checkpoint, averaged=averaged)
+    if rows_only := sorted(tables - weights.entries.keys()):
+        raise WorldsizeError(
+            f"the table {rows_only[0]} is saved by its touched rows alone, as it is larger than 1 GiB. "
+            "Read them from the checkpoint: read_tensors(checkpoint, 'tables')."
+        )
+    return weights
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Written]:
+    """Show how far a large export is, on standard error."""
+    if total < _LARGE:
+        yield lambda count: None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,137 @@
+"""Write weights for other programs, a tensor at a time: as safetensors files, or as a state_dict of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from worldsize.checkpoints.format import sync_folder
+from worldsize.checkpoints.safetensors import Entry, header
+from worldsize.checkpoints.weights import INDEX, SafetensorsWeights, Weights
+from worldsize.errors import WorldsizeError
+
+_PIECE = 8 << 20  # bytes that are written at once
+Written = Callable[[int], None]  # is told how many bytes have been written since it was last called
+
+
+@final
+class SelectedWeights(Weights):
+    """Some tensors of a source, with numbers of another precision.
+
+    Args:
+        source: The weights.
+        dtype: Type of the floating-point numbers; None: as they are.
+        without: Names that are left out.
+    """
+
+    def __init__(self, source: Weights, *, dtype: torch.dtype | None = None, without: Sequence[str] = ()) -> None:
+        self._source, self._dtype = source, dtype
+        kept = {name: entry for name, entry in source.entries.items() if name not in without}
+        self._entries = {name: replace(entry, dtype=self._dtype_of(entry)) for name, entry in kept.items()}
+
+    def _dtype_of(self, entry: Entry) -> torch.dtype:
+        return self._dtype if self._dtype is not None and entry.dtype.is_floating_point else entry.dtype
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self._entries
+
+    def files(self) -> Mapping[str, Path]:
+        return self._source.files()
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source.tensor(name).to(self._entries[name].dtype)
+
+
+@contextmanager
+def published(output: Path) -> Iterator[Path]:
+    """Yield a path beside ``output`` that takes its name once the block has ended; if it fails, nothing is left.
+
+    Raises:
+        WorldsizeError: there is something at ``output``, or nothing can be written there.
+    """
+    draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
+    if output.exists() or output.is_symlink():
+        raise WorldsizeError(f"{output} exists. Remove it, or name another place with --output.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        draft.rename(output)
+        sync_folder(output.parent)
+    except OSError as error:
+        raise WorldsizeError(
+            f"{output} cannot be written: {error.strerror or error}. Make room, or name another place with --output."
+        ) from error
+    finally:
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        draft.unlink(missing_ok=True)
+
+
+def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, written: Written) -> None:
+    """Write ``model.safetensors`` into ``folder``, or several files of at most ``shard_bytes`` and their index.
+
+    A tensor that is larger has a file of its own. Tensors that share memory in the model have their bytes each.
+    """
+    shards = _shards(list(weights.entries.values()), shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(weights, shard, folder / name, written)
+    if len(shards) > 1:
+        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(entry.nbytes for entry in weights.entries.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    """Cut the tensors, in their order, into files; in each, those of the widest numbers come first, so all align."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return [sorted(shard, key=lambda entry: -entry.dtype.itemsize) for shard in shards]
+
+
+def _write_file(weights: Weights, entries: Sequence[Entry], path: Path, written: Written) -> None:
+    with path.open("xb") as file:
+        file.write(header(entries, {"format": "pt"}))
+        for entry in entries:
+            data = weights.tensor(entry.name).contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), _PIECE):
+                file.write(data[start : start + _PIECE])
+                written(len(data[start : start + _PIECE]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_torch(weights: Weights, path: Path, written: Written) -> None:
+    """Write a state_dict that ``torch.load(path, weights_only=True)`` reads.
+
+    torch.save wants all tensors at once, so they are first streamed into a file beside it, which is mapped into memory.
+    """
+    scratch = path.with_name(f"{path.name}.tensors")
+    try:
+        _write_file(
+            weights, sorted(weights.entries.values(), key=lambda entry: -entry.dtype.itemsize), scratch, written
+        )
+        state = SafetensorsWeights([scratch])
+        torch.save({name: state.tensor(name) for name in weights.entries}, path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,0 +1,116 @@
+"""The safetensors file format: 8 bytes with the header's length, the header in JSON, and the tensors' bytes.
+
+Source: the format's description in the README of Hugging Face's safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from worldsize.checkpoints.validation import check_count
+from worldsize.errors import CheckpointError
+from worldsize.files import open_regular
+from worldsize.strict_json import parse
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_LARGEST_HEADER = 100_000_000  # bytes, as of the library's own reader
+_ALIGNMENT = 8  # bytes: where the tensors begin
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        name: Name of the tensor.
+        dtype: Type of its numbers.
+        shape: Its sizes.
+        offset: Place of its first byte in the file; 0 until that is known.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Return the first bytes of a file whose tensors follow one after the other in the order of ``entries``.
+
+    Raises:
+        CheckpointError: the format has no such dtype, or the header is too long for its readers.
+    """
+    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for entry in entries:
+        if entry.dtype not in CODES:
+            raise CheckpointError(f"{entry.name} is of dtype {entry.dtype}, which a safetensors file cannot hold.")
+        place = [offset, offset := offset + entry.nbytes]
+        described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > _LARGEST_HEADER:
+        raise CheckpointError(f"the names of {len(entries)} tensors are too long for one safetensors file.")
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """Read the names, dtypes, shapes and places of a file's tensors; nobody is trusted to have written them well.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        return _entries(path)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no safetensors file, or damaged ({error}).") from None
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= _LARGEST_HEADER:
+            raise ValueError(f"its header is said to have {length} bytes")
+        described = parse(file.read(length), at_most=_LARGEST_HEADER, deepest=8)
+        size = file.seek(0, 2)
+    described.pop("__metadata__", None)
+    entries, end = {}, 8 + length
+    for name, facts in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+        shape = tuple(check_count(each, f"a size of {name}") for each in facts["shape"])
+        entry = Entry(name, _DTYPES[facts["dtype"]], shape, end)
+        begin, after = (check_count(each, f"an offset of {name}") for each in facts["data_offsets"])
+        if (begin + 8 + length, after - begin) != (end, entry.nbytes):
+            raise ValueError(f"the bytes of {name} are not where they should be")
+        entries[name], end = entry, end + entry.nbytes
+    if end != size:
+        raise ValueError(f"it has {size} bytes, and its tensors need {end}")
+    return entries

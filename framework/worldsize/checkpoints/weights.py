@@ -1,0 +1,199 @@
+"""Weights that lie in files: those of a checkpoint of ours, of safetensors files, or of a torch state_dict."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy
+import torch
+from torch import Tensor
+
+from worldsize.checkpoints.format import DTYPES, MANIFEST, Checkpoint, complete, read
+from worldsize.checkpoints.safetensors import Entry, read_entries
+from worldsize.errors import CheckpointError, WorldsizeError
+from worldsize.files import is_file, is_folder, read_regular
+from worldsize.strict_json import parse
+
+INDEX = "model.safetensors.index.json"
+_LARGEST_INDEX = 1 << 28  # bytes
+
+
+class Weights(ABC):
+    """Named tensors that are read one at a time; nothing is held of those that were read before."""
+
+    @property
+    @abstractmethod
+    def entries(self) -> Mapping[str, Entry]:
+        """Names, dtypes and shapes of the tensors, in the order of the source."""
+
+    @abstractmethod
+    def files(self) -> Mapping[str, Path]:
+        """Return the files that decide the values, by name."""
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, whole; its bytes are read as they are used where the source allows it."""
+
+
+@final
+class CheckpointWeights(Weights):
+    """The model in a checkpoint of a run.
+
+    Args:
+        checkpoint: The checkpoint.
+        averaged: Whether averaged weights (part ``ema``) stand in for those that were averaged.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
+        self._checkpoint = checkpoint
+        self._facts = _part(checkpoint, "model/")
+        if averaged:
+            self._facts |= _part(checkpoint, "ema/weights/")
+        self._entries = {
+            name: Entry(name, DTYPES[facts["dtype"]], tuple(facts["shape"])) for name, facts in self._facts.items()
+        }
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self._entries
+
+    def files(self) -> Mapping[str, Path]:
+        return {name: self._checkpoint.path / name for name in (MANIFEST, *sorted(self._checkpoint.files))}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor of the model, put together of the parts that ranks have saved."""
+        entry, chunks = self._entries[name], self._facts[name]["chunks"]
+        parts = [chunk for chunk in chunks if chunk["length"]]
+        if len(parts) == 1:
+            return self._chunk(parts[0], entry.dtype).reshape(entry.shape)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        for chunk in parts:
+            place = tuple(slice(at, at + size) for at, size in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            tensor[place] = self._chunk(chunk, entry.dtype)
+        return tensor
+
+    def _chunk(self, chunk: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        return _mapped(self._checkpoint.path / chunk["file"], chunk["offset"], dtype, chunk["sizes"])
+
+
+def _part(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+    parts = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): facts for name, facts in parts.items()}
+
+
+def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Map a tensor's bytes in a file into memory: they are read when they are used, and never written back."""
+    length = math.prod(shape) * dtype.itemsize
+    if length == 0:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.from_numpy(numpy.memmap(path, dtype=numpy.uint8, mode="c", offset=offset, shape=(length,)))
+    aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()
+    return aligned.view(dtype).reshape(tuple(shape))
+
+
+@final
+class SafetensorsWeights(Weights):
+    """Tensors in one safetensors file, or in several."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._places: dict[str, tuple[Path, Entry]] = {}
+        for file in files:
+            for name, entry in read_entries(file).items():
+                if name in self._places:
+                    raise CheckpointError(f"{name} is in {self._places[name][0]} and in {file}. Keep one of the files.")
+                self._places[name] = file, entry
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return {name: entry for name, (_, entry) in self._places.items()}
+
+    def files(self) -> Mapping[str, Path]:
+        return {file.name: file for file in self._files}
+
+    def tensor(self, name: str) -> Tensor:
+        file, entry = self._places[name]
+        return _mapped(file, entry.offset, entry.dtype, entry.shape)
+
+
+@final
+class TorchWeights(Weights):
+    """A state_dict that torch.save has written; nothing else is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        is_zip = zipfile.is_zipfile(file)  # the format since torch 1.6, which can be mapped into memory
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            told = str(error).partition("\n")[0]
+            raise CheckpointError(f"{file} is nothing that torch.load reads with weights_only=True ({told}).") from None
+        if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
+            raise CheckpointError(
+                f"{file} is no state_dict: names with a tensor each. Save it with torch.save(model.state_dict(), FILE)."
+            )
+        self._state: dict[str, Tensor] = {str(name): tensor.detach() for name, tensor in state.items()}
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return {name: Entry(name, each.dtype, tuple(each.shape)) for name, each in self._state.items()}
+
+    def files(self) -> Mapping[str, Path]:
+        return {self._file.name: self._file}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._state[name]
+
+
+def source_of(path: Path) -> Path:
+    """Return the checkpoint, folder or file of weights that ``path`` means: of a run, its newest checkpoint.
+
+    Raises:
+        WorldsizeError: there are no weights.
+    """
+    if is_folder(path / "checkpoints"):
+        saved = complete(path / "checkpoints")
+        if not saved:
+            raise WorldsizeError(f"the run {path} has no complete checkpoint. Let it save one with checkpoint.every=N.")
+        return saved[-1].absolute()
+    if not is_file(path) and not is_folder(path):
+        raise WorldsizeError(
+            f"{path} is not there. Name a run, a folder with safetensors files, or a file with a state_dict."
+        )
+    return path.absolute()
+
+
+def open_weights(path: Path) -> Weights:
+    """Open the weights in a checkpoint, in a folder of safetensors files, or in a file.
+
+    Raises:
+        WorldsizeError: they are not there, or damaged.
+    """
+    try:
+        if is_file(path):
+            return SafetensorsWeights([path]) if path.suffix == ".safetensors" else TorchWeights(path)
+        if is_file(path / MANIFEST):
+            return CheckpointWeights(read(path))
+        return SafetensorsWeights(_safetensors_in(path))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}.") from None
+
+
+def _safetensors_in(folder: Path) -> list[Path]:
+    """List the files that an index names, or all safetensors files where there is none."""
+    if is_file(folder / INDEX):
+        index = parse(read_regular(folder / INDEX, at_most=_LARGEST_INDEX), at_most=_LARGEST_INDEX, deepest=8)
+        names = sorted(set(index["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise CheckpointError(f"{folder / INDEX} names files outside of its folder.")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no run, no checkpoint and no *.safetensors file.")
+    return files

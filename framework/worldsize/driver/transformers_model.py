@@ -1,0 +1,89 @@
+"""What transformers needs beside the weights of a run's model: its configuration, and the recipe's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from worldsize.checkpoints.weights import Weights
+from worldsize.config.recorded import read_settings
+from worldsize.core import Recipe
+from worldsize.errors import WorldsizeError, missing_extra
+from worldsize.records.run_record import RunView
+from worldsize.reproducibility.plugins import check_kept
+
+
+@final
+@dataclass(frozen=True)
+class TransformersModel:
+    """A recipe whose model is one of transformers.
+
+    Attributes:
+        recipe: The recipe of the run.
+        model: Its model, without values of its own.
+    """
+
+    recipe: Recipe
+    model: Any
+
+    def without(self) -> Sequence[str]:
+        """Return the names of weights that are another weight too, which transformers ties again as it loads them."""
+        return [name for name, first in tied_names(self.model).items() if name != first]
+
+    def save(self, folder: Path, weights: Weights) -> None:
+        """Write the configuration and what else belongs to the weights in ``folder``."""
+        dtypes = {entry.dtype for entry in weights.entries.values() if entry.dtype.is_floating_point}
+        dtype = {"dtype": str(dtypes.pop()).removeprefix("torch.")} if len(dtypes) == 1 else {}
+        self.model.config.update({"architectures": [type(self.model).__name__], **dtype})
+        self.model.config.save_pretrained(folder)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(folder)
+        self.recipe.save_assets(folder)
+
+
+def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
+    """Build the model of a run's recipe, whose code is run for it.
+
+    Raises:
+        WorldsizeError: the run is another user's, transformers is not installed, or the model is none of its models.
+    """
+    if not run.is_own:
+        raise WorldsizeError(
+            "--format hf runs the recipe's code, and this record was not written by you. Export with --format "
+            "safetensors, which runs nothing, or `worldsize reproduce` the run and export your own."
+        )
+    try:
+        import transformers
+    except ImportError:
+        raise missing_extra("--format hf", package="transformers", extra="recipes") from None
+    check_kept(run.manifest.get("plugins", ()), run.directory.plugins)
+    recipe = read_settings(run.directory).recipe
+    model = built_empty(recipe)
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise WorldsizeError(
+            f"{type(recipe).__name__} trains a {type(model).__name__}, which is no model of transformers. "
+            "Export with --format safetensors or torch."
+        )
+    if strange := sorted(weights.entries.keys() ^ model.state_dict().keys()):
+        raise WorldsizeError(f"the recipe's model is not the one that was saved: {strange[0]} is in one of them only.")
+    return TransformersModel(recipe, model)
+
+
+def built_empty(recipe: Recipe) -> nn.Module:
+    """Build the recipe's model on the meta device, or on the CPU if it cannot be built there."""
+    try:
+        with torch.device("meta"):
+            return recipe.model()
+    except Exception:  # any: a recipe is anyone's code, such as one that reads pretrained weights
+        return recipe.model()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return, for each parameter of ``model``, the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}
