@@ -42,15 +42,15 @@ def test_the_last_checkpoint_is_the_result_of_the_run(
     digest = json.loads((folder / "result.json").read_text())["state_digest"]
     for format in ("safetensors", "torch"):
         output = tmp_path / format
-        assert exported(folder, "--format", format, "-o", str(output), monkeypatch=monkeypatch) == 0
+        assert exported(folder, "--format", format, f"output={output}", monkeypatch=monkeypatch) == 0
         assert capsys.readouterr().out == f"{output}\n"
     state = safetensors.torch.load_file(tmp_path / "safetensors" / "model.safetensors")
     for tensors in (state, torch.load(tmp_path / "torch", weights_only=True)):
         assert state_digest(tensor_digests(tensors)) == digest
-    assert exported(folder, "--checkpoint", "1", "-o", str(tmp_path / "first"), monkeypatch=monkeypatch) == 0
+    assert exported(folder, "checkpoint=1", f"output={tmp_path / 'first'}", monkeypatch=monkeypatch) == 0
     first = safetensors.torch.load_file(tmp_path / "first" / "model.safetensors")
     assert state_digest(tensor_digests(first)) != digest
-    assert exported(folder, "--checkpoint", "best", "-o", str(tmp_path / "best"), monkeypatch=monkeypatch) == 0
+    assert exported(folder, "checkpoint=best", f"output={tmp_path / 'best'}", monkeypatch=monkeypatch) == 0
 
 
 def test_what_cannot_be_exported_is_refused_in_a_sentence(
@@ -62,12 +62,12 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(
     folder = reference_run(*TRAINED, "evaluate_every=1").folder
     assert folder is not None
     refusals = {
-        ("--checkpoint", "7"): "no checkpoint of step '7'. Known: 1, 2, last, best.",
+        ("checkpoint=7",): "the run has none of that step",
         ("--ema",): "trained without ema.decay",
         ("--format", "hf"): "is no model of transformers",
     }
     for words, why in refusals.items():
-        assert exported(folder, *words, "-o", str(tmp_path / "out"), monkeypatch=monkeypatch) == 2
+        assert exported(folder, *words, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 2
         assert why in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -82,8 +82,8 @@ def test_code_of_a_strangers_run_is_not_run(
     assert folder is not None
     monkeypatch.setattr(RunView, "is_own", property(lambda _: False))
     assert not view(folder).is_own
-    assert exported(folder, "-o", str(tmp_path / "out"), monkeypatch=monkeypatch) == 0
-    assert exported(folder, "--format", "hf", "-o", str(tmp_path / "hf"), monkeypatch=monkeypatch) == 2
+    assert exported(folder, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 0
+    assert exported(folder, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
     assert "this record was not written by you" in capsys.readouterr().err
 
 
@@ -98,10 +98,10 @@ def test_transformers_loads_what_is_exported(
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "hf_causal_lm" / "a"
     monkeypatch.chdir(tmp_path)
-    assert exported(run, "--format", "hf", "--shard-size", "20KB", "-o", "hf", monkeypatch=monkeypatch) == 0
+    assert exported(run, "--format", "hf", "--shard-size", "20KB", "output=hf", monkeypatch=monkeypatch) == 0
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     model = transformers.AutoModelForCausalLM.from_pretrained("hf")
     digests = json.loads((run / "result.json").read_text())["tensors"]
     assert tensor_digests(model.state_dict()) == digests
-    assert exported(run, "--format", "hf", "--dtype", "bf16", "-o", "half", monkeypatch=monkeypatch) == 0
+    assert exported(run, "--format", "hf", "--dtype", "bf16", "output=half", monkeypatch=monkeypatch) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16

@@ -46,7 +46,19 @@ COMMANDS = {
 }
 
 
-_OF_RUNS = ("status", "logs", "cancel", "resume", "evaluate", "reproduce", "compare", "export", "report", "watch", "workers")
+_OF_RUNS = (
+    "status",
+    "logs",
+    "cancel",
+    "resume",
+    "evaluate",
+    "reproduce",
+    "compare",
+    "export",
+    "report",
+    "watch",
+    "workers",
+)
 
 
 def main() -> None:

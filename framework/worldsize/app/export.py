@@ -1,11 +1,11 @@
-"""``worldsize export RUN --format safetensors|hf|torch``: the weights of a checkpoint, for other programs."""
+"""``worldsize export RUN [checkpoint=best|last|STEP] [output=PATH]``: a checkpoint's weights for other programs."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 from worldsize.app import refuse
-from worldsize.errors import WorldsizeError
+from worldsize.errors import ConfigError, WorldsizeError, neighbours
 from worldsize.records.run_record import RunView, view
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from worldsize.checkpoints.format import Checkpoint
     from worldsize.checkpoints.weights import Weights
 
+_OWN = ("checkpoint", "output")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _LARGE = 256 << 20  # bytes from which on a bar shows how far it is
 
@@ -36,14 +37,14 @@ def main() -> None:
         help="safetensors: files with the tensors; hf: a folder that transformers' from_pretrained loads; torch: a "
         "state_dict file",
     )
-    parser.add_argument("--checkpoint", default="last", metavar="STEP", help="last (default), best, or a step")
-    parser.add_argument("--output", "-o", type=Path, help="default: export_STEP_FORMAT in the run folder")
+    help = "checkpoint=best, last (default) or a step; output=PATH (default: export_STEP_FORMAT in the run folder)"
+    parser.add_argument("words", nargs="*", help=help)
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the numbers; default: as saved")
     parser.add_argument("--shard-size", type=size, default="5GB", metavar="SIZE", help="largest file, e.g. 500MB")
     parser.add_argument("--ema", action="store_true", help="the averaged weights (ema.decay) instead of the last ones")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     try:
-        output = export(view(options.run), options)
+        output = export(view(options.run), _wanted(options.words), options)
     except WorldsizeError as error:
         sys.exit(refuse(error))
     print(output)
@@ -57,8 +58,19 @@ def size(text: str) -> int:
     return int(match[1]) * _UNITS.get(match[2], 1)
 
 
-def export(run: RunView, options: argparse.Namespace) -> Path:
-    """Write the weights of one checkpoint of ``run``; return where they are.
+def _wanted(words: Sequence[str]) -> dict[str, str]:
+    """Return the values of this command's own words, by name."""
+    wanted = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in _OWN or not value:
+            raise ConfigError(f"{word!r} is no word of export{neighbours(name, _OWN)} Say NAME=VALUE.")
+        wanted[name] = value
+    return wanted
+
+
+def export(run: RunView, wanted: Mapping[str, str], options: argparse.Namespace) -> Path:
+    """Write the weights of the checkpoint that ``wanted`` names where it says; return the place.
 
     Raises:
         WorldsizeError: there is no such checkpoint, it is damaged, or it cannot be written in this format.
@@ -66,17 +78,19 @@ def export(run: RunView, options: argparse.Namespace) -> Path:
     import torch
 
     from worldsize.checkpoints.export import SelectedWeights, published, write_safetensors, write_torch
-    from worldsize.checkpoints.format import verify
+    from worldsize.checkpoints.format import read, verify
+    from worldsize.driver.evaluate import chosen_checkpoint
     from worldsize.driver.transformers_model import transformers_model
 
-    checkpoint = _checkpoint(run, options.checkpoint)
+    checkpoint = read(chosen_checkpoint(run, wanted.get("checkpoint", "last")))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     source = _weights(checkpoint, averaged=options.ema)
     described = transformers_model(run, source) if options.format == "hf" else None
     without = described.without() if described else ()
     weights = SelectedWeights(source, dtype=dtypes[options.dtype], without=without)
     name = f"export_{checkpoint.step:07d}_{options.format}"
-    output = (options.output or run.directory.path / (f"{name}.pt" if options.format == "torch" else name)).absolute()
+    default = run.directory.path / (f"{name}.pt" if options.format == "torch" else name)
+    output = Path(wanted.get("output", default)).absolute()
     with published(output) as draft, _progress(sum(entry.nbytes for entry in weights.entries.values())) as written:
         verify(checkpoint)
         if options.format == "torch":
@@ -87,34 +101,6 @@ def export(run: RunView, options: argparse.Namespace) -> Path:
             if described:
                 described.save(draft, weights)
     return output
-
-
-def _checkpoint(run: RunView, wanted: str) -> Checkpoint:
-    """Read the manifest of the checkpoint that ``wanted`` means: "last", "best" or a step."""
-    from worldsize.checkpoints.format import complete, read, step_of
-    from worldsize.checkpoints.retention import Retention
-
-    saved = complete(run.directory.checkpoints)
-    if not saved:
-        raise WorldsizeError(f"the run {run.directory.path} has no complete checkpoint.")
-    if wanted == "last":
-        return read(saved[-1])
-    if wanted == "best":
-        keep = run.manifest["config"]["checkpoint"]["keep"] or {}
-        if not keep.get("best"):
-            raise WorldsizeError(
-                "the run does not say which checkpoint is the best: checkpoint.keep.best names no metric. "
-                f"Give a step: {', '.join(str(step_of(path)) for path in saved)}."
-            )
-        best = Retention(last=1, best=str(keep["best"]), direction=keep.get("direction", "max")).best_of(saved)
-        if best is None:
-            raise WorldsizeError(f"no checkpoint of the run has the metric {keep['best']!r}. Give a step.")
-        return read(best)
-    path = next((path for path in saved if str(step_of(path)) == wanted), None)
-    if path is None:
-        known = ", ".join(str(step_of(path)) for path in saved)
-        raise WorldsizeError(f"no checkpoint of step {wanted!r}. Known: {known}, last, best.")
-    return read(path)
 
 
 def _weights(checkpoint: Checkpoint, *, averaged: bool) -> Weights:

@@ -62,7 +62,7 @@ def published(output: Path) -> Iterator[Path]:
     """
     draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
     if output.exists() or output.is_symlink():
-        raise WorldsizeError(f"{output} exists. Remove it, or name another place with --output.")
+        raise WorldsizeError(f"{output} exists. Remove it, or name another place with output=PATH.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         yield draft
@@ -70,7 +70,7 @@ def published(output: Path) -> Iterator[Path]:
         sync_folder(output.parent)
     except OSError as error:
         raise WorldsizeError(
-            f"{output} cannot be written: {error.strerror or error}. Make room, or name another place with --output."
+            f"{output} cannot be written: {error.strerror or error}. Make room, or name another place with output=PATH."
         ) from error
     finally:
         if draft.is_dir():
