@@ -63,7 +63,6 @@ def test_an_exemption_is_a_skip_that_shows_its_reason_and_still_asks_that_traini
         judged(factor=1000.0, loss_differs="it samples half of the data")
 
 
-@pytest.mark.parametrize("reason", ["", "  ", True])
-def test_an_exemption_without_a_reason_is_refused(reason: object) -> None:
-    with pytest.raises(TypeError, match="gives no reason"):
-        type("Silent", (StrategyContract,), {"loss_differs": reason})
+def test_an_empty_reason_exempts_from_nothing() -> None:
+    with pytest.raises(AssertionError, match="loss .*, on one process"):
+        judged(factor=1.5, loss_differs="")
