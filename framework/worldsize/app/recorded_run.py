@@ -55,9 +55,10 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
 
 
 def placed(record: RunRecord | RunView) -> list[str]:
-    """Return the options that say where the run's folder is."""
-    run = record.directory
-    return [assigned("run.root", run.path.parents[1]), assigned("run.name", run.id)]
+    """Return the options that say where the run's folder is, and the weights from which it began."""
+    run, begun = record.directory, record.manifest["config"].get("init_from")
+    own = [assigned("init_from", begun)] if begun else []  # of a run the checkpoint that was its newest then
+    return [assigned("run.root", run.path.parents[1]), assigned("run.name", run.id), *own]
 
 
 def check_before_start(

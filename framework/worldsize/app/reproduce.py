@@ -158,7 +158,9 @@ def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> l
     """Return the recorded ones that the command line does not replace, with lost secrets asked for by name."""
     given = {key_of(word) for word in options.overrides}
     kept = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in given]
-    return [*(_revealed(word) if REDACTED in word else word for word in kept), *options.overrides]
+    begun = manifest["config"].get("init_from")  # of a run the checkpoint that was its newest then
+    pinned = [assigned("init_from", begun)] if begun and "init_from" not in given else []
+    return [*(_revealed(word) if REDACTED in word else word for word in kept), *pinned, *options.overrides]
 
 
 def _revealed(word: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
@@ -13,8 +14,17 @@ from typing import Any, final
 import numpy
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
-from worldsize.checkpoints.format import DTYPES, MANIFEST, Checkpoint, complete, read
+from worldsize.checkpoints.format import DTYPES, MANIFEST, Checkpoint, complete, read, verify
 from worldsize.checkpoints.safetensors import Entry, read_entries
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.files import is_file, is_folder, read_regular
@@ -35,6 +45,9 @@ class Weights(ABC):
     @abstractmethod
     def files(self) -> Mapping[str, Path]:
         """Return the files that decide the values, by name."""
+
+    def verify(self) -> None:  # noqa: B027 - most sources have no digests
+        """Raise CheckpointError if the source says by digests that it is damaged."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -64,7 +77,10 @@ class CheckpointWeights(Weights):
         return self._entries
 
     def files(self) -> Mapping[str, Path]:
-        return {name: self._checkpoint.path / name for name in (MANIFEST, *sorted(self._checkpoint.files))}
+        return {MANIFEST: self._checkpoint.path / MANIFEST}  # it has the digests of the others
+
+    def verify(self) -> None:
+        verify(self._checkpoint)
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor of the model, put together of the parts that ranks have saved."""
@@ -149,6 +165,54 @@ class TorchWeights(Weights):
 
     def tensor(self, name: str) -> Tensor:
         return self._state[name]
+
+
+@final
+class WeightsReader(StorageReader):
+    """Lets torch's planners read the parts that this rank holds of each tensor.
+
+    Args:
+        weights: The source.
+        names: Name in the source, by the name that is asked for.
+    """
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        self._weights, self._names = weights, names
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        entries = {name: self._weights.entries[source] for name, source in self._names.items()}
+        return Metadata({name: _whole(entry) for name, entry in entries.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            tensor = self._weights.tensor(self._names[item.storage_index.fqn])
+            place = tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(tensor[place])
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _whole(entry: Entry) -> TensorStorageMetadata:
+    shape = torch.Size(entry.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    return TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])
 
 
 def source_of(path: Path) -> Path:

@@ -161,6 +161,8 @@ class Schema:
 
     ``lr``: null where the recipe's optimizer takes none, or sets its own.
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
+    ``init_from``: begin with the weights of a run's checkpoint, a folder of safetensors files or a state_dict file;
+    ``init_from_strict=false``: weights that only one side has are left out.
     """
 
     steps: Annotated[int, _COUNT, _LARGEST] = MISSING
@@ -177,6 +179,8 @@ class Schema:
     evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256
     data_workers: Annotated[int, Range(least=0, most=256, hint="so many processes for each worker")] = 0
     length_balanced: bool = False
+    init_from: Annotated[str | None, FilePath()] = None
+    init_from_strict: bool = True
     launch: Annotated[str, OneOf("run", "show", "write")] = "run"
     allow_targets: list[str] = field(default_factory=list)
     run: RunSchema = field(default_factory=RunSchema)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import Backend
@@ -39,6 +40,7 @@ from worldsize.engine.averaging import WeightAverage
 from worldsize.engine.early_stopping import EarlyStopping
 from worldsize.engine.faults import Faults
 from worldsize.engine.fit import LoopConfig
+from worldsize.engine.initial_weights import InitialWeights
 from worldsize.errors import neighbours
 from worldsize.reproducibility.determinism import Determinism
 
@@ -56,6 +58,7 @@ class Settings:
     checkpoint: CheckpointConfig
     average: WeightAverage | None  # of the weights; None: there is none
     early_stopping: EarlyStopping | None
+    initial: InitialWeights | None  # from which a new run begins; None: random ones
     observe: ObserveConfig
     agents: AgentsConfig
     cluster: Cluster
@@ -144,6 +147,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         evaluation=evaluation,
         checkpoint=checkpoint,
         average=_average(config["ema"], strategy),
+        initial=_initial(config),
         early_stopping=_early_stopping(config["early_stopping"], training),
         observe=observe,
         agents=AgentsConfig.of(config["cluster"]),
@@ -157,6 +161,11 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         faults=Faults.parsed(config["faults"]),
         logical_ranks=logical_ranks,
     )
+
+
+def _initial(config: Mapping[str, Any]) -> InitialWeights | None:
+    path = config["init_from"]
+    return None if path is None else InitialWeights(Path(path), config["init_from_strict"])
 
 
 def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | None:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from worldsize.checkpoints.format import complete, step_of
+from worldsize.checkpoints.weights import source_of
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, variables_of
 from worldsize.config.installed import installed
 from worldsize.config.search_path import make_importable, roots
@@ -54,7 +55,12 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     Raises:
         ConfigError: before any process has started and with no run folder left.
     """
+    if cfg.init_from is not None:  # of a run the checkpoint that is its newest now
+        cfg.init_from = str(source_of(Path(cfg.init_from)))
     settings = checked(cfg)
+    if settings.initial:
+        makes_rows = any(role.serves for role in settings.roles.values())
+        settings.initial.check(settings.recipe, makes_rows=makes_rows)
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = _plan(settings, run)
     if cfg.launch == "show":

@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from worldsize.checkpoints.weights import open_weights
 from worldsize.config.catalogue import Plugin, used
 from worldsize.config.compose import choices, task_overrides
 from worldsize.config.search_path import bundle
@@ -74,10 +75,13 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
         "data": fingerprint(settings.recipe.files()),
+        **({"init_from": fingerprint(open_weights(settings.initial.path).files())} if settings.initial else {}),
         "reproducibility": asdict(promised_level(settings.determinism)),
     }
     written = clean.tree({**manifest, **_parentage(settings, manifest)})
     # keyed by names of files and packages, such as secrets.py and google-auth
+    if "init_from" in manifest:
+        written["init_from"] = manifest["init_from"]
     written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
     overrides = overrides_text(task_overrides(), clean)
     create_record(run, written, config=config_text(config), overrides=overrides)
@@ -175,6 +179,11 @@ def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any
         return {}
     original = view(settings.run.reproduces).manifest
     check_data(original["data"], manifest["data"])
+    if original.get("init_from") != manifest.get("init_from"):
+        raise ConfigError(
+            f"the weights that the run began from are not those in {settings.config['init_from']} now: their digests "
+            "differ. Bring them back; nothing was started."
+        )
     reasons = downgrades(original, manifest)
     for each in reasons:
         _logger.info("downgrades the reproducibility level to %s: %s", each.level, each.reason)

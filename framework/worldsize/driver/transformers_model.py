@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import torch
-from torch import nn
-
 from worldsize.checkpoints.weights import Weights
 from worldsize.config.recorded import read_settings
 from worldsize.core import Recipe
+from worldsize.engine.initial_weights import built_empty, tied_names
 from worldsize.errors import WorldsizeError, missing_extra
 from worldsize.records.run_record import RunView
 from worldsize.reproducibility.plugins import check_kept
@@ -72,18 +70,3 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
     if strange := sorted(weights.entries.keys() ^ model.state_dict().keys()):
         raise WorldsizeError(f"the recipe's model is not the one that was saved: {strange[0]} is in one of them only.")
     return TransformersModel(recipe, model)
-
-
-def built_empty(recipe: Recipe) -> nn.Module:
-    """Build the recipe's model on the meta device, or on the CPU if it cannot be built there."""
-    try:
-        with torch.device("meta"):
-            return recipe.model()
-    except Exception:  # any: a recipe is anyone's code, such as one that reads pretrained weights
-        return recipe.model()
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return, for each parameter of ``model``, the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}

@@ -69,7 +69,8 @@ class _RunCheckpoints(CheckpointSource):
     def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
         checkpoint = self._checkpoint()
         if checkpoint is None:
-            return None
+            initial = self._settings.initial
+            return (initial.loaded(self._settings.recipe, state()), 0) if initial else None
         self._settings.faults.at("load:begin")
         return load(checkpoint, state(), ignore=self._settings.checkpoint.ignored(checkpoint.step)), checkpoint.step
 

@@ -164,6 +164,8 @@ class Training:
         if step and (checkpoint is None or step != checkpoint.step):  # a server took over, and went on since then
             return TrainingProgress(step, facts["skipped"], evaluated=not settings.loop.evaluates(step))
         if checkpoint is None:
+            if settings.initial and step is None:
+                replica.load(settings.initial.loaded(settings.recipe, replica.state()))
             return TrainingProgress()
         if step is None:
             settings.faults.at("load:begin")

@@ -1,0 +1,132 @@
+"""Begin a run from weights that lie in files: those of another run, of safetensors files, or of a state_dict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
+
+from worldsize.checkpoints.tree import join, split
+from worldsize.checkpoints.weights import Weights, WeightsReader, open_weights
+from worldsize.core import ConfigError, Recipe, StateDict
+from worldsize.errors import neighbours
+
+_logger = logging.getLogger(__name__)
+
+_SHOWN = 8  # names in a message
+
+
+@final
+@dataclass(frozen=True)
+class InitialWeights:
+    """The weights from which a new run begins; its optimizer begins anew."""
+
+    path: Path
+    """A checkpoint, a folder with safetensors files, or a file with a state_dict."""
+    strict: bool
+    """Whether the model must have the same names."""
+
+    def check(self, recipe: Recipe, *, makes_rows: bool) -> None:
+        """Refuse weights that do not fit the recipe's model, and tell which names are left out where that is allowed.
+
+        Args:
+            recipe: Recipe whose model begins from them.
+            makes_rows: Whether rows of sparse embeddings are made as they are touched, by processes that serve.
+
+        Raises:
+            ConfigError: a name or a shape differs; it says which, and the nearest one.
+        """
+        model = built_empty(recipe)
+        tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse]
+        if makes_rows and tables:
+            raise ConfigError(
+                "init_from gives no values to embeddings with sparse=True whose rows servers make as they are "
+                "touched. Choose a strategy without servers, or leave init_from out; nothing was started."
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        weights = open_weights(self.path)
+        weights.verify()
+        fits = self._sources(shapes, weights, tied_names(model))
+        missing, unused = sorted(shapes.keys() - fits.keys()), sorted(weights.entries.keys() - set(fits.values()))
+        if missing:
+            _logger.warning("init_from: %s keeps its random weights", _listed(missing))
+        if unused:
+            _logger.warning("init_from: %s is in %s and not in the model", _listed(unused), self.path)
+
+    def loaded(self, recipe: Recipe, state: StateDict) -> StateDict:
+        """Return ``state`` with the weights in place of its model's; each rank reads the parts that it holds."""
+        tensors, values = split({"model": state["model"]})
+        model = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
+        weights = open_weights(self.path)
+        ties = {} if model.keys() <= weights.entries.keys() else tied_names(built_empty(recipe))
+        sources = self._sources({name: tuple(tensor.shape) for name, tensor in model.items()}, weights, ties)
+        held = {name: model[name].detach() for name in sources if not model[name].is_meta}
+        state_dict_loader.load(dict(held), storage_reader=WeightsReader(weights, sources), no_dist=True)
+        return {**state, **join(values, tensors)}
+
+    def _sources(
+        self, shapes: Mapping[str, tuple[int, ...]], weights: Weights, ties: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Return, for each name of the model that the weights have, its name there.
+
+        A weight that the model has under several names may be there under any of them.
+
+        Raises:
+            ConfigError: a shape differs, or, if ``strict``, a name.
+        """
+        entries = weights.entries
+        others: dict[str, str] = {}  # by the first name of a weight: a name under which the source has it
+        for name, first in ties.items():
+            if name in entries:
+                others.setdefault(first, name)
+        found = {name: name if name in entries else others.get(ties.get(name, name)) for name in shapes}
+        sources = {name: source for name, source in found.items() if source is not None}
+        for name, source in sources.items():
+            if entries[source].shape != shapes[name]:
+                raise ConfigError(
+                    f"init_from={self.path}: {source} has the shape {list(entries[source].shape)}, and the model's "
+                    f"{list(shapes[name])}. Begin from the weights of a model of the same size; nothing was started."
+                )
+        if self.strict and sources.keys() != shapes.keys():
+            name = sorted(shapes.keys() - sources.keys())[0]
+            raise ConfigError(f"init_from={self.path} has no weight {name!r}{_near(name, entries)} {_REMEDY}")
+        if self.strict and (unused := sorted(entries.keys() - set(sources.values()) - ties.keys())):
+            raise ConfigError(
+                f"init_from={self.path} has the weight {unused[0]!r}, which is not in the model"
+                f"{_near(unused[0], shapes)} {_REMEDY}"
+            )
+        return sources
+
+
+_REMEDY = "Set init_from_strict=false to leave out what does not fit; nothing was started."
+
+
+def _near(name: str, known: Mapping[str, Any]) -> str:
+    return neighbours(name, known)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def built_empty(recipe: Recipe) -> nn.Module:
+    """Build the recipe's model on the meta device, or on the CPU if it cannot be built there."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return recipe.model()
+    except Exception:  # any: a recipe is anyone's code, such as one that reads pretrained weights
+        with torch.random.fork_rng(devices=[]):
+            return recipe.model()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return, for each parameter of ``model``, the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}
