@@ -198,6 +198,17 @@ def test_a_step_that_cannot_be_taken_is_refused_in_a_sentence(recipe: MultiUpdat
         replica_of(recipe).step(batches_of(2))
 
 
+def test_ranks_whose_sequences_differ_are_refused_in_a_sentence() -> None:
+    def body(world: World) -> str:
+        replica = DDP().replica(ByData(), RunContext(world))
+        with pytest.raises(ConfigError) as refusal:
+            replica.step([batches_of(2)[world.rank]])
+        return str(refusal.value)
+
+    sentence = "ByData.updates: in step 1 rank 0 updates 'a' where rank 1 updates 'b'. The sequence of updates may"
+    assert all(text.startswith(sentence) for text in run_in_worlds(body, 2))
+
+
 class Shared(Two):
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
         return {"a": SGD(model["a"].parameters()), "all": SGD(model.parameters())}  # type: ignore[index]

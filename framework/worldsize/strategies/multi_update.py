@@ -94,6 +94,8 @@ class MultiUpdateReplica(ModelReplica):
         buffers, self._share = self._buffers.begin(len(batches)), None
         first, *others = self._order(len(batches))
         self._advance(passes[first])  # the first in every order of sums: it says which update this is
+        if self._group is not None and self.world.device.type == "cpu":  # on a GPU it would wait for the device
+            passes[first].check_same_on(self.world)
         name = passes[first].name
         if name is None:
             buffers.add(first)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update
+from worldsize.collectives.step_timer import phase
+from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update, World
 from worldsize.errors import neighbours
 from worldsize.reproducibility.seeds import GeneratorStates, seed_generators
 
@@ -76,11 +78,29 @@ class UpdatePass:
             ConfigError: ``other``, which has advanced as often, waits for another update.
         """
         if self.name != other.name:
-            raise ConfigError(
-                f"{self._kind}.updates: in step {self._batch.step} one micro-batch {_next(other.name)} where another "
-                f"{_next(self.name)}. "
-                "The sequence of updates may depend on the step alone, not on data or random numbers."
-            )
+            raise self._differs("one micro-batch", other.name, "another", self.name)
+
+    def check_same_on(self, world: World) -> None:
+        """Refuse a sequence that differs between ranks; all of them must call it.
+
+        Raises:
+            ConfigError: a rank that has advanced as often waits for another update.
+        """
+        known = [None, *self._names]
+        mine = torch.tensor([known.index(self.name)])
+        rows = mine.new_empty(world.size)
+        with phase("communication"):
+            dist.all_gather_into_tensor(rows, mine, group=world.group)
+        names = [known[place] for place in rows.tolist()]
+        for rank, name in enumerate(names):
+            if name != names[0]:
+                raise self._differs("rank 0", names[0], f"rank {rank}", name)
+
+    def _differs(self, one: str, its: str | None, other: str, name: str | None) -> ConfigError:
+        return ConfigError(
+            f"{self._kind}.updates: in step {self._batch.step} {one} {_next(its)} where {other} {_next(name)}. "
+            "The sequence of updates may depend on the step alone, not on data or random numbers."
+        )
 
     def _generator(self) -> Iterator[Update]:
         updates = self._begin()

@@ -1,0 +1,107 @@
+"""The GAN of docs/howto/gans.md trains to the same bits everywhere, and goes on to them when it was stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.blocks import REPOSITORY, files
+from tests.outcome import outcome
+
+WORDS = ("recipe=dcgan", "recipe.width=4", "recipe.critics=5", "cluster.threads=1", "log_every=1", "evaluate_every=7")
+ELASTIC = (*WORDS, "steps=12", "batch_size=16", "reproducibility=elastic", "logical_ranks=4", "checkpoint.every=3")
+SHARDED = ("strategy.wrap=size", "strategy.wrap_parameters=100")
+pytestmark = pytest.mark.timeout(900)  # a test starts several runs
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path) -> None:
+    """Write the page's files into the project in which ``train`` trains."""
+    for name, text in files(REPOSITORY / "docs" / "howto" / "gans.md").items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def digests(run: Any) -> tuple[str, str]:
+    assert run.code == 0, run.error
+    result = run.json("result.json")
+    return result["state_digest"], result["metrics_digest"]
+
+
+def test_strategies_world_sizes_and_a_kill_in_the_middle_of_a_cycle_do_not_change_a_bit(train: Any) -> None:
+    """The critic is updated five times for each update of the generator; step 7 is the second of a cycle."""
+    killed = ("launcher.max_restarts=1", "faults=[{action: kill, rank: 1, step: 8}]")
+    ways = (
+        ("strategy=single", "cluster.processes=1"),
+        ("strategy=ddp", "cluster.processes=4"),
+        ("strategy=zero", "cluster.processes=2", *killed),
+        ("strategy=fsdp", "cluster.processes=2", *SHARDED, *killed),
+    )
+    runs = [train(*ELASTIC, *way) for way in ways]
+    assert len({digests(run) for run in runs}) == 1
+    attempts = [len(run.json("run_manifest.json")["attempts"]) for run in runs]
+    assert attempts == [2 if way[-1] == killed[-1] else 1 for way in ways]
+    last = runs[0].steps()[-1]
+    assert last["loss"] > 0
+    assert set(last["metrics"]) == {"loss/discriminator", "loss/generator", "lr/generator"}
+
+
+def test_strategies_change_at_a_resume_without_changing_a_bit(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    def asked_to_end(step: int, attempt: int) -> str:
+        return f"faults=[{{action: terminate, rank: 1, step: {step}, attempt: {attempt}}}]"
+
+    undisturbed = train(*ELASTIC, "strategy=single", "cluster.processes=1")
+    run = train(*ELASTIC, "strategy=zero", "cluster.processes=2", asked_to_end(3, 1))
+    changes = [
+        ("strategy=fsdp", *SHARDED, asked_to_end(6, 2)),
+        ("strategy=ddp", "cluster.processes=4", asked_to_end(9, 3)),
+        ("strategy=zero", "cluster.processes=2"),
+    ]
+    codes = [
+        command("resume", str(run.folder), *words, cwd=run.folder.parents[2], environment=environment_without_wandb)
+        for words in changes
+    ]
+    assert [run.code, *(done.returncode for done in codes)] == [75, 75, 75, 0], codes
+    assert digests(run.__class__(0, "", "", run.folder)) == digests(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("local_sgd", ("strategy.inner_steps=5", "strategy.optimizer_state=mean", "cluster.processes=2")),
+        ("diloco", ("strategy.inner_steps=5", "cluster.processes=2")),
+        ("easgd", ("strategy.period=5", "cluster.processes=3")),
+    ],
+)
+def test_workers_that_train_apart_go_on_to_the_last_bit(train: Any, name: str, options: tuple[str, ...]) -> None:
+    words = (*WORDS, "steps=12", "batch_size=16", "checkpoint.every=4", f"strategy={name}", *options)
+    undisturbed = train(*words)
+    assert undisturbed.code == 0, undisturbed.error
+    run = train(*words, "launcher.max_restarts=1", "faults=[{action: kill, rank: 1, step: 11}]")
+    assert run.code == 0, run.error
+    assert [each["exit_reason"] for each in run.json("run_manifest.json")["attempts"]] == ["failed", "completed"]
+    assert outcome(run.folder) == outcome(undisturbed.folder)
+
+
+@pytest.mark.parametrize("name", ["mesh", "parameter_server"])
+def test_strategies_of_one_update_refuse_it_before_there_is_a_folder(train: Any, name: str, tmp_path: Path) -> None:
+    run = train(*WORDS, f"strategy={name}", "cluster.processes=2")
+    assert run.code == 2
+    assert "DCGAN takes several updates a step" in run.error
+    assert "Set strategy=ddp, zero, fsdp or single." in run.error
+    assert not list((tmp_path / "runs").rglob("*"))
+
+
+def test_plan_predicts_it_and_says_which_strategies_refuse_it(
+    command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
+) -> None:
+    words = (*WORDS, "cluster.processes=2", "--strategies", "ddp,zero,mesh")
+    done = command("plan", *words, cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert "mesh: DCGAN takes several updates a step" in done.stdout
+    assert all(f"│ {name} " in done.stdout for name in ("ddp", "zero"))
