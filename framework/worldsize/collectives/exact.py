@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,28 @@ def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
         return parts.cpu()
 
     return whole
+
+
+Key = TypeVar("Key", bound=tuple[Any, ...])
+
+
+def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tensor]:
+    """Gather tensors of any shapes from all ranks, each of which has keys of its own; sorted by key, on the CPU."""
+    own = {key: part.detach().cpu().contiguous() for key, part in sorted(parts.items())}
+    if world.group is None:
+        return own
+    forms: list[Any] = [None] * world.size
+    dist.all_gather_object(forms, [(key, part.dtype, part.shape) for key, part in own.items()], group=world.group)
+    sizes = [[shape.numel() * dtype.itemsize for _, dtype, shape in form] for form in forms]
+    bytes_n = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
+    pieces = [part.reshape(-1).view(torch.uint8) for part in own.values()]
+    if pieces:
+        bytes_n[: sum(piece.numel() for piece in pieces)] = torch.cat(pieces)
+    gathered: dict[Key, Tensor] = {}
+    for form, lengths, row_n in zip(forms, sizes, gather(bytes_n.to(world.device), world)(), strict=True):
+        for (key, dtype, shape), piece in zip(form, row_n[: sum(lengths)].split(lengths), strict=True):
+            gathered[key] = piece.clone().view(dtype).reshape(shape)
+    return dict(sorted(gathered.items()))
 
 
 def exact_sum(values: Iterable[float]) -> float:

@@ -53,6 +53,7 @@ from worldsize.core.recipe import (
     StateDict,
     TensorStyle,
 )
+from worldsize.core.state_metric import StateMetric, StateReduction
 from worldsize.core.strategy import (
     Cost,
     Reduction,
@@ -112,6 +113,8 @@ __all__ = [
     "RunFailed",
     "RunStarted",
     "StateDict",
+    "StateMetric",
+    "StateReduction",
     "StepDone",
     "StepResult",
     "StepTiming",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from worldsize.core.state_metric import StateMetric
+
 if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -85,11 +87,16 @@ class Recipe(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         """Return each metric as (sum, count) over the batch, two scalars.
 
-        Any grouping of batches then adds up exactly.
+        Any grouping of batches then adds up exactly. A metric that :meth:`metrics` names is given what its state is
+        computed from, such as predictions and targets.
         """
+
+    def metrics(self) -> Mapping[str, StateMetric]:
+        """Name the metrics that are no quotient of sums; ``evaluate`` returns under their names what they take."""
+        return {}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated parts of ``model`` in order of use, such as transformer layers.

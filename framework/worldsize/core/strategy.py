@@ -158,6 +158,8 @@ class Strategy(ABC):
     """Whether its replicas give their ``trained_weights``, so that section ``ema`` can average them."""
     trains_multi_update: ClassVar[bool] = False
     """Whether it trains a :class:`~worldsize.core.MultiUpdateRecipe`; if not, such a recipe is refused."""
+    merges_states: ClassVar[bool] = True
+    """Whether replicas evaluate the metrics that :meth:`Recipe.metrics` names."""
     reduce: Reduction = "flat"
     """Way in which gradients are summed over logical ranks."""
 
@@ -187,8 +189,13 @@ class Strategy(ABC):
     def check_micro_batches(self, count: int) -> None:  # noqa: B027 - most strategies take any number
         """Raise ConfigError if a step of ``count`` logical ranks in each part of the data cannot be computed."""
 
-    def check_recipe(self, recipe: Recipe) -> None:  # noqa: B027 - most strategies take any recipe
+    def check_recipe(self, recipe: Recipe) -> None:
         """Raise ConfigError if ``recipe`` does not define what this strategy asks of it."""
+        if not self.merges_states and (names := sorted(recipe.metrics())):
+            raise ConfigError(
+                f"{type(self).__name__} evaluates metrics that are sums and counts, and {names[0]!r} is none. "
+                "Use a strategy such as ddp, or leave it out of Recipe.metrics."
+            )
 
     def check_built(  # noqa: B027 - most strategies take any
         self, recipe: Recipe, model: nn.Module, optimizer: Optimizer

@@ -105,7 +105,7 @@ def evaluate_checkpoint(
 def _alter(cfg: DictConfig, path: Path, split: str | None) -> None:
     """Change the configuration so that its processes evaluate instead of training."""
     cfg.run.evaluates = str(path.resolve())
-    cfg.logger, cfg.faults, cfg.profile.steps = None, [], None
+    cfg.logger, cfg.faults, cfg.profile.steps, cfg.init_from = None, [], None, None
     cfg.checkpoint.keep.best = cfg.early_stopping.metric = None  # may be metrics of another split
     if split is not None:
         cfg.evaluation.splits = [split]

@@ -10,13 +10,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
+from worldsize.metrics.collector import MetricCollector
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.train_state import OptimizedModel
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _T = TypeVar("_T")
+_Metrics = Mapping[str, tuple[Tensor, ...]]
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
@@ -25,27 +26,19 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
 
-def metric_sums(
+def collected_metrics(
     recipe: Recipe,
     model: nn.Module,
     batches: Iterable[EvaluationBatch],
     *,
-    call: Callable[[Callable[[], Sums]], Sums] = lambda action: action(),
-) -> tuple[dict[int, Sums], tuple[str, ...]]:
-    """Evaluate ``batches`` without gradients; ``call`` calls what computes with the model.
-
-    Returns:
-        By the number of each batch that counts: each metric as (sum, count), two scalars. And the metrics' names.
-    """
-    sums: dict[int, Sums] = {}
-    names: tuple[str, ...] = ()
+    call: Callable[[Callable[[], _Metrics]], _Metrics] = lambda action: action(),
+) -> MetricCollector:
+    """Evaluate ``batches`` without gradients; ``call`` calls what computes with the model."""
+    collector = MetricCollector(recipe)
     with torch.no_grad(), evaluating([model]):
         for batch in batches:
-            metrics = call(partial(recipe.evaluate, model, batch.data))
-            names = tuple(sorted(metrics))
-            if batch.counted:
-                sums[batch.index] = metrics
-    return sums, names
+            collector.add(batch, call(partial(recipe.evaluate, model, batch.data)))
+    return collector
 
 
 @contextmanager
@@ -87,8 +80,8 @@ class ModelReplica(Replica):
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with self._autocast():
-            sums, names = metric_sums(self.recipe, self.model, batches, call=self._call)
-        return reduce_metrics(sums, names, self.world)
+            collector = collected_metrics(self.recipe, self.model, batches, call=self._call)
+        return collector.reduce(self.world)
 
     def _call(self, action: Callable[[], _T]) -> _T:
         """Call what computes with the model."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.exact import Sums, reduce_metrics
 from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
+from worldsize.metrics.collector import MetricCollector
 from worldsize.strategies.mesh.pipeline import Pipeline
 from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.model_replica import autocast, evaluating
@@ -31,17 +31,16 @@ class PipelineReplica(Replica):
         return self._inner.step(micro_batches)
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        sums, names = self._sums(batches)
-        answer: list[Any] = [reduce_metrics(sums, names, self._data) if self._pipeline.is_last else None]
+        collector = self._collected(batches)
+        answer: list[Any] = [collector.reduce(self._data) if self._pipeline.is_last else None]
         group = self._pipeline.group
         dist.broadcast_object_list(answer, group=group, group_src=(self._pipeline.total - 1) % group.size())
         metrics: Mapping[str, float] = answer[0]
         return metrics
 
-    def _sums(self, batches: Iterable[EvaluationBatch]) -> tuple[dict[int, Sums], tuple[str, ...]]:
-        """Return the sums and counts of this rank's batches, if it has the last stage."""
-        sums: dict[int, Sums] = {}
-        names: tuple[str, ...] = ()
+    def _collected(self, batches: Iterable[EvaluationBatch]) -> MetricCollector:
+        """Return the metrics of this rank's batches, if it has the last stage."""
+        collector = MetricCollector(self._recipe)
         with (
             torch.no_grad(),
             evaluating(self._pipeline.stages),
@@ -50,10 +49,8 @@ class PipelineReplica(Replica):
             for batch in batches:
                 output = self._pipeline.output(batch.data)
                 if output is not None:
-                    metrics = self._recipe.evaluate(KnownOutput(output), batch.data)
-                    names = tuple(sorted(metrics))
-                    sums |= {batch.index: metrics} if batch.counted else {}
-        return sums, names
+                    collector.add(batch, self._recipe.evaluate(KnownOutput(output), batch.data))
+        return collector
 
     def trained_weights(self) -> Mapping[str, Tensor]:
         return self._inner.trained_weights()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -77,6 +77,7 @@ class ParameterServer(Strategy):
             ``staleness`` asks for, the worker's own among them.
     """
 
+    merges_states: ClassVar[bool] = False
     servers: int = 1
     replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
     consistency: Consistency = "sync"

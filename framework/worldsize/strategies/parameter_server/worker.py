@@ -17,7 +17,7 @@ from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.loss_record import LossRecord, differentiable, mean_loss
-from worldsize.strategies.model_replica import autocast, metric_sums
+from worldsize.strategies.model_replica import autocast, collected_metrics
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
 from worldsize.strategies.parameter_server.operations import Operation, shard_service
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
@@ -198,6 +198,8 @@ class Worker:
         self._tables.oldest = None
         batches = self._context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
         with autocast(self._context.world.device, self._context.numerics.precision):
-            sums, names = metric_sums(self._recipe, self._model, batches)
-        sums_by_index = {i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in sums.items()}
-        return {"part": task["part"], "sums": sums_by_index, "names": names}
+            collector = collected_metrics(self._recipe, self._model, batches)
+        sums_by_index = {
+            i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in collector.sums.items()
+        }
+        return {"part": task["part"], "sums": sums_by_index, "names": collector.names}

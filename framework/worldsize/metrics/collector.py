@@ -1,0 +1,97 @@
+"""Collects the metrics of an evaluation, batch by batch, and merges them over all processes in the order of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import final
+
+import torch
+from torch import Tensor
+
+from worldsize.collectives.exact import Sums, gather_tensors, reduce_metrics
+from worldsize.core import ConfigError, EvaluationBatch, Recipe, StateReduction, World
+
+_COMBINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@final
+class MetricCollector:
+    """Metrics of this process's batches.
+
+    Attributes:
+        sums: By the number of each batch that counts: each metric that is a (sum, count).
+        names: Their names.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.sums: dict[int, Sums] = {}
+        self.names: tuple[str, ...] = ()
+        self._metrics = dict(recipe.metrics())
+        self._states: dict[str, dict[int, Mapping[str, Tensor]]] = {name: {} for name in self._metrics}
+
+    def add(self, batch: EvaluationBatch, metrics: Mapping[str, tuple[Tensor, ...]]) -> None:
+        """Take what ``Recipe.evaluate`` returned for ``batch``; a padding batch gives the names alone.
+
+        Raises:
+            ConfigError: a metric is neither a (sum, count) nor one of ``Recipe.metrics``, or one of these is missing.
+        """
+        if missing := self._metrics.keys() - metrics.keys():
+            raise ConfigError(f"Recipe.metrics names {min(missing)!r}, for which Recipe.evaluate returns nothing.")
+        pairs = {name: _pair(name, values) for name, values in metrics.items() if name not in self._metrics}
+        self.names = tuple(sorted(pairs))
+        if not batch.counted:
+            return
+        self.sums[batch.index] = pairs
+        for name, metric in self._metrics.items():
+            self._states[name][batch.index] = metric.state(*metrics[name])
+
+    def reduce(self, world: World) -> dict[str, float]:
+        """Return the metrics over the batches of all processes of ``world``, equal on each of them."""
+        values = reduce_metrics(self.sums, self.names, world)
+        if not self._metrics:
+            return values
+        parts: dict[tuple[str, str, int], Tensor] = {}
+        for name, metric in self._metrics.items():
+            for key, by_index in _by_part(self._states[name]).items():
+                own = _combined(metric.reduction(key), by_index)
+                parts |= {(name, key, index): part.detach() for index, part in own.items()}
+        ordered: dict[str, dict[str, list[Tensor]]] = {}
+        for (name, key, _), part in gather_tensors(parts, world).items():
+            ordered.setdefault(name, {}).setdefault(key, []).append(part)
+        for name, metric in self._metrics.items():
+            merged = {key: _merged(metric.reduction(key), each) for key, each in ordered[name].items()}
+            values[name] = float(metric.compute(merged))
+        return values
+
+
+def _pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    if not isinstance(values, tuple) or len(values) != 2:
+        raise ConfigError(
+            f"Recipe.evaluate must return the metric {name!r} as (sum, count), or Recipe.metrics must name it."
+        )
+    return values
+
+
+def _by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, Tensor]]:
+    parts: dict[str, dict[int, Tensor]] = {}
+    for index, state in sorted(states.items()):
+        for key, part in state.items():
+            parts.setdefault(key, {})[index] = part
+    return parts
+
+
+def _combined(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    """Merge what is exact in any order, so that a process sends one part; sums of floating point have an order."""
+    parts = list(by_index.values())
+    if reduction == "cat" or (reduction == "sum" and any(part.is_floating_point() for part in parts)):
+        return by_index
+    return {min(by_index): _merged(reduction, parts)}
+
+
+def _merged(reduction: StateReduction, parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if reduction == "cat" else reduce(_COMBINED[reduction], parts)
