@@ -84,6 +84,9 @@ class HFCausalLM(Recipe):
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
         return self.make_schedule(optimizer) if self.make_schedule else None
 
+    def tokens_per_sample(self) -> int:
+        return self.context
+
     def data(self, split: str) -> Windows:
         """Return windows of ``context`` tokens and the tokens that follow them, int64 [context] each."""
         tokens = tokens_of(self.files().values(), self._tokenizer)

@@ -57,6 +57,9 @@ class StdlibLM(Recipe):
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
         return self.make_schedule(optimizer) if self.make_schedule else None
 
+    def tokens_per_sample(self) -> int:
+        return self.context
+
     def data(self, split: str) -> Windows:
         """Return windows of ``context`` bytes and the bytes that follow them, int64 [context] each."""
         if split == "test":

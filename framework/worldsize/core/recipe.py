@@ -71,6 +71,10 @@ class Recipe(ABC):
         """Name the data that :meth:`data` knows; ``evaluation.splits`` chooses among them."""
         return ("train", "test")
 
+    def tokens_per_sample(self) -> int | None:
+        """Return the tokens of a sample, where all have as many; lengths of a schedule may be given in tokens then."""
+        return None
+
     def collate(self, samples: list[Any]) -> Batch:
         """Make a batch of samples; torch's way unless overridden, for example to pad them to one length."""
         from torch.utils.data import default_collate

@@ -24,6 +24,7 @@ from worldsize.config.shape import with_processes
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
 from worldsize.data.loader import is_iterable, steps_of
 from worldsize.driver.hints import command_line
+from worldsize.driver.lengths import length_in_steps, written_lengths
 from worldsize.driver.record import amend_record, check_same, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
@@ -57,6 +58,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     """
     if cfg.init_from is not None:  # of a run the checkpoint that is its newest now
         cfg.init_from = str(source_of(Path(cfg.init_from)))
+    lengths = _lengths(cfg)
     settings = checked(cfg)
     if settings.initial:
         makes_rows = any(role.serves for role in settings.roles.values())
@@ -64,6 +66,8 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = _plan(settings, run)
     if cfg.launch == "show":
+        for key, text in lengths.items():
+            print(f"{key}: {text} = {OmegaConf.select(cfg, key):,} steps")
         return _show(settings, plan)
     settings.launcher.check(settings.cluster)
     clean = scrubber_of(cfg, settings)
@@ -204,15 +208,26 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
         cfg.cluster.nodes = len(cfg.cluster.hosts)
     if cfg.epochs is not None and OmegaConf.is_missing(cfg, "steps"):
         cfg.steps = 1  # until the length of the data is known
+    lengths = _lengths(cfg)
+    for key in lengths:
+        OmegaConf.update(cfg, key, 1)
     if samples_per_logical_rank is not None:
         cfg.batch_size = samples_per_logical_rank * logical_ranks_wanted(_completed(resolved(cfg)))
     config = _completed(resolved(cfg))
     settings = load_settings(config)
-    if cfg.epochs is None:
+    if cfg.epochs is None and not lengths:
         return _with_profile_in_run(settings)
-    cfg.steps = _steps(settings, epochs=float(cfg.epochs))
+    if cfg.epochs is not None:
+        cfg.steps = _steps(settings, epochs=float(cfg.epochs))
+    for key, text in lengths.items():
+        OmegaConf.update(cfg, key, length_in_steps(text, settings, key=key))
     # resolved again, since schedules interpolate the number of steps
     return _with_profile_in_run(load_settings(_completed(resolved(cfg))))
+
+
+def _lengths(cfg: DictConfig) -> dict[str, str]:
+    """Return the lengths of the schedule that are written as texts, by key."""
+    return dict(written_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
 
 
 def _with_profile_in_run(settings: Settings) -> Settings:

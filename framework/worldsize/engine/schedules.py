@@ -16,13 +16,15 @@ def warmup_cosine(
     *,
     steps: Annotated[int, Range(least=1)],
     warmup: Annotated[float, Range(least=0, most=1, hint="it is a share of the steps")] = 0.05,
+    warmup_steps: Annotated[int | None, Range(least=0)] = None,
     floor: Annotated[float, Range(least=0, hint="it is a share of the peak")] = 0.1,
 ) -> LRScheduler:
-    """Return a linear warm-up over ``warmup × steps``, then half a cosine down to ``floor`` times the peak.
+    """Return a linear warm-up, then half a cosine down to ``floor`` times the peak.
 
+    The warm-up has ``warmup_steps``, or ``warmup × steps`` if that is None.
     Source: SGDR, arXiv 1608.03983, equation 5, without restarts.
     """
-    rising = max(1, round(warmup * steps))
+    rising = max(1, round(warmup * steps) if warmup_steps is None else warmup_steps)
 
     def factor(step: int) -> float:
         if step < rising:
