@@ -175,6 +175,7 @@ class ServerGroup:
     ) -> tuple[Shard, TrainState]:
         """Make the shard, and the whole model, from the newest checkpoint if there is one."""
         full = train_state_of(recipe)
+        full.model.load_state_dict(train_state.model.state_dict())  # frozen weights, which no shard has, are the run's
         restored = context.checkpoints.restore(lambda: full_state(full, empty_rows(full), plan.rows))
         state, step = restored or (None, 0)
         if state is not None:
