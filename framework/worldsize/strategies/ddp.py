@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, final, get_args
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,6 +103,9 @@ class DDP(Strategy):
 def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:
     """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward."""
     devices = [world.device] if world.device.type == "cuda" else None
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
+    # they cannot be broadcast, and need not be: the recipe makes them equal everywhere
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]
     module = DistributedDataParallel(
         model, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **options
     )
