@@ -24,14 +24,8 @@ from worldsize.config.compose import compose_only
 from worldsize.core import Recipe, Strategy
 from worldsize.driver.execute import settings_of
 from worldsize.testing.port_causes import first_different, loss_causes, shown_difference, weight_difference
-from worldsize.testing.port_runs import (
-    PortConfig,
-    Reference,
-    Trained,
-    recipe_trained,
-    reference_trained,
-    trained_in_processes,
-)
+from worldsize.testing.port_processes import trained_in_processes
+from worldsize.testing.port_runs import PortConfig, Reference, Trained, recipe_trained, reference_trained
 
 __all__ = ["PortConfig", "Reference", "composed", "same_losses"]
 
@@ -54,14 +48,15 @@ def same_losses(
 
             It is called in one process with ``recipe.model()`` and an iterator of exactly the micro-batches that the
             recipe trains on, ``config.micro_batches`` of them a step. It yields the loss of each step, and may return
-            its model, or a state_dict, at its end. A program that builds a model of its own copies the weights first:
+            its model, or a state_dict, at its end, in which the averages of ``config.average`` are called
+            ``ema/<name>``. A program that builds a model of its own copies the weights first:
             ``own.load_state_dict(model.state_dict())``. Whenever it takes a micro-batch, torch's, NumPy's and
             Python's random generators are seeded as for the recipe, so that both draw the same dropout.
         config: The length of the training, and how its batches are made.
         tolerance: Largest difference of two losses, and of two numbers in the weights: absolute below 1, relative
             above it.
         strategy: Strategy that trains the recipe; None: a plain loop of this process.
-        processes: Processes that train under ``strategy``.
+        processes: Processes under ``strategy``, those that serve among them.
 
     Raises:
         AssertionError: a loss or a tensor of the weights differs; it names the first one, and what explains it.
@@ -121,6 +116,7 @@ def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
         seed=training.seed,
         numerics=settings.numerics,
         length_balanced=training.length_balanced,
+        average=settings.average,
         device=torch.device("cpu"),
     )
     return settings.recipe, config

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from worldsize.collectives.gather_full import gather_full
-from worldsize.core import (
-    Batch,
-    Cluster,
-    ConfigError,
-    MicroBatch,
-    Numerics,
-    Recipe,
-    Replica,
-    RunContext,
-    Strategy,
-    World,
-)
+from worldsize.core import Batch, MicroBatch, Numerics, Recipe, Replica, RunContext, World
 from worldsize.data.loader import Order, collate_of, logical_ranks_of, micro_batches
+from worldsize.engine.averaging import AveragedReplica, WeightAverage
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone
-from worldsize.testing.worlds import run_in_worlds
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
 
@@ -48,6 +36,8 @@ class PortConfig:
     numerics: Numerics = field(default_factory=Numerics)
     """Precision and clipping of the recipe."""
     length_balanced: bool = False
+    average: WeightAverage | None = None
+    """The moving average of the recipe's weights, section ``ema`` of a run; None: there is none."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Device of both trainings in one process."""
 
@@ -88,62 +78,32 @@ def steps_of(recipe: Recipe, config: PortConfig, rank: int = 0, size: int = 1) -
 def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
     """Train ``recipe`` by a plain loop of this process."""
     model = initial_model(recipe, config)
-    context = _context(World.alone(config.device), config)
-    replica = alone(recipe, model, context)
-    losses = [_mean(replica.step(step).losses) for step in steps_of(recipe, config)]
-    return Trained(losses, copied(model.state_dict()))
+    context = context_of(World.alone(config.device), config)
+    replica: Replica = alone(recipe, model, context)
+    if config.average:
+        replica = AveragedReplica(replica, config.average)
+    losses = [mean_of(replica.step(step).losses) for step in steps_of(recipe, config)]
+    return Trained(losses, weights_of(replica, context.world))
 
 
-def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, processes: int) -> Trained:
-    """Train ``recipe`` under ``strategy`` on so many processes of this machine.
-
-    Raises:
-        ConfigError: the strategy needs processes that serve, or another number of processes.
-    """
-    cluster = Cluster("test", 1, processes, "cpu", "gloo")
-    if set(roles := strategy.roles(cluster)) != {"worker"}:
-        raise ConfigError(
-            f"{type(strategy).__name__} has the roles {', '.join(roles)}; same_losses starts processes that train, "
-            "and no others. Compare under another strategy, and the two strategies by their contract."
-        )
-    parts = strategy.data_parallel(cluster)
-    if config.micro_batches % parts:
-        fits = math.lcm(config.micro_batches, parts)
-        raise ConfigError(
-            f"micro_batches={config.micro_batches} do not divide over {parts} processes. Set micro_batches={fits}: "
-            "the reference then takes as many micro-batches a step, and yields the mean of their losses."
-        )
-    strategy.check_micro_batches(config.micro_batches // parts)
-
-    def body(world: World) -> tuple[list[float], dict[str, Tensor]]:
-        own = replace(config, device=world.device)
-        seed_generators(stream(config.seed, "init"), world.device)
-        replica = strategy.replica(recipe, _context(world, own))
-        steps = steps_of(recipe, own, strategy.data_rank(world), parts)
-        losses = [_mean(_gathered(replica.step(step).losses, world)) for step in steps]
-        return losses, copied(_whole(replica, world))
-
-    return Trained(*run_in_worlds(body, processes)[0])
-
-
-def _context(world: World, config: PortConfig) -> RunContext:
+def context_of(world: World, config: PortConfig) -> RunContext:
+    """Return the context of a process that trains by itself or with others that train."""
     return RunContext(
         world, config.numerics, config.seed, config.steps, workers=world.size, logical_ranks=config.micro_batches
     )
 
 
-def _mean(losses: Sequence[Tensor] | Sequence[float]) -> float:
+def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
+    """Return the whole model on rank 0, and beside it the averaged weights by the names ``ema/<name>``."""
+    state = replica.state()
+    averages = state.get("ema", {}).get("weights", {})
+    whole = {**state["model"], **{f"ema/{name}": average for name, average in averages.items()}}
+    return copied(gather_full(whole, world))
+
+
+def mean_of(losses: Sequence[Tensor] | Sequence[float]) -> float:
+    """Return the mean of a step's losses."""
     return math.fsum(map(float, losses)) / len(losses)
-
-
-def _gathered(losses: Sequence[Tensor], world: World) -> list[float]:
-    gathered: list[Any] = [list(map(float, losses))] * world.size
-    dist.all_gather_object(gathered, list(map(float, losses)), group=world.group)
-    return [loss for rank in gathered for loss in rank]
-
-
-def _whole(replica: Replica, world: World) -> Mapping[str, Tensor]:
-    return gather_full(replica.state()["model"], world)
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,18 +21,28 @@ T = TypeVar("T")
 
 
 def run_in_worlds(
-    body: Callable[[World], T], size: int, *, timeout: float = 240.0, local_size: int | None = None
+    body: Callable[[World], T],
+    size: int,
+    *,
+    timeout: float = 240.0,
+    local_size: int | None = None,
+    roles: Mapping[str, Role] | None = None,
 ) -> list[T]:
     """Run ``body(world)`` on each of ``size`` forked processes of one thread, and return their results by rank.
 
-    ``local_size`` processes count as one node (default: all).
+    ``local_size`` processes count as one node (default: all). ``roles`` says what they are, in the order of ranks
+    (default: all train); those that serve are in no process group.
 
     Raises:
         RuntimeError: a process raised (its traceback), or did not answer within ``timeout`` seconds.
     """
     with temporary_folder() as meeting:
         with ready_to_fork():
-            started = [_start(body, rank, size, local_size or size, f"file://{meeting}/store") for rank in range(size)]
+            placements = [
+                Placement(rank, size, rank % (local_size or size), local_size or size, f"file://{meeting}/store")
+                for rank in range(size)
+            ]
+            started = [_start(body, placement, roles or {"worker": Role(size)}) for placement in placements]
         try:
             return [_receive(rank, connection, timeout) for rank, (_, connection) in enumerate(started)]
         finally:
@@ -42,23 +52,24 @@ def run_in_worlds(
 
 
 def _start(
-    body: Callable[[World], T], rank: int, size: int, local_size: int, store: str
+    body: Callable[[World], T], placement: Placement, roles: Mapping[str, Role]
 ) -> tuple[BaseProcess, Connection[bytes, bytes]]:
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    placement = Placement(rank, size, rank % local_size, local_size, store)
-    process = context.Process(target=_body, args=(body, placement, sender))
+    process = context.Process(target=_body, args=(body, placement, roles, sender))
     process.start()
     sender.close()
     return process, receiver
 
 
-def _body(body: Callable[[World], T], placement: Placement, sender: Connection[bytes, bytes]) -> None:
+def _body(
+    body: Callable[[World], T], placement: Placement, roles: Mapping[str, Role], sender: Connection[bytes, bytes]
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     size = placement.world_size
     cluster = Cluster("test", size // placement.local_world_size, size, "cpu", "gloo", threads=1, timeout=240.0)
     try:
-        with open_world(placement, cluster, {"worker": Role(size)}) as world:
+        with open_world(placement, cluster, roles) as world:
             _answer(sender, succeeded=True, result=body(world))
     except BaseException:
         _answer(sender, succeeded=False, result=traceback.format_exc())
