@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 WRITTEN = [
     path
-    for folder in ("framework", "plugins", "recipes", "benchmarks", "docs", "tests")
+    for folder in ("framework", "plugins", "recipes", "benchmarks", "docs", "examples", "tests")
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 ]
 DOCUMENTED = 0.95  # share of public classes, functions and methods
