@@ -9,13 +9,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
 from worldsize.strategies.multi_train_state import MultiTrainState
-from worldsize.strategies.train_state import OptimizerState, TrainState, named_state
+from worldsize.strategies.train_state import OptimizerState, TrainState, load_named_state, named_state
 
 
 def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
@@ -78,7 +77,7 @@ class ShardedOptimizerState(OptimizerState):
             for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)
         ]
         part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
-        set_optimizer_state_dict(self.model, self.own, part)
+        load_named_state(self.model, self.own, part)
         # torch leaves a group without parameters without options too
         for saved, *both in zip(state["param_groups"], self.own.param_groups, self.optimizer.param_groups, strict=True):
             for group in both:

@@ -5,6 +5,10 @@ torch shows them in no public way; the names that are read here are those of tor
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError
@@ -16,6 +20,17 @@ def move_step_hooks(source: Optimizer, target: Optimizer) -> None:
         target.register_step_pre_hook(before)
     for after in source._optimizer_step_post_hooks.values():
         target.register_step_post_hook(after)
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Run no hook of ``optimizer`` within the context: of a new one torch takes a step to find out its state."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
 
 
 def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:

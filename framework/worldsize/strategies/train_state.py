@@ -7,15 +7,19 @@ and who only composes, shows or submits a run need not wait.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from worldsize.collectives.per_rank import local
 from worldsize.core import Recipe, StateDict
+from worldsize.strategies.step_hooks import without_step_hooks
 
 
 class OptimizerState(ABC):
@@ -96,9 +100,7 @@ class TrainState:
         if self.sharded is not None:
             self.sharded.load(state)
             return
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-        set_optimizer_state_dict(self.model, self.optimizer, state)
+        load_named_state(self.model, self.optimizer, state)
 
     def load_schedule(self, state: StateDict) -> None:
         """Take the schedule's state, and set the rates of the next step."""
@@ -120,15 +122,61 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Return the optimizer's state by the names of parameters, before its first step as it would begin."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    if fresh := not optimizer.state:
-        optimizer.zero_grad()  # of a step that was skipped: torch would take the state to be complete
-    state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
+    fresh = not optimizer.state
+    with without_step_hooks(optimizer):
+        if fresh:
+            _probe(optimizer)
+        state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
     # some optimizers (Adagrad) keep state for frozen parameters too, which torch leaves out when it loads
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     state["state"] = {name: values for name, values in state["state"].items() if name not in frozen}
-    if fresh:  # torch takes a step to find out what there is
+    if fresh:
         for values in state["state"].values():
             if isinstance(count := values.get("step"), Tensor):
                 count.zero_()
+            elif count is not None:
+                values["step"] = 0
         optimizer.state.clear()
     return state
+
+
+def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Take what :func:`named_state` gave; an optimizer that had not stepped then is as new."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    fresh = not optimizer.state
+    with without_step_hooks(optimizer):
+        set_optimizer_state_dict(model, optimizer, {**state})
+    if fresh and _has_not_stepped(optimizer):  # what some begin with (NAdam, Rprop, ASGD) is not what a step leaves
+        optimizer.state.clear()
+
+
+def _probe(optimizer: Optimizer) -> None:
+    """Take a step that changes no weight, so that the state has all that it will have, zero where gradients enter."""
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    optimizer.zero_grad()  # of a step that was skipped: torch would take the state to be complete
+    with _without_decay(optimizer):
+        _init_optim_state(optimizer)
+
+
+@contextmanager
+def _without_decay(optimizer: Optimizer) -> Iterator[None]:
+    """Set the weight decay to 0 within the context: as a part of the gradient it would enter the moments."""
+    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    for group, _ in decays:
+        group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, decay in decays:
+            group["weight_decay"] = decay
+
+
+def _has_not_stepped(optimizer: Optimizer) -> bool:
+    """Tell by the counts of steps, or by the buffers of an SGD whose dampening its first step leaves out."""
+    states = list(optimizer.state.values())
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        buffers = [buffer for state in states if (buffer := state.get("momentum_buffer")) is not None]
+        return not any(bool(torch.any(local(buffer) != 0)) for buffer in buffers)
+    return bool(states) and all("step" in state and float(state["step"]) == 0 for state in states)

@@ -91,11 +91,13 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
     """Cut ``tensors`` into runs of one dtype and at most so many bytes, but for a tensor that is larger by itself."""
     bucket: list[Tensor] = []
+    size = 0
     for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype or sum(each.nbytes for each in bucket) + tensor.nbytes > most):
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > most):
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(tensor)
+        size += tensor.nbytes
     if bucket:
         yield bucket
 

@@ -234,8 +234,8 @@ class StrategyContract:
     def _saved(self, folders: pytest.TempPathFactory) -> tuple[Path, Trained]:
         """Return the checkpoints of 4 steps at the largest size, and their outcome; see :meth:`_ended`."""
         if type(self) not in _saved:
-            folder, size = folders.mktemp("saved"), self.sizes[-1]
-            ended = self.run(size, lambda context: train(self.strategy, context, 4, folder, save=True))
+            folder, size, recipe = folders.mktemp("saved"), self.sizes[-1], self._recipe()
+            ended = self.run(size, lambda context: train(self.strategy, context, 4, folder, save=True, recipe=recipe))
             _saved[type(self)] = folder, ended[0]
         return _saved[type(self)]
 
@@ -258,10 +258,12 @@ class StrategyContract:
         self, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         """Compare 7 steps with 4, a checkpoint and 3 more, at the largest size."""
-        size = self.sizes[-1]
-        straight = self.run(size, lambda context: train(self.strategy, context, 7))[0]
+        size, recipe = self.sizes[-1], self._recipe()
+        straight = self.run(size, lambda context: train(self.strategy, context, 7, recipe=recipe))[0]
         folder, _ = self._saved(tmp_path_factory)
-        resumed = self.run(size, lambda context: train(self.strategy, context, 7, folder, perturbed=True))[0]
+        resumed = self.run(
+            size, lambda context: train(self.strategy, context, 7, folder, perturbed=True, recipe=recipe)
+        )[0]
         assert resumed.losses == straight.losses[4:], f"{resumed.losses}, not {straight.losses[4:]}"
         assert_same(resumed.model, straight.model)
 
@@ -271,7 +273,7 @@ class StrategyContract:
         checkpoint = newest(folder, ALONE)
         assert checkpoint is not None
         assert_same(read_tensors(checkpoint, "model"), saved.model)
-        Chain().model().load_state_dict(dict(saved.model))
+        self._recipe().model().load_state_dict(dict(saved.model))
 
     def test_checkpoints_load_under_its_partners_and_theirs_under_it(self, tmp_path: Path) -> None:
         """Go on under each of ``partners``, and from each of them, at the smallest size."""

@@ -92,20 +92,23 @@ class TwoPlayers(MultiUpdateRecipe):
     """A player learns the targets of a :class:`Chain`, and to please a critic, which learns to tell both apart.
 
     The critic is updated twice in every third step, its weights are clipped after each update, and its learning rate
-    falls; the player's loss is a sum with its weight. Nothing is drawn at random.
+    falls; the player's loss is a sum with its weight. An observer, whose weights decay, learns what the player makes of
+    its inputs from step 10 on: checkpoints of earlier steps have an optimizer that has not stepped. Nothing is drawn at
+    random.
     """
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
         player = nn.Sequential(nn.Linear(7, _WIDTH), nn.LayerNorm(_WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 3))
         critic = nn.Sequential(nn.Linear(10, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 1))
-        return nn.ModuleDict({"player": player, "critic": critic})
+        return nn.ModuleDict({"player": player, "critic": critic, "observer": nn.Linear(7, 3)})
 
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
         player, critic = self._players(model)
         optimizers: dict[str, Optimizer] = {
             "critic": torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.9)),
             "player": torch.optim.SGD(player.parameters(), lr=0.02, momentum=0.5),
+            "observer": torch.optim.Adam(self._observer(model).parameters(), lr=0.01, weight_decay=0.1),
         }
         clipped = list(critic.parameters())
 
@@ -132,6 +135,8 @@ class TwoPlayers(MultiUpdateRecipe):
         judged = critic(torch.cat([inputs, made], dim=1))
         error = (made - targets).square().sum() + 0.1 * (judged - 1).square().sum()
         yield "player", (error, torch.tensor(targets.numel()))
+        if step >= 10:
+            yield "observer", (self._observer(model)(inputs) - made.detach()).square().mean()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         player, _ = self._players(model)
@@ -139,11 +144,15 @@ class TwoPlayers(MultiUpdateRecipe):
         return {"error": ((player(inputs) - targets).abs().double().sum(), torch.tensor(targets.numel()))}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return self._players(model)
+        return (*self._players(model), self._observer(model))
 
     def _players(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         assert isinstance(model, nn.ModuleDict)
         return model["player"], model["critic"]
+
+    def _observer(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, nn.ModuleDict)
+        return model["observer"]
 
 
 @final

@@ -1,0 +1,107 @@
+"""An optimizer's state says what it is: of one that has not stepped, nothing but that it is new."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
+
+from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.update_reducers import _buckets
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "Adam": lambda model: Adam(model.parameters(), lr=0.1, weight_decay=0.1),
+    "Adam, amsgrad": lambda model: Adam(model.parameters(), lr=0.1, weight_decay=0.1, amsgrad=True),
+    "AdamW": lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.1),
+    "SGD": lambda model: SGD(model.parameters(), lr=0.1, weight_decay=0.1),
+    "SGD, momentum": lambda model: SGD(model.parameters(), lr=0.1, weight_decay=0.1, momentum=0.9),
+    "SGD, dampening": lambda model: SGD(model.parameters(), lr=0.1, weight_decay=0.1, momentum=0.9, dampening=0.3),
+    "RMSprop": lambda model: RMSprop(model.parameters(), lr=0.1, weight_decay=0.1, momentum=0.5, centered=True),
+    "Adagrad": lambda model: Adagrad(model.parameters(), lr=0.1, weight_decay=0.1, initial_accumulator_value=0.2),
+    "NAdam": lambda model: NAdam(model.parameters(), lr=0.1, weight_decay=0.1),
+    "Rprop": lambda model: Rprop(model.parameters(), lr=0.1),
+    "ASGD": lambda model: ASGD(model.parameters(), lr=0.1, weight_decay=0.1),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def take_steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    return all(torch.equal(one, two) for one, two in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_loaded_optimizer_trains_as_one_that_never_was_saved(
+    make: Callable[[nn.Module], Optimizer], before: int
+) -> None:
+    """Compare all bits with plain PyTorch, also of an optimizer that had not stepped when it was saved."""
+    plain, saved, loaded = model(), model(), model()
+    optimizer = make(plain)
+    take_steps(plain, optimizer, before)
+    first, then = (TrainState(each, make(each), None) for each in (saved, loaded))
+    take_steps(saved, first.optimizer, before)
+    state = copy.deepcopy(first.state())
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.mul_(2)
+    then.load(state)
+    for own, part in ((plain, optimizer), (saved, first.optimizer), (loaded, then.optimizer)):
+        take_steps(own, part, 3)
+    assert same(saved, plain)
+    assert same(loaded, plain)
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped_keeps_its_options_and_has_moments_of_zero() -> None:
+    own = model()
+    state = TrainState(own, OPTIMIZERS["Adam"](own), None).optimizer_state()
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.1]
+    moments = [values[name] for values in state["state"].values() for name in ("step", "exp_avg", "exp_avg_sq")]
+    assert len(moments) == 3 * 4
+    assert all(int(torch.count_nonzero(moment)) == 0 for moment in moments)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_hooks_of_an_optimizer_run_in_its_steps_alone(name: str, before: int) -> None:
+    """Neither to save nor to load is a step; after both the hooks are those that there were."""
+    calls: list[str] = []
+    own = model()
+    optimizer = OPTIMIZERS[name](own)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    take_steps(own, optimizer, before)
+    calls.clear()
+    state = TrainState(own, optimizer, None)
+    state.load(copy.deepcopy(state.state()))
+    assert calls == []
+    take_steps(own, optimizer, 1)
+    assert calls == ["before", "after"]
+    handle.remove()
+    take_steps(own, optimizer, 1)
+    assert calls == ["before", "after", "before"]
+
+
+def test_buckets_of_many_tensors_are_cut_in_time_that_grows_with_their_number() -> None:
+    tensors: list[Tensor] = [torch.empty(1) for _ in range(4000)]
+    begin = time.process_time()
+    (bucket,) = _buckets(tensors, 4 * 4000)
+    assert time.process_time() - begin < 1.0  # a sum over the bucket for each tensor takes seconds
+    assert len(bucket) == 4000
+    assert [len(each) for each in _buckets(tensors, 4 * 1000)] == [1000] * 4
