@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from omegaconf import OmegaConf
 
 from tests.conftest import Command, Run, environment
 from worldsize.app import export
@@ -85,6 +87,24 @@ def test_code_of_a_strangers_run_is_not_run(
     assert exported(folder, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 0
     assert exported(folder, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
     assert "this record was not written by you" in capsys.readouterr().err
+
+
+def test_code_that_only_an_unsigned_file_names_is_not_run(
+    reference_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    original = reference_run(*TRAINED, "evaluate_every=1").folder
+    assert original is not None
+    folder, marker = tmp_path / "run", tmp_path / "was_run"
+    shutil.copytree(original, folder)
+    (tmp_path / "planted.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    config = OmegaConf.load(folder / "config.yaml")
+    config.recipe = {"_target_": "planted.Recipe"}
+    config.run.import_path, config.allow_targets = [str(tmp_path)], ["planted"]
+    OmegaConf.save(config, folder / "config.yaml")
+    assert view(folder).is_own
+    assert exported(folder, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
+    assert "is no model of transformers" in capsys.readouterr().err
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])

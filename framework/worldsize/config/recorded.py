@@ -1,4 +1,4 @@
-"""The settings, or the launcher alone, of a run that has a folder already."""
+"""The settings, or the launcher or the recipe alone, of a run that has a folder already."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from yaml import YAMLError
 
 from worldsize.config.instantiate import Allowed, check_arguments, resolve
 from worldsize.config.search_path import make_importable
-from worldsize.config.settings import Settings, launcher_of, load_settings
-from worldsize.core import BatchLauncher, LaunchMethod
-from worldsize.errors import ConfigError
+from worldsize.config.settings import Settings, launcher_of, load_settings, recipe_of
+from worldsize.core import BatchLauncher, LaunchMethod, Recipe
+from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import printable
 from worldsize.records.redaction import missing, restore
 from worldsize.records.run_directory import RunDirectory
@@ -71,6 +71,23 @@ def read_launcher(view: RunView) -> BatchLauncher | None:
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
     launcher = launcher_of(node, config)
     return launcher if isinstance(launcher, BatchLauncher) else None
+
+
+def read_recipe(view: RunView) -> Recipe:
+    """Build the recipe of one's own run as its signed manifest says, not as the ``config.yaml`` beside it does.
+
+    Raises:
+        ConfigError: the recipe was given a secret, which no file of the run has, or it cannot be built.
+        WorldsizeError: the record is another user's, or the plugins in the run folder are not those of the record.
+    """
+    if not view.is_own:
+        raise WorldsizeError("this record was not written by you, so the recipe that it names is not built.")
+    config = view.manifest["config"]
+    if lost := missing(config["recipe"], ("recipe",)):
+        raise ConfigError(f"{'.'.join(map(str, lost[0]))}: the value is in no file of the run, as it is a secret.")
+    check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
+    make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
+    return recipe_of(config)
 
 
 def _bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:

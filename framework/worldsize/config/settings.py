@@ -136,7 +136,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     if run.evaluates is None:
         _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
-    recipe = build(config["recipe"], Recipe, allowed=allowed, key="recipe")  # type: ignore[type-abstract]
+    recipe = recipe_of(config)
     evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
     evaluation.check_metric(config["early_stopping"]["metric"], key="early_stopping.metric")
@@ -213,6 +213,15 @@ def launcher_of(node: Mapping[str, Any], config: Mapping[str, Any]) -> AnyLaunch
     if not isinstance(launcher, AnyLauncher):
         raise ConfigError(f"launcher: {type(launcher).__name__} is no Launcher, AgentLauncher or BatchLauncher.")
     return launcher
+
+
+def recipe_of(config: Mapping[str, Any]) -> Recipe:
+    """Build the recipe that ``config`` describes, and nothing else of it.
+
+    Raises:
+        ConfigError: it is no recipe, cannot be built, or is outside the allow-list.
+    """
+    return build(config["recipe"], Recipe, allowed=_allowed(config), key="recipe")  # type: ignore[type-abstract]
 
 
 def _allowed(config: Mapping[str, Any]) -> Allowed:

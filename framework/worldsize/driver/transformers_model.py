@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.checkpoints.weights import Weights
-from worldsize.config.recorded import read_settings
+from worldsize.config.recorded import read_recipe
 from worldsize.core import Recipe
 from worldsize.engine.initial_weights import built_empty, tied_names
 from worldsize.errors import WorldsizeError, missing_extra
 from worldsize.records.run_record import RunView
-from worldsize.reproducibility.plugins import check_kept
 
 
 @final
@@ -59,8 +58,7 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
         import transformers
     except ImportError:
         raise missing_extra("--format hf", package="transformers", extra="recipes") from None
-    check_kept(run.manifest.get("plugins", ()), run.directory.plugins)
-    recipe = read_settings(run.directory).recipe
+    recipe = read_recipe(run)
     model = built_empty(recipe)
     if not isinstance(model, transformers.PreTrainedModel):
         raise WorldsizeError(
