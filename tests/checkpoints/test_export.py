@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,52 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[bytes], byt
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(CheckpointError, match="no safetensors file, or damaged"):
         read_entries(file)
+
+
+def described(file: Path, shape: list[int], dtype: str = "F32") -> Path:
+    """Write a safetensors file that says of its one tensor whatever is given."""
+    text = json.dumps({"net.weight": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    return file
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [(1 << 63) - 1] * 5000, [1 << 32, 1 << 31]])
+def test_a_shape_that_no_tensor_has_is_refused_before_it_is_multiplied(tmp_path: Path, shape: list[int]) -> None:
+    with pytest.raises(CheckpointError, match=r"has \d+ dimensions, which is more than 64|elements .* is too large"):
+        read_entries(described(tmp_path / "model.safetensors", shape))
+
+
+@pytest.mark.parametrize("dtype", ["U16", "U32", "U64"])
+def test_a_dtype_that_is_not_read_is_named(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(CheckpointError, match=f"net.weight is of dtype {dtype}, which worldsize does not read"):
+        read_entries(described(tmp_path / "model.safetensors", [0], dtype))
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "no JSON", '{"a": 1}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": ".."}}']
+)
+def test_a_damaged_index_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(INDEX)):
+        open_weights(tmp_path)
+
+
+def test_a_damaged_state_dict_is_refused_in_our_words(tmp_path: Path) -> None:
+    torch.save(MODEL, tmp_path / "model.pt")
+    torch.save(MODEL, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    contents = [(tmp_path / name).read_bytes() for name in ("model.pt", "old.pt")]
+    ends = [content[: len(content) * part // 8] for content in contents for part in range(8)]
+    for data in (*ends, b"\x80\x02.", b"\x80\x02J\x01", b"\x80\x02(e.", b"PK\x03\x04" + contents[1]):
+        (tmp_path / "damaged.pt").write_bytes(data)
+        with pytest.raises(CheckpointError, match="damaged.pt is damaged, or holds more than tensors") as caught:
+            open_weights(tmp_path / "damaged.pt")
+        assert "weights_only=False" not in str(caught.value)
+
+
+def test_a_dtype_that_is_not_exported_is_named_whatever_the_format(tmp_path: Path) -> None:
+    torch.save({"wave": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="wave is of dtype torch.complex128, which worldsize does not export"):
+        write_torch(open_weights(tmp_path / "model.pt"), tmp_path / "out.pt", nothing)
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from worldsize.checkpoints.validation import check_count
+from worldsize.checkpoints.validation import MOST_DIMENSIONS, check_count
 from worldsize.errors import CheckpointError
 from worldsize.files import open_regular
 from worldsize.strict_json import parse
@@ -35,6 +35,7 @@ CODES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
+_UNREAD = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # of the format
 _LARGEST_HEADER = 100_000_000  # bytes, as of the library's own reader
 _ALIGNMENT = 8  # bytes: where the tensors begin
 
@@ -72,7 +73,7 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     offset = 0
     for entry in entries:
         if entry.dtype not in CODES:
-            raise CheckpointError(f"{entry.name} is of dtype {entry.dtype}, which a safetensors file cannot hold.")
+            raise CheckpointError(f"{entry.name} is of dtype {entry.dtype}, which worldsize does not export.")
         place = [offset, offset := offset + entry.nbytes]
         described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
@@ -95,6 +96,15 @@ def read_entries(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path} is no safetensors file, or damaged ({error}).") from None
 
 
+def _shape(sizes: Sequence[Any], name: str) -> tuple[int, ...]:
+    """Return the sizes of a tensor, if torch could have so many elements in so many dimensions."""
+    if len(sizes) > MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(sizes)} dimensions, which is more than {MOST_DIMENSIONS}")
+    shape = tuple(check_count(each, f"a size of {name}") for each in sizes)
+    check_count(math.prod(shape), f"the number of elements of {name}")
+    return shape
+
+
 def _entries(path: Path) -> dict[str, Entry]:
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -105,7 +115,12 @@ def _entries(path: Path) -> dict[str, Entry]:
     described.pop("__metadata__", None)
     entries, end = {}, 8 + length
     for name, facts in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
-        shape = tuple(check_count(each, f"a size of {name}") for each in facts["shape"])
+        if facts["dtype"] in _UNREAD:
+            raise CheckpointError(
+                f"{path}: {name} is of dtype {facts['dtype']}, which worldsize does not read. Write the file with "
+                "another dtype, or without that tensor."
+            )
+        shape = _shape(facts["shape"], name)
         entry = Entry(name, _DTYPES[facts["dtype"]], shape, end)
         begin, after = (check_count(each, f"an offset of {name}") for each in facts["data_offsets"])
         if (begin + 8 + length, after - begin) != (end, entry.nbytes):

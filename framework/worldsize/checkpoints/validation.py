@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]  # (begin, end) in each dimension
 _SHARD = re.compile(r"rank_\d{5,}\.bin", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 63  # bytes of a tensor, elements of a dimension: what torch cannot count
-_MOST_DIMENSIONS = 64  # of a tensor, as in torch
+MOST_DIMENSIONS = 64  # of a tensor, as in torch
 _MOST_SPLIT = 8  # dimensions along which one tensor is split; meshes have three or four
 
 
@@ -83,7 +83,7 @@ def _is_pair(value: Any) -> bool:
 def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
     """Check that every chunk lies in a listed file and in the tensor, and that together they cover it exactly."""
     itemsize, shape = itemsizes[tensor["dtype"]], _numbers(tensor["shape"], f"shape of {name}")
-    if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
+    if len(shape) > MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
         raise ValueError(f"the shape of {name} is larger than a tensor can be")
     boxes = []
     for chunk in tensor["chunks"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -147,9 +146,13 @@ class TorchWeights(Weights):
         is_zip = zipfile.is_zipfile(file)  # the format since torch 1.6, which can be mapped into memory
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            told = str(error).partition("\n")[0]
-            raise CheckpointError(f"{file} is nothing that torch.load reads with weights_only=True ({told}).") from None
+        except OSError:
+            raise
+        except Exception as error:  # any: what torch raises of damaged bytes is anything
+            raise CheckpointError(
+                f"{file} is damaged, or holds more than tensors: torch.load with weights_only=True does not read it. "
+                "Take it from a copy, or save it with torch.save(model.state_dict(), FILE)."
+            ) from error
         if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
             raise CheckpointError(
                 f"{file} is no state_dict: names with a tensor each. Save it with torch.save(model.state_dict(), FILE)."
@@ -246,18 +249,30 @@ def open_weights(path: Path) -> Weights:
             return CheckpointWeights(read(path))
         return SafetensorsWeights(_safetensors_in(path))
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}.") from None
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
     """List the files that an index names, or all safetensors files where there is none."""
     if is_file(folder / INDEX):
-        index = parse(read_regular(folder / INDEX, at_most=_LARGEST_INDEX), at_most=_LARGEST_INDEX, deepest=8)
-        names = sorted(set(index["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{folder / INDEX} names files outside of its folder.")
-        return [folder / name for name in names]
+        return [folder / name for name in _names_in(folder / INDEX)]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} has no run, no checkpoint and no *.safetensors file.")
     return files
+
+
+def _names_in(index: Path) -> list[str]:
+    """Return the names of the files that an index names."""
+    text = read_regular(index, at_most=_LARGEST_INDEX)
+    try:
+        described = parse(text, at_most=_LARGEST_INDEX, deepest=8)
+    except ValueError as error:
+        raise CheckpointError(f"{index} is no JSON ({error}). Take it from a copy.") from None
+    places = described.get("weight_map") if isinstance(described, dict) else None
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(f"{index} has no weight_map, with a file by each tensor's name. Take it from a copy.")
+    names = sorted(set(places.values()))
+    if any(Path(name).name != name or name in ("", "..") for name in names):
+        raise CheckpointError(f"{index} names files outside of its folder.")
+    return names
