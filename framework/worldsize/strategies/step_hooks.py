@@ -5,7 +5,6 @@ torch shows them in no public way; the names that are read here are those of tor
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,12 +24,14 @@ def move_step_hooks(source: Optimizer, target: Optimizer) -> None:
 @contextmanager
 def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Run no hook of ``optimizer`` within the context: of a new one torch takes a step to find out its state."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    before, after = dict(optimizer._optimizer_step_pre_hooks), dict(optimizer._optimizer_step_post_hooks)
+    optimizer._optimizer_step_pre_hooks.clear()
+    optimizer._optimizer_step_post_hooks.clear()
     try:
         yield
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+        optimizer._optimizer_step_pre_hooks.update(before)
+        optimizer._optimizer_step_post_hooks.update(after)
 
 
 def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:
