@@ -47,6 +47,16 @@ class LossRecord:
         """Return the record with metrics of which nothing counts."""
         return LossRecord(self.loss, {name: torch.zeros_like(pair) for name, pair in self.metrics.items()})
 
+    def with_counts_of(self, records: Sequence[LossRecord]) -> LossRecord:
+        """Return the record with the metrics of ``records`` added up in the place of its own; of none, nothing counts.
+
+        Raises:
+            ConfigError: the records name different metrics.
+        """
+        if not records:
+            return self.without_counts()
+        return LossRecord(self.loss, {name: pairs_n2.sum(0) for name, pairs_n2 in step_metrics(records).items()})
+
 
 def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
     """Split what ``Recipe.loss`` returned into the scalar whose gradient is taken, and the record of the rest.

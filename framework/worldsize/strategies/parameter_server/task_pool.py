@@ -70,8 +70,8 @@ class TaskPool:
     def __init__(self, staleness: StalenessScheduler) -> None:
         self.staleness = staleness
         self.evaluation = EvaluationTasks(0)
-        self._records: dict[tuple[int, int], LossRecord] = {}  # by step and logical rank
-        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)
+        self._records: dict[tuple[int, int], LossRecord] = {}  # not handed over yet, by step and logical rank
+        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)  # their metrics count nothing
 
     def join(self, name: str, now: float) -> int:
         """Admit a worker, or have it come back with empty hands; gives its clock."""
@@ -99,16 +99,22 @@ class TaskPool:
             if self.staleness.finish(name, Unit(step, tuple(ranks))):
                 records = [LossRecord.from_message(message) for message in facts["records"]]
                 self._records.update({(step, rank): record for rank, record in zip(ranks, records, strict=True)})
-                self._recent.extend(records)
+                self._recent.extend(record.without_counts() for record in records)
         if "part" in facts:
             self.evaluation.take(name, facts)
 
     def pop_records(self, step: int) -> list[LossRecord]:
-        """Hand over the records of ``step`` by logical rank; if steps overlap and one is missing, the last losses."""
-        records = [self._records.pop((step, rank), None) for rank in range(self.staleness.logical_ranks)]
-        if None not in records:
-            return [record for record in records if record is not None]
-        return [record.without_counts() for record in self._recent]  # their metrics have counted in their own step
+        """Hand over a record for each logical rank; over the steps of a run, each metric that was sent counts once.
+
+        They are the records of ``step``, with the metrics of earlier steps' that came too late for these. If steps
+        overlap and one of ``step`` is missing, they are the last losses, with the metrics of all that has arrived.
+        """
+        ranks = range(self.staleness.logical_ranks)
+        is_whole = all((step, rank) in self._records for rank in ranks)
+        due = {key: self._records.pop(key) for key in sorted(self._records) if key[0] <= step or not is_whole}
+        losses = [due[step, rank] for rank in ranks] if is_whole else self._recent
+        counted = ([record for (_, rank), record in due.items() if rank == own] for own in ranks)
+        return [record.with_counts_of(records) for record, records in zip(losses, counted, strict=True)]
 
     def expired(self, now: float) -> list[str]:
         """List the workers whose lease has run out while they had a task in hand."""
