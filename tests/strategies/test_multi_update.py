@@ -390,3 +390,36 @@ def test_fp16_has_one_loss_scale_for_all_optimizers() -> None:
         replica.step(batches_of(2))
         assert replica.state()["scaler"]["scale"] == scale
         assert len(differing(replica.state()["model"], before)) == changed
+
+
+class WithoutRate(Optimizer):
+    """Takes a fixed share off each parameter, and has no learning rate."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+
+
+@dataclass(frozen=True)
+class OneRate(Two):
+    """One of the optimizers has a learning rate, and the other, ``bare``, has none."""
+
+    bare: str = "a"
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        parameters = {name: list(module.parameters()) for name, module in model.named_children()}
+        return {name: WithoutRate(own) if name == self.bare else SGD(own, lr=0.5) for name, own in parameters.items()}
+
+
+def test_an_optimizer_without_a_learning_rate_shows_none() -> None:
+    first = replica_of(OneRate(bare="a")).step(batches_of(2))
+    assert first.lr is None
+    assert first.metrics["lr/b"].tolist() == [[0.5, 1]] * 2
+    second = replica_of(OneRate(bare="b")).step(batches_of(2))
+    assert second.lr == 0.5
+    assert second.metrics.keys() == {"loss/a", "loss/b"}

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from worldsize.collectives.broadcast import make_equal
 from worldsize.collectives.ordered import Tree
@@ -65,7 +66,7 @@ class MultiUpdateReplica(ModelReplica):
         self._share: Tensor | None = None  # of a sum in float16, agreed on in each update
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        rates = {name: float(part.optimizer.param_groups[0]["lr"]) for name, part in self._parts.items()}
+        rates = {name: _rate(part.optimizer) for name, part in self._parts.items()}
         passes = [self._begun(batch, is_alone=len(micro_batches) == 1) for batch in micro_batches]
         results: list[_UpdateResult] = []
         while (result := self._update(passes, micro_batches)) is not None:
@@ -185,7 +186,12 @@ def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.stack(own).sum() for own in zip(*losses, strict=True)]
 
 
-def _metrics(results: Sequence[_UpdateResult], rates: Mapping[str, float]) -> dict[str, Tensor]:
+def _rate(optimizer: Optimizer) -> float | None:
+    rate: float | None = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)
+
+
+def _metrics(results: Sequence[_UpdateResult], rates: Mapping[str, float | None]) -> dict[str, Tensor]:
     """Return what the updates say, and each optimizer's mean loss and its learning rate, but for that of the first.
 
     An optimizer that has not stepped counts nothing: names are those of every step.
@@ -200,7 +206,7 @@ def _metrics(results: Sequence[_UpdateResult], rates: Mapping[str, float]) -> di
         own = [result.losses for result in results if result.name == name]
         total_b = torch.stack(_sums(own)).double() if own else one_b * 0
         metrics[f"loss/{name}"] = torch.stack([total_b, one_b * len(own)], dim=1)
-        if place:
+        if place and rate is not None:
             metrics[f"lr/{name}"] = torch.stack([one_b * rate, one_b], dim=1)
     return metrics
 
