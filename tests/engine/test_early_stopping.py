@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import EarlyStopping as Reference
 
 from tests.conftest import Command, environment
 from tests.engine.test_fit import ALONE, Idle
+from worldsize.config.compose import compose_only
 from worldsize.core import ConfigError, Evaluated, Event, StepDone
+from worldsize.driver.execute import settings_of
 from worldsize.engine.early_stopping import EarlyStopping
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 
@@ -55,6 +57,22 @@ def test_the_reason_names_the_best_value_and_its_step() -> None:
 def test_a_metric_that_an_evaluation_does_not_have_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(ConfigError, match=r"no metric 'los'; did you mean 'loss'\? Known: accuracy, loss\."):
         EarlyStopping("los").reason([(1, {"loss": 1.0, "accuracy": 0.5})])
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ("loss", "loss"),
+        ("test/accuracy", "accuracy"),
+        ("ema/test/loss", "ema/loss"),
+        ("test/top/5", "test/top/5"),
+    ],
+)
+def test_a_metric_may_be_given_with_its_split_as_loggers_show_it(given: str, known: str) -> None:
+    words = ["recipe=digits", "evaluate_every=3", f"early_stopping.metric={given}"]
+    rule = settings_of(compose_only(words)).early_stopping
+    assert rule
+    assert rule.reason([(3, {known: 0.5})]) is None
 
 
 def loop(config: LoopConfig, first: TrainingProgress, *, ends_after: int) -> tuple[list[str], TrainingProgress]:

@@ -34,6 +34,8 @@ from worldsize.core import (
     Role,
     Strategy,
     World,
+    metric_key,
+    split_of,
 )
 from worldsize.data.loader import Order, logical_ranks_of
 from worldsize.engine.averaging import WeightAverage
@@ -187,7 +189,8 @@ def _early_stopping(node: Mapping[str, Any], training: TrainingConfig) -> EarlyS
             f"early_stopping.metric={node['metric']}: the run is evaluated at its end only. "
             "Set evaluate_every to the steps between two evaluations."
         )
-    return EarlyStopping(node["metric"], node["direction"], node["patience"], node["min_delta"])
+    metric = metric_key(*split_of(node["metric"]))
+    return EarlyStopping(metric, node["direction"], node["patience"], node["min_delta"])
 
 
 def _listeners(config: Mapping[str, Any], allowed: Allowed) -> Mapping[str, Callable[..., Listener]]:
