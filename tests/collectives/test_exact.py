@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from fractions import Fraction
 
 import pytest
 import torch
 
-from worldsize.collectives.exact import reduce_metrics
+from worldsize.collectives.exact import exact_sum, reduce_metrics
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -37,3 +38,11 @@ def test_a_rank_without_batches_takes_part() -> None:
         return reduce_metrics(mine, ("value",), world)["value"]
 
     assert run_in_worlds(lonely, 3) == [1.5] * 3
+
+
+def test_a_sum_beyond_floats_is_infinite_and_one_that_only_passes_beyond_them_is_exact() -> None:
+    assert exact_sum([1e308, 1e308]) == math.inf
+    assert exact_sum([-1e308, 1.0, -1e308]) == -math.inf
+    assert exact_sum([1e308, 1e308, -1e308]) == exact_sum([1e308, -1e308, 1e308]) == 1e308
+    assert exact_sum([math.inf, 1e308, 1e308]) == math.inf
+    assert exact_sum([]) == 0

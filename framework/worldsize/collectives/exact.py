@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import torch
@@ -78,9 +79,24 @@ def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tenso
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return the correctly rounded sum, the same in any order; of what is not all finite, what floats add up to."""
+    """Return the correctly rounded sum, the same in any order; of what is not all finite, what floats add up to.
+
+    A sum that is too large for a float is infinite.
+    """
     numbers = list(values)
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers)
+    try:
+        return math.fsum(numbers)
+    except OverflowError:  # on the way; the sum itself may be small enough
+        return _rounded(sum(map(Fraction, numbers), Fraction()))
+
+
+def _rounded(number: Fraction) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def quotient(total: float, count: float) -> float:

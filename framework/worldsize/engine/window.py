@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import gather
+from worldsize.collectives.exact import exact_sum, gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, means
@@ -149,5 +149,5 @@ class LoggedStep:
 
 def _logged_loss(losses_sl: Tensor) -> float:
     """Return the first mean loss of the window that is NaN or infinite; if there is none, that of the last step."""
-    means = [math.fsum(row) / len(row) if all(map(math.isfinite, row)) else sum(row) for row in losses_sl.tolist()]
+    means = [exact_sum(row) / len(row) for row in losses_sl.tolist()]
     return next((mean for mean in means if not math.isfinite(mean)), means[-1])
