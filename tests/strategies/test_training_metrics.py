@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from worldsize.core import Cluster, ConfigError, Event, LossOutput, RunContext, StepDone, Strategy, World
+from tests.engine.test_fit import Idle
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    Event,
+    LossOutput,
+    MicroBatch,
+    RunContext,
+    StepDone,
+    StepResult,
+    Strategy,
+    World,
+)
 from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
-from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
-from worldsize.engine.training_metrics import means
+from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
+from worldsize.engine.training_metrics import TrainingMetrics, means
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import differentiable
@@ -140,10 +154,10 @@ def test_names_that_differ_between_micro_batches_steps_or_ranks_are_refused() ->
 
     def body(world: World) -> str:
         with pytest.raises(ConfigError) as caught:
-            trained(DDP(), world, 2, Named(name=lambda batch: f"of {world.rank}"))
+            trained(DDP(), world, 2, Named(name=lambda batch: f"of_{world.rank}"))
         return str(caught.value)
 
-    assert all("ranks 0 and 1: of 0; and of 1." in message for message in run_in_worlds(body, 2))
+    assert all("ranks 0 and 1: of_0; and of_1." in message for message in run_in_worlds(body, 2))
 
 
 @pytest.mark.parametrize(
@@ -152,12 +166,105 @@ def test_names_that_differ_between_micro_batches_steps_or_ranks_are_refused() ->
         ({"loss": (torch.ones(()), 1)}, "a figure of its own. Rename it"),
         ({"accuracy": torch.ones(())}, r"must give its metric 'accuracy' as \(sum, count\)"),
         ({"accuracy": (torch.ones(3), 3)}, r"must give its metric 'accuracy' as \(sum, count\)"),
+        ({"accuracy": (1, 2, 3)}, r"must give its metric 'accuracy' as \(sum, count\)"),
+        ({"accuracy": ("1", 1)}, r"must give its metric 'accuracy' as \(sum, count\), two real scalars\."),
+        ({"accuracy": (None, 1)}, r"two real scalars\."),
+        ({"accuracy": (1j, 1)}, r"two real scalars\."),
+        ({"accuracy": (torch.ones((), dtype=torch.complex64), 1)}, r"two real scalars\."),
+        ({5: (1, 1)}, "names a metric 5. Give it a name of letters"),
+        ({"": (1, 1)}, "names a metric ''. Give it a name of letters"),
+        ({"top 5": (1, 1)}, "names a metric 'top 5'. Give it a name of letters"),
+        ({"a\n": (1, 1)}, "Give it a name of letters"),
     ],
     ids=str,
 )
 def test_metrics_that_cannot_be_logged_are_refused(metrics: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         differentiable(LossOutput(torch.ones(()), metrics))
+
+
+def test_names_and_numbers_of_all_sorts_can_be_logged() -> None:
+    given = {"top-5/a_b.c": (1, True), "é": (torch.ones(1, dtype=torch.int32), torch.tensor(2.0)), "x": (0.5, 2**53)}
+    _, record = differentiable(LossOutput(torch.ones(()), given))  # type: ignore[arg-type]
+    assert {name: pair.tolist() for name, pair in record.metrics.items()} == {
+        "top-5/a_b.c": [1, 1],
+        "é": [1, 2],
+        "x": [0.5, 2**53],
+    }
+
+
+class CopiesFromCPU(TorchDispatchMode):
+    """Note each operation that makes a tensor on another device of one on the CPU: on a GPU it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [each for each in args if isinstance(each, Tensor)]
+        if isinstance(result, Tensor) and result.device.type != "cpu" and any(x.device.type == "cpu" for x in given):
+            self.noted.append(str(func))
+        return result
+
+
+def test_a_number_or_a_scalar_on_the_cpu_is_not_copied_to_the_device_of_the_loss() -> None:
+    """The device is that of no memory, where no value can be looked at either."""
+    on_cpu, requiring = torch.tensor(0.5), torch.tensor(3.0, requires_grad=True)
+    loss = torch.ones((), device="meta")
+    with CopiesFromCPU() as copies:
+        metrics = {"a": (1, 2.5), "b": (on_cpu, torch.tensor([4])), "c": (requiring, loss)}
+        _, record = differentiable(LossOutput((loss, torch.tensor(8)), metrics))  # type: ignore[arg-type]
+    assert copies.noted == []
+    for pair in (record.loss, *record.metrics.values()):
+        assert (pair.device.type, pair.dtype, pair.shape) == ("meta", torch.float64, (2,))
+
+
+def pairs(*numbers: float) -> Tensor:
+    return torch.tensor([numbers], dtype=torch.float64)
+
+
+def test_a_metric_renamed_since_the_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = TrainingMetrics({"old": pairs(5, 1), "kept": pairs(7, 1)})
+    metrics.add({"new": pairs(1, 2), "kept": pairs(3, 4)})
+    assert "other metrics than when the checkpoint was saved: kept, old; and now kept, new." in caplog.text
+    metrics.add({"new": pairs(1, 2), "kept": pairs(3, 4)})
+    names, sums = metrics.take(World.alone(torch.device("cpu")))
+    assert (names, sums.tolist()) == (["kept", "new"], [6, 8, 2, 4])
+    with pytest.raises(ConfigError, match="different metrics in two steps: kept, new; and old"):
+        metrics.add({"old": pairs(1, 1)})
+
+
+def test_metrics_of_the_same_names_go_on_where_the_checkpoint_was_saved(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = TrainingMetrics({"a": pairs(5, 1)})
+    metrics.add({"a": pairs(1, 2)})
+    assert metrics.sums["a"].tolist() == [[6, 3]]
+    assert caplog.text == ""
+
+
+class Tells(Idle):
+    """A replica that computes nothing and tells one metric, of the name that it is given."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        return StepResult([torch.zeros(())], 0.1, metrics={self.name: pairs(1, 1)})
+
+
+def test_ranks_compare_names_before_a_save_that_comes_before_the_first_logged_step() -> None:
+    """Otherwise they would gather rows of unequal widths in that save."""
+    config = LoopConfig(9, batch_size=1, log_every=4, save_every=2)
+
+    def body(world: World) -> str:
+        saved: list[int] = []
+        callbacks = LoopCallbacks(lambda step: {}, lambda event: None, save=lambda done: saved.append(done.step))
+        replica, first = Tells(f"of_{world.rank}"), TrainingProgress(5)
+        with pytest.raises(ConfigError) as caught:
+            fit(replica, repeat([]), world, config=config, callbacks=callbacks, first=first)
+        return f"{saved} {caught.value}"
+
+    assert all(said.startswith("[] ") and "ranks 0 and 1: of_0; and of_1." in said for said in run_in_worlds(body, 2))
 
 
 def test_a_metric_that_nothing_counts_for_is_nan_and_infinities_are_shown() -> None:

@@ -194,6 +194,7 @@ class _Loop:
         self._emit_logged()  # what is logged up to here belongs to the checkpoint
         with self._window.paused():
             window = self._window
+            window.metrics.agree(window.world)  # before their sums are gathered
             self._callbacks.save(TrainingProgress(step, window.skipped, evaluated, metrics=window.metrics.sums))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -13,10 +14,14 @@ from worldsize.collectives.exact import exact_sum, gather, quotient
 from worldsize.core import World
 from worldsize.strategies.loss_record import metrics_differ
 
+_logger = logging.getLogger(__name__)
+
 
 @final
 class TrainingMetrics:
     """Adds up each logical rank's metrics by itself, so that a world of any size has the same sums to add up.
+
+    Sums that were restored are dropped, with a warning, if the first step that is added has other names.
 
     Attributes:
         sums: Those since the last logged step, float64 [local micro-batches, 2] by name; empty after one.
@@ -24,34 +29,52 @@ class TrainingMetrics:
 
     def __init__(self, sums: Mapping[str, Tensor]) -> None:
         self.sums: Mapping[str, Tensor] = sums
-        self._names: list[str] | None = sorted(sums) or None  # None: not known yet
+        self._names: list[str] | None = None  # None: no step of this process has been added
         self._agreed = False  # on the names, among all ranks
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
         """Add what a step gave, float64 [local micro-batches, 2] by name; nothing here waits for the device.
 
         Raises:
-            ConfigError: the names are not those of the steps before.
+            ConfigError: the names are not those of the steps before in this process.
         """
         if self._names is None:
             self._names = sorted(metrics)
+            self._drop_renamed()
         elif sorted(metrics) != self._names:
             raise metrics_differ(self._names, metrics, where="two steps")
         kept = self.sums
         self.sums = {name: kept[name] + pairs_b2 if name in kept else pairs_b2 for name, pairs_b2 in metrics.items()}
 
+    def _drop_renamed(self) -> None:
+        """Begin anew if the restored sums have other names: the recipe has changed since they were saved."""
+        if self.sums and sorted(self.sums) != self._names:
+            _logger.warning(
+                "the recipe's loss names other metrics than when the checkpoint was saved: %s; and now %s. "
+                "Those of the next logged step count from this step on.",
+                ", ".join(sorted(self.sums)),
+                ", ".join(self._names or []) or "none",
+            )
+            self.sums = {}
+
+    def agree(self, world: World) -> None:
+        """Compare the names of all ranks, once: what they exchange from then on has the same length.
+
+        Raises:
+            ConfigError: a rank's names are not those of the first rank.
+        """
+        if not self._agreed:
+            _agree(self._names or [], world)
+            self._agreed = True
+
     def take(self, world: World) -> tuple[Sequence[str], Tensor]:
         """Return the names and the sums, [names × micro-batches × 2], and begin anew.
 
-        The first time, all ranks compare their names: what they exchange from then on has the same length.
-
         Raises:
-            ConfigError: this rank's names are not those of the first rank.
+            ConfigError: a rank's names are not those of the first rank.
         """
+        self.agree(world)
         names = self._names or []
-        if not self._agreed:
-            _agree(names, world)
-            self._agreed = True
         sums = [self.sums[name].flatten() for name in names]
         self.sums = {}
         return names, torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)

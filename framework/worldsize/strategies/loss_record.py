@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, final
 
 import torch
@@ -62,7 +64,7 @@ def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
     """Split what ``Recipe.loss`` returned into the scalar whose gradient is taken, and the record of the rest.
 
     Raises:
-        ConfigError: a metric has the name of another figure, or is no pair of scalars.
+        ConfigError: a metric has a name that cannot be logged or is another figure's, or is no pair of real scalars.
     """
     output = LossOutput.of(loss)
     scalar = output.loss if isinstance(output.loss, Tensor) else output.loss[0]
@@ -72,19 +74,38 @@ def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
     return scalar, LossRecord(_pair(*output.loss, scalar.device), metrics)
 
 
-def _pair(total: Any, count: Any, device: torch.device) -> Tensor:
-    return torch.stack([torch.as_tensor(each, device=device).detach().double() for each in (total, count)])
+def _pair(total: Tensor | float, count: Tensor | float, device: torch.device) -> Tensor:
+    return torch.stack([_double(each, device) for each in (total, count)])
+
+
+def _double(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a scalar in float64 on ``device``; none that is in the memory of the CPU makes it wait for a GPU."""
+    is_here = not isinstance(value, Tensor) or value.device.type == "cpu"
+    if is_here and device.type != "cpu":
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+        return torch.full((), number, dtype=torch.float64, device=device)  # a copy would wait
+    return torch.as_tensor(value, device=device).detach().double()
 
 
 def _metric(name: str, pair: Any, device: torch.device) -> Tensor:
+    if not isinstance(name, str) or not re.fullmatch(r"[\w./-]+", name):
+        raise ConfigError(
+            f"the recipe's loss names a metric {name!r}. Give it a name of letters, digits and the characters _ . / -."
+        )
     if name in STEP_FIGURES:
         raise ConfigError(
             f"the recipe's loss names a metric {name!r}, as each logged step names a figure of its own. Rename it."
         )
-    if not isinstance(pair, tuple) or len(pair) != 2 or any(isinstance(x, Tensor) and x.numel() != 1 for x in pair):
-        raise ConfigError(f"the recipe's loss must give its metric {name!r} as (sum, count), two scalars.")
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_real_scalar, pair)):
+        raise ConfigError(f"the recipe's loss must give its metric {name!r} as (sum, count), two real scalars.")
     total, count = (x.reshape(()) if isinstance(x, Tensor) else x for x in pair)
     return _pair(total, count, device)
+
+
+def _is_real_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
 
 
 def mean_loss(loss: Loss) -> Tensor:
