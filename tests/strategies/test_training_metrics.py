@@ -193,11 +193,11 @@ def test_names_and_numbers_of_all_sorts_can_be_logged() -> None:
     }
 
 
-class CopiesFromCPU(TorchDispatchMode):
+class CopiesFromCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note each operation that makes a tensor on another device of one on the CPU: on a GPU it waits."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
