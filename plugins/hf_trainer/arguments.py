@@ -1,0 +1,175 @@
+"""Compares TrainingArguments with the run: what the run must say too, what worldsize does instead, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, final
+
+from plugins.hf_trainer.building import alone_on_the_cpu
+from worldsize.core import ConfigError
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # those that are torch's own
+
+# used as the Trainer uses them, by the optimizer, the schedule, the loss, the model or the data
+_CARRIED = {
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "label_smoothing_factor"),
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("remove_unused_columns", "label_names", "use_cache"),
+}
+
+# compared with the run's own values in _differences
+_COMPARED = {
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "max_steps"),
+    *("num_train_epochs", "learning_rate", "max_grad_norm", "bf16", "fp16", "seed", "data_seed"),
+    "dataloader_num_workers",
+}
+
+# of no effect on what is learned; worldsize has its own ways of logging, saving, evaluating, loading and placing
+_REPLACED = {
+    *("output_dir", "overwrite_output_dir", "report_to", "run_name", "project", "disable_tqdm", "log_level"),
+    *("log_level_replica", "log_on_each_node", "logging_dir", "logging_strategy", "logging_first_step"),
+    *("logging_steps", "logging_nan_inf_filter", "include_num_input_tokens_seen", "skip_memory_metrics", "debug"),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_tokens_per_second"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps"),
+    *("prediction_loss_only", "do_train", "do_eval", "do_predict", "metric_for_best_model", "greater_is_better"),
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "save_safetensors"),
+    *("enable_jit_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+    *("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision"),
+    *("use_cpu", "no_cuda", "local_rank", "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_static_graph"),
+    *("ddp_find_unused_parameters", "ddp_broadcast_buffers", "torch_empty_cache_steps", "length_column_name"),
+    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("dataloader_multiprocessing_context", "dataloader_in_order", "dataloader_drop_last"),
+    *("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"),
+}
+
+_STRATEGIES = "choose a strategy of worldsize instead: strategy=fsdp, hsdp, zero or mesh"
+# what does not come along, with what to do instead; all others that differ from their defaults are refused too
+_REMEDIES = {
+    "deepspeed": _STRATEGIES,
+    "fsdp": _STRATEGIES,
+    "fsdp_config": _STRATEGIES,
+    "parallelism_config": _STRATEGIES,
+    "torch_compile": "leave it out; worldsize does not compile models",
+    "auto_find_batch_size": "leave it out, and cut the batch finer by logical_ranks",
+    "average_tokens_across_devices": "leave it out; the mean is always over the tokens of all devices",
+    "full_determinism": "leave it out, and set reproducibility=deterministic",
+    "tf32": "leave it out, and set reproducibility=fast",
+    "train_sampling_strategy": "leave it out; the order is a permutation an epoch, and length_balanced=true balances it",
+    "group_by_length": "leave it out; the order is a permutation an epoch, and length_balanced=true balances it",
+    "load_best_model_at_end": "leave it out, and keep the best checkpoints by checkpoint.keep.best",
+    "resume_from_checkpoint": "leave it out, and use worldsize resume",
+    "push_to_hub": "leave it out, and upload what the run has saved",
+    "bf16_full_eval": "leave it out; evaluation computes in the run's precision",
+    "fp16_full_eval": "leave it out; evaluation computes in the run's precision",
+}
+
+
+@final
+@dataclass(frozen=True)
+class RunValues:
+    """The values of the run that TrainingArguments have too.
+
+    Args:
+        batch_size: samples of a step over all logical ranks, which are ``logical_ranks``; None: one a process.
+    """
+
+    steps: int
+    epochs: float | None
+    batch_size: int
+    logical_ranks: int | None
+    evaluate_batch_size: int
+    lr: float
+    clip_norm: float | None
+    precision: str
+    seed: int
+    data_workers: int
+
+
+def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> None:
+    """Raise ConfigError if TrainingArguments ask for something else than the run, or for what does not come along."""
+    if refused := list(_refused(arguments)):
+        raise ConfigError("\n".join(refused))
+    if not run_decides and (words := _differences(arguments, run)):
+        raise ConfigError(
+            f"TrainingArguments ask for {', '.join(f'{name}={value}' for name, (value, _) in words.items())}; the run "
+            f"has {', '.join(f'{name}={_shown(own)}' for name, (_, own) in words.items())}. Set "
+            f"{' '.join(f'{name}={value}' for name, (value, _) in words.items())}, or recipe.run_decides=true."
+        )
+
+
+def _refused(arguments: Any) -> Iterator[str]:
+    """Say of each argument that differs from its default and is not known to be carried or replaced what to do."""
+    defaults = _default_arguments(arguments)
+    known = _CARRIED | _COMPARED | _REPLACED
+    for name in (field.name for field in fields(defaults)):
+        given, usual = getattr(arguments, name, None), getattr(defaults, name)
+        if name in known or given == usual or (not given and not usual):
+            continue
+        remedy = _REMEDIES.get(name, "leave it out")
+        yield f"TrainingArguments({name}={given!r}) does not come along to worldsize: {remedy}."
+    if arguments.optim not in OPTIMIZERS:
+        yield (
+            f"TrainingArguments(optim={str(arguments.optim.value)!r}) does not come along to worldsize: choose one of "
+            f"{', '.join(OPTIMIZERS)}, or give the Trainer optimizer_cls_and_kwargs."
+        )
+    if arguments.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        yield (
+            f"TrainingArguments(lr_scheduler_type={str(arguments.lr_scheduler_type.value)!r}) does not come along to "
+            "worldsize: a rate follows from the step alone; choose linear, cosine or another of transformers' schedules."
+        )
+
+
+def _default_arguments(arguments: Any) -> Any:
+    """Make arguments of transformers' own class with all defaults; a program's own fields are its own affair."""
+    kind = next(kind for kind in type(arguments).__mro__ if kind.__module__.startswith("transformers."))
+    with alone_on_the_cpu():
+        return kind(output_dir=arguments.output_dir)
+
+
+def _differences(arguments: Any, run: RunValues) -> Mapping[str, tuple[Any, Any]]:
+    """Return by key of the run what TrainingArguments ask for and what the run has, where these differ."""
+    wanted: dict[str, Any] = {
+        "lr": arguments.learning_rate,
+        "clip_norm": arguments.max_grad_norm or None,
+        "precision": "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32",
+        "evaluate_batch_size": arguments.per_device_eval_batch_size,
+        "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
+        "data_workers": arguments.dataloader_num_workers,
+        **_length(arguments),
+        **_batch(arguments, run),
+    }
+    return {
+        name: (_shown(value), getattr(run, name)) for name, value in wanted.items() if value != getattr(run, name)
+    }
+
+
+def _length(arguments: Any) -> Mapping[str, Any]:
+    if arguments.max_steps > 0:
+        return {"epochs": None, "steps": arguments.max_steps}
+    return {"epochs": arguments.num_train_epochs}
+
+
+def _batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
+    """Return what the batch must be: that of the Trainer on one device, or a multiple as if it had had more.
+
+    A device's micro-batch is a logical rank's; so what is accumulated needs as many logical ranks.
+    """
+    of_a_device = arguments.per_device_train_batch_size
+    whole = of_a_device * arguments.gradient_accumulation_steps
+    if run.batch_size % whole:
+        return {"batch_size": whole, "logical_ranks": _ranks(whole // of_a_device, run)}
+    return {"logical_ranks": _ranks(run.batch_size // of_a_device, run, run.batch_size // whole)}
+
+
+def _ranks(least: int, run: RunValues, devices: int = 1) -> int | None:
+    """Return the logical ranks of the run, or ``least`` where their micro-batches are larger than a device's."""
+    if run.logical_ranks is None:
+        return None if least == devices else least
+    return max(least, run.logical_ranks)
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else value

@@ -1,0 +1,78 @@
+"""Calls a function that builds a transformers.Trainer, as if this process were alone and had no accelerator."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+from worldsize.core import ConfigError
+
+# accelerate takes a process with one of these for one of several, and would make process groups of its own
+_PLACES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+)
+
+
+def built_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
+    """Return the ``transformers.Trainer`` that ``make`` builds, with its model on the CPU.
+
+    Args:
+        name: how the function is called in the configuration, for messages.
+        seed: seeds Python, numpy and torch before the call, as ``transformers.set_seed`` does; all processes get the
+            same initial weights then.
+
+    Raises:
+        ConfigError: it returns no Trainer, or one that was built before the call, without the seed.
+    """
+    import transformers
+
+    with alone_on_the_cpu(), _generators_kept():
+        transformers.set_seed(seed)
+        trainer = make()
+    if not isinstance(trainer, transformers.Trainer):
+        raise ConfigError(
+            f"recipe.trainer={name} returns a {type(trainer).__name__}. Return the transformers.Trainer, "
+            "without calling its train()."
+        )
+    if any(value is trainer for value in getattr(make, "__globals__", {}).values()):
+        raise ConfigError(
+            f"recipe.trainer={name} returns a Trainer that was built when its module was imported, before anything "
+            "was seeded. Build the model and the Trainer inside the function."
+        )
+    if trainer.state.global_step:
+        raise ConfigError(f"recipe.trainer={name} returns a Trainer that has trained. Leave out trainer.train().")
+    return trainer
+
+
+@contextmanager
+def alone_on_the_cpu() -> Iterator[None]:
+    """Hide from accelerate that this process is one of several, and the accelerator that worldsize places it on."""
+    hidden = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
+    wanted = os.environ.get("ACCELERATE_USE_CPU")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        os.environ.pop("ACCELERATE_USE_CPU")
+        os.environ.update(hidden if wanted is None else {**hidden, "ACCELERATE_USE_CPU": wanted})
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the random numbers of this process as they were."""
+    python, numbers = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)

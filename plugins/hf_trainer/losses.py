@@ -1,0 +1,108 @@
+"""The loss of a micro-batch as transformers.Trainer computes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+_IGNORED = -100  # the label of what does not count, in all of transformers
+
+
+@final
+class TrainerLoss:
+    """The loss that a Trainer takes from its model, its ``compute_loss_func``, its smoothing or its own method."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Look at the Trainer's model, which strategies have not changed yet."""
+        self._trainer = trainer
+        self._function, self._smoother = trainer.compute_loss_func, trainer.label_smoother
+        self._is_own_method = _overrides_compute_loss(trainer)
+        self._takes_count = _takes_count(trainer.model)
+        self._shifts = _shifts_labels(trainer.model)
+        self._smoother_shifts = _is_causal(trainer.model)
+
+    def mean(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
+        """Return the loss of the batch by itself, the number of labels that it is the mean of, and the model's outputs.
+
+        The number is None where the Trainer counts nothing: then the gradient is that of the mean of means.
+        """
+        if self._is_own_method:
+            loss, outputs = self._trainer.compute_loss(model, dict(batch), return_outputs=True)
+            return loss, None, outputs
+        inputs = dict(batch)
+        count = self._count(inputs)
+        least_one = None if count is None else count.clamp(min=1)  # where no label counts, the loss is 0 and not NaN
+        separate = self._function is not None or self._smoother is not None
+        labels = inputs.pop("labels", None) if separate else None
+        if self._takes_count and least_one is not None:
+            inputs["num_items_in_batch"] = least_one
+        outputs = model(**inputs)
+        return self._of(outputs, labels, least_one), count, outputs
+
+    def _of(self, outputs: Any, labels: Any, count: Tensor | None) -> Tensor:
+        loss: Tensor
+        if self._function is not None:
+            loss = self._function(outputs, labels, num_items_in_batch=count)
+        elif labels is not None:
+            loss = self._smoother(outputs, labels, self._smoother_shifts, **self._smoother_count(count))
+        else:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return loss
+
+    def _smoother_count(self, count: Tensor | None) -> dict[str, Tensor]:
+        """Return the argument by which newer versions of transformers tell the smoother what to divide by."""
+        takes = "num_items_in_batch" in inspect.signature(type(self._smoother).__call__).parameters
+        return {"num_items_in_batch": count} if takes and count is not None else {}
+
+    def _count(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Count the labels of which the loss is the mean, where the Trainer does."""
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or not (self._takes_count or self._function is not None):
+            return None
+        if isinstance(given := batch.get("shift_labels"), Tensor):
+            labels = given
+        elif self._shifts:
+            labels = labels[..., 1:]
+        return labels.ne(_IGNORED).sum()
+
+
+def weighed(mean: Tensor, count: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the sum over all labels and their number, so that a step's loss is the mean over those of all ranks."""
+    return mean if count is None else (mean * count.clamp(min=1), count)
+
+
+def _overrides_compute_loss(trainer: Any) -> bool:
+    return not type(trainer).compute_loss.__module__.startswith("transformers.")
+
+
+def _takes_count(model: Any) -> bool:
+    """Tell whether the Trainer hands the number of labels to the model."""
+    if hasattr(model, "accepts_loss_kwargs"):
+        return bool(model.accepts_loss_kwargs)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Tell whether the first label of each sequence predicts nothing: the model shifts them for its loss."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    is_pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_pair
+
+
+def _is_causal(model: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def rows_of(batch: Any) -> Tensor:
+    """Return the number of samples in a batch, a scalar."""
+    from transformers.trainer_pt_utils import find_batch_size
+
+    return torch.tensor(find_batch_size(batch) or 1)

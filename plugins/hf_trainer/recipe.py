@@ -1,0 +1,143 @@
+"""Train what a transformers.Trainer would train: its model, data, loss, optimizer and schedule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from plugins.hf_trainer.arguments import RunValues, check_arguments
+from plugins.hf_trainer.building import built_trainer
+from plugins.hf_trainer.losses import TrainerLoss, rows_of, weighed
+from plugins.hf_trainer.program import check_trainer
+from worldsize.core import Recipe
+from worldsize.errors import missing_extra
+
+
+@final
+@dataclass(frozen=True)
+class HFTrainer(Recipe):
+    """Train what a program hands to its ``transformers.Trainer``, which is built and never trained.
+
+    Args:
+        trainer: name of the function, as the configuration gives it.
+        make_trainer: the function. It is called once in each process, on the CPU, after everything is seeded.
+        run: the values of the run that TrainingArguments have too.
+        run_decides: where TrainingArguments differ from the run, its values hold; otherwise the run is refused.
+
+    Raises:
+        ConfigError: transformers is not installed, or the Trainer has something that does not come along.
+    """
+
+    trainer: str
+    make_trainer: Callable[..., Any]
+    run: RunValues
+    run_decides: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            import accelerate
+            import transformers
+        except ImportError:
+            raise missing_extra("recipe=hf_trainer", package="transformers[torch]", extra="recipes") from None
+        del accelerate, transformers
+        check_trainer(self._built)
+        check_arguments(self._built.args, self.run, run_decides=self.run_decides)
+
+    @cached_property
+    def _built(self) -> Any:
+        return built_trainer(self.make_trainer, name=self.trainer, seed=self.run.seed)
+
+    @cached_property
+    def _loss(self) -> TrainerLoss:
+        return TrainerLoss(self._built)
+
+    def model(self) -> nn.Module:
+        """Return a copy of the Trainer's model, which stays as it was built."""
+        model: nn.Module = copy.deepcopy(self._built.model)
+        arguments = self._built.args
+        if arguments.gradient_checkpointing:
+            model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)  # type: ignore[operator]
+        return model.train()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Make the Trainer's optimizer: weights decay, biases and parameters of norms do not."""
+        trainer = self._built
+        decaying = set(trainer.get_decay_parameter_names(model))
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [each for name, each in named if name in decaying], "weight_decay": trainer.args.weight_decay},
+            {"params": [each for name, each in named if name not in decaying], "weight_decay": 0.0},
+        ]
+        given = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+        kind, options = given
+        optimizer: Optimizer = kind([group for group in groups if group["params"]], **{**options, "lr": self.run.lr})
+        return optimizer
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler:
+        """Make the Trainer's schedule, over the steps of the run."""
+        from transformers import get_scheduler
+
+        arguments, steps = self._built.args, self.run.steps
+        schedule: LRScheduler = get_scheduler(
+            arguments.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=arguments.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+        )
+        return schedule
+
+    def data(self, split: str) -> Any:
+        """Return the Trainer's data without the columns that its model does not take.
+
+        Without an ``eval_dataset``, the split "test" is the first batch of the training data.
+        """
+        import datasets
+
+        trainer = self._built
+        chosen = trainer.train_dataset if split == "train" else trainer.eval_dataset
+        if chosen is None:
+            chosen = _first(trainer.train_dataset, self.run.evaluate_batch_size)
+        return trainer._remove_unused_columns(chosen) if isinstance(chosen, datasets.Dataset) else chosen
+
+    def collate(self, samples: list[Any]) -> Mapping[str, Any]:
+        """Make a batch by the Trainer's collator, without what the model does not take."""
+        trainer = self._built
+        return dict(trainer._get_collator_with_removed_columns(trainer.data_collator)(samples))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the Trainer's loss; where it counts labels, their sum and number, over which a step takes the mean."""
+        mean, count, _ = self._loss.mean(model, batch)
+        return weighed(mean, count)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return the Trainer's ``eval_loss``: each batch's own mean, weighed by its samples."""
+        mean, _, _ = self._loss.mean(model, batch)
+        rows = rows_of(batch)
+        return {self._metric: (mean.double() * rows.to(mean.device), rows)}
+
+    @property
+    def _metric(self) -> str:
+        return "loss" if self._built.eval_dataset is not None else "loss_of_first_training_samples"
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the layers that transformers itself keeps on one device."""
+        names = getattr(model, "_no_split_modules", None) or ()
+        return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _first(dataset: Any, count: int) -> Any:
+    """Return the first samples of a data set or of a stream."""
+    if not hasattr(dataset, "__getitem__"):
+        return dataset.take(count) if hasattr(dataset, "take") else dataset
+    if hasattr(dataset, "select"):
+        return dataset.select(range(min(count, len(dataset))))
+    return torch.utils.data.Subset(dataset, range(min(count, len(dataset))))
