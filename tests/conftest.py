@@ -106,6 +106,7 @@ HEAVY = (
     "docs/test_commands.py",
     "faults/test_recovery.py",
     "plugins/test_contract.py",
+    "plugins/test_hf_trainer_runs.py",
     "plugins/test_runs.py",
     "recipes",
     "strategies/parameter_server/test_runs.py",

@@ -57,8 +57,8 @@ _REMEDIES = {
     "average_tokens_across_devices": "leave it out; the mean is always over the tokens of all devices",
     "full_determinism": "leave it out, and set reproducibility=deterministic",
     "tf32": "leave it out, and set reproducibility=fast",
-    "train_sampling_strategy": "leave it out; the order is a permutation an epoch, and length_balanced=true balances it",
-    "group_by_length": "leave it out; the order is a permutation an epoch, and length_balanced=true balances it",
+    "train_sampling_strategy": "leave it out; each epoch has its permutation, which length_balanced=true balances",
+    "group_by_length": "leave it out; each epoch has its permutation, which length_balanced=true balances",
     "load_best_model_at_end": "leave it out, and keep the best checkpoints by checkpoint.keep.best",
     "resume_from_checkpoint": "leave it out, and use worldsize resume",
     "push_to_hub": "leave it out, and upload what the run has saved",
@@ -118,7 +118,7 @@ def _refused(arguments: Any) -> Iterator[str]:
     if arguments.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         yield (
             f"TrainingArguments(lr_scheduler_type={str(arguments.lr_scheduler_type.value)!r}) does not come along to "
-            "worldsize: a rate follows from the step alone; choose linear, cosine or another of transformers' schedules."
+            "worldsize: a rate follows from the step alone; choose linear, cosine or another schedule of that kind."
         )
 
 
@@ -141,9 +141,7 @@ def _differences(arguments: Any, run: RunValues) -> Mapping[str, tuple[Any, Any]
         **_length(arguments),
         **_batch(arguments, run),
     }
-    return {
-        name: (_shown(value), getattr(run, name)) for name, value in wanted.items() if value != getattr(run, name)
-    }
+    return {name: (_shown(value), getattr(run, name)) for name, value in wanted.items() if value != getattr(run, name)}
 
 
 def _length(arguments: Any) -> Mapping[str, Any]:

@@ -100,13 +100,11 @@ class HFTrainer(Recipe):
 
         Without an ``eval_dataset``, the split "test" is the first batch of the training data.
         """
-        import datasets
-
         trainer = self._built
         chosen = trainer.train_dataset if split == "train" else trainer.eval_dataset
         if chosen is None:
             chosen = _first(trainer.train_dataset, self.run.evaluate_batch_size)
-        return trainer._remove_unused_columns(chosen) if isinstance(chosen, datasets.Dataset) else chosen
+        return trainer._remove_unused_columns(chosen) if _is_table(chosen) else chosen
 
     def collate(self, samples: list[Any]) -> Mapping[str, Any]:
         """Make a batch by the Trainer's collator, without what the model does not take."""
@@ -132,6 +130,17 @@ class HFTrainer(Recipe):
         """Return the layers that transformers itself keeps on one device."""
         names = getattr(model, "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _is_table(dataset: Any) -> bool:
+    """Tell whether a data set is a ``datasets.Dataset``; that package need not be installed."""
+    from transformers.utils import is_datasets_available
+
+    if not is_datasets_available():
+        return False
+    from datasets import Dataset
+
+    return isinstance(dataset, Dataset)
 
 
 def _first(dataset: Any, count: int) -> Any:
