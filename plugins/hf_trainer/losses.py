@@ -92,7 +92,7 @@ def _shifts_labels(model: Any) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     is_pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_pair
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss and not is_pair
 
 
 def _is_causal(model: Any) -> bool:
@@ -105,4 +105,4 @@ def rows_of(batch: Any) -> Tensor:
     """Return the number of samples in a batch, a scalar."""
     from transformers.trainer_pt_utils import find_batch_size
 
-    return torch.tensor(find_batch_size(batch) or 1)
+    return torch.tensor(find_batch_size(batch) or 1)  # type: ignore[no-untyped-call]

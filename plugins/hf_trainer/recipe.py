@@ -20,6 +20,8 @@ from plugins.hf_trainer.program import check_trainer
 from worldsize.core import Recipe
 from worldsize.errors import missing_extra
 
+_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
+
 
 @final
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ class HFTrainer(Recipe):
         """Return a copy of the Trainer's model, which stays as it was built."""
         model: nn.Module = copy.deepcopy(self._built.model)
         arguments = self._built.args
-        if arguments.gradient_checkpointing:
-            model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)  # type: ignore[operator]
+        if arguments.gradient_checkpointing:  # an alias in newer versions of transformers
+            name = next(name for name in _CHECKPOINTING if hasattr(model, name))
+            getattr(model, name)(arguments.gradient_checkpointing_kwargs)
         return model.train()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -134,7 +137,7 @@ class HFTrainer(Recipe):
 
 def _is_table(dataset: Any) -> bool:
     """Tell whether a data set is a ``datasets.Dataset``; that package need not be installed."""
-    from transformers.utils import is_datasets_available
+    from transformers.utils.import_utils import is_datasets_available
 
     if not is_datasets_available():
         return False

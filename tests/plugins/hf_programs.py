@@ -61,30 +61,30 @@ def arguments(kind: Any = transformers.TrainingArguments, **changes: Any) -> Any
 
 
 def classifier(dropout: float = 0.0) -> Any:
-    config = transformers.BertConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        num_labels=3,
-    )
-    return transformers.BertForSequenceClassification(config)
+    size: dict[str, Any] = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 16,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "num_labels": 3,
+    }
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**size))
 
 
 def causal() -> Any:
-    size = {"vocab_size": _VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **off, bos_token_id=0, eos_token_id=0))
+    size: dict[str, Any] = {"vocab_size": _VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    other = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**size, **other}))
 
 
 def pair() -> Any:
-    size = {"vocab_size": _VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    config = transformers.T5Config(**size, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
-    return transformers.T5ForConditionalGeneration(config)
+    size: dict[str, Any] = {"vocab_size": _VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2}
+    other = {"num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**size, **other}))
 
 
 def make_classifier(*, kind: Any = transformers.Trainer, dropout: float = 0.0, **changes: Any) -> Any:

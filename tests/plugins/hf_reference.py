@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from torch import nn
@@ -63,7 +63,7 @@ class Given:
 def trained_by_transformers(make: Make, micro_batches: int = 1) -> Any:
     """Return a reference for same_losses: ``Trainer.train()`` itself, on the batches that it is handed."""
 
-    def original(model: nn.Module, batches: Iterator[Batch]) -> Iterator[float]:
+    def original(model: nn.Module, batches: Iterator[Batch]) -> Generator[float, None, Any]:
         given = Given(batches, programs.STEPS * micro_batches)
 
         trainer = make()

@@ -50,7 +50,9 @@ def test_the_evaluated_loss_is_that_of_the_trainer() -> None:
 class Weighted(transformers.Trainer):
     """A Trainer with a loss of its own, as programs weigh classes."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         weights = torch.tensor([1.0, 2.0, 3.0])
@@ -191,5 +193,11 @@ def test_a_run_may_decide_where_arguments_differ() -> None:
 
 
 def test_arguments_that_only_log_and_save_are_of_no_matter() -> None:
-    changes = {"save_steps": 7, "eval_strategy": "steps", "eval_steps": 5, "output_dir": "elsewhere", "run_name": "n"}
+    changes: dict[str, Any] = {
+        "save_steps": 7,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "output_dir": "elsewhere",
+        "run_name": "n",
+    }
     assert isinstance(recipe(partial(programs.make_classifier, **changes)).data("train"), datasets.Dataset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_a_model_that_ignores_the_number_of_labels_has_the_gradient_of_the_whole
     """The Trainer adds up the means of the parts there: a gradient that is as many times too large."""
     own = recipe(partial(programs.make_pair, **ACCUMULATED), run=values(logical_ranks=4))
 
-    def original(model: Any, batches: Iterator[Any]) -> Iterator[Tensor]:
+    def original(model: Any, batches: Iterator[Any]) -> Generator[Tensor, None, Any]:
         optimizer = own.optimizer(model)
         schedule = own.schedule(optimizer)
         for _ in range(programs.STEPS):
