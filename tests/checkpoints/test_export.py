@@ -139,6 +139,19 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, fails: BaseExce
         assert list(tmp_path.iterdir()) == []
 
 
+def test_the_output_is_blamed_for_what_cannot_be_written_there_only(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, published(tmp_path / "out"):
+        (tmp_path / "tokenizer.json").read_text()
+    assert caught.value.filename == str(tmp_path / "tokenizer.json")
+    with pytest.raises(OSError, match="no tokenizer"), published(tmp_path / "out"):
+        raise OSError("no tokenizer")  # as transformers does
+    (tmp_path / "file").touch()
+    for fails in (tmp_path / "file" / "out", tmp_path / "other"):
+        with pytest.raises(WorldsizeError, match="cannot be written"), published(fails) as draft:
+            (draft / "absent" / "model").write_text("")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
     with pytest.raises(WorldsizeError, match="exists"), published(tmp_path / "out"):

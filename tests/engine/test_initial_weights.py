@@ -13,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Train
+from worldsize.app.recorded_run import check_typed
+from worldsize.checkpoints.weights import open_weights
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy, World
+from worldsize.driver.record import check_initial
 from worldsize.engine.averaging import AveragedReplica, WeightAverage
 from worldsize.engine.initial_weights import InitialWeights
+from worldsize.reproducibility.data import fingerprint
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
@@ -113,6 +117,23 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, caplog: pyt
         InitialWeights(tmp_path / "model.pt", strict=False).check(Chain(), makes_rows=False)
     assert "0.bias keeps its random weights" in caplog.text
     assert "0.biases is in" in caplog.text
+
+
+def test_a_run_that_has_begun_takes_no_other_weights() -> None:
+    for word in ("init_from=other", "+init_from=other", "~init_from"):
+        with pytest.raises(ConfigError, match="keeps the weights that it began from"):
+            check_typed(["lr=0.1", word])
+    check_typed(["lr=0.1", "steps=3"])
+
+
+def test_weights_that_were_changed_since_the_launch_are_refused(tmp_path: Path) -> None:
+    weights_in(tmp_path)
+    initial = InitialWeights(tmp_path, strict=True)
+    recorded = fingerprint(open_weights(tmp_path).files())
+    check_initial(initial, recorded)
+    safetensors.torch.save_file({"other": torch.ones(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(ConfigError, match=r"are not those in .* now: their digests differ"):
+        check_initial(initial, recorded)
 
 
 class _Sparse(Chain):

@@ -21,6 +21,7 @@ from worldsize.driver.trust import (
     take_code,
     target_names,
 )
+from worldsize.errors import ConfigError
 from worldsize.records.run_record import RunRecord, RunView
 from worldsize.reproducibility.plugins import check_kept
 
@@ -37,8 +38,10 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
         The run's options: the recorded ones that no typed one replaces, then those.
 
     Raises:
-        WorldsizeError: its record holds what worldsize has not written, or it is another user's and was not agreed to.
+        WorldsizeError: its record holds what worldsize has not written, or it is another user's and was not agreed to;
+            or an option was typed that only a new run takes.
     """
+    check_typed(overrides)
     run, manifest, own = record.directory, record.manifest, record.is_own
     recorded = recorded_overrides(manifest, own=own)
     check_recorded_targets(manifest, overrides, own=own)
@@ -52,6 +55,15 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
     if has_plugins:
         os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # it goes on with the code that it began with
     return [*_kept(recorded, overrides), *overrides]
+
+
+def check_typed(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if an option was typed that only a new run takes."""
+    if typed := [word for word in overrides if key_of(word) == "init_from"]:
+        raise ConfigError(
+            f"{typed[0]}: a run that has begun keeps the weights that it began from. Leave it out, or begin a new run "
+            "with it; nothing was started."
+        )
 
 
 def placed(record: RunRecord | RunView) -> list[str]:

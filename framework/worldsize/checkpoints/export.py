@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from worldsize.checkpoints.safetensors import Entry, header
 from worldsize.checkpoints.weights import INDEX, SafetensorsWeights, Weights
 from worldsize.errors import WorldsizeError
 
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 _PIECE = 8 << 20  # bytes that are written at once
 Written = Callable[[int], None]  # is told how many bytes have been written since it was last called
 
@@ -69,13 +71,23 @@ def published(output: Path) -> Iterator[Path]:
         draft.rename(output)
         sync_folder(output.parent)
     except OSError as error:
+        if not _is_of_writing(error, draft):
+            raise  # of something that is read, such as a tokenizer
         raise WorldsizeError(
             f"{output} cannot be written: {error.strerror or error}. Make room, or name another place with output=PATH."
         ) from error
     finally:
         if draft.is_dir():
             shutil.rmtree(draft, ignore_errors=True)
-        draft.unlink(missing_ok=True)
+        elif draft.is_file():  # False also where the output would be below a file
+            draft.unlink()
+
+
+def _is_of_writing(error: OSError, draft: Path) -> bool:
+    """Whether an error says that ``draft`` cannot be written; one of ``write`` itself names no file."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return error.errno in _STORAGE_ERRORS
+    return str(error.filename).startswith(str(draft)) or draft.parent.is_relative_to(error.filename)
 
 
 def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, written: Written) -> None:

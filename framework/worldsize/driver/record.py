@@ -14,12 +14,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from worldsize.checkpoints.format import complete
 from worldsize.checkpoints.weights import open_weights
 from worldsize.config.catalogue import Plugin, used
 from worldsize.config.compose import choices, task_overrides
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Plan
+from worldsize.engine.initial_weights import InitialWeights
 from worldsize.records.redaction import Scrubber, withheld
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, create_record, view
@@ -133,6 +135,23 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
         )
     if "data" not in ignore:
         check_data(manifest["data"], fingerprint(settings.recipe.files()))
+    if settings.initial and not complete(record.directory.checkpoints):  # else it goes on from its newest checkpoint
+        check_initial(settings.initial, manifest.get("init_from"))
+
+
+def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -> None:
+    """Raise WorldsizeError unless the weights that a run begins from are whole, and those of its record."""
+    weights = open_weights(initial.path)
+    weights.verify()
+    if fingerprint(weights.files()) != recorded:
+        raise ConfigError(_other_weights(initial.path))
+
+
+def _other_weights(path: object) -> str:
+    return (
+        f"the weights that the run began from are not those in {path} now: their digests differ. Bring them back; "
+        "nothing was started."
+    )
 
 
 def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
@@ -180,10 +199,7 @@ def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any
     original = view(settings.run.reproduces).manifest
     check_data(original["data"], manifest["data"])
     if original.get("init_from") != manifest.get("init_from"):
-        raise ConfigError(
-            f"the weights that the run began from are not those in {settings.config['init_from']} now: their digests "
-            "differ. Bring them back; nothing was started."
-        )
+        raise ConfigError(_other_weights(settings.config["init_from"]))
     reasons = downgrades(original, manifest)
     for each in reasons:
         _logger.info("downgrades the reproducibility level to %s: %s", each.level, each.reason)

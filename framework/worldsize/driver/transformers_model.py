@@ -40,7 +40,15 @@ class TransformersModel:
         self.model.config.save_pretrained(folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
-        self.recipe.save_assets(folder)
+        try:
+            self.recipe.save_assets(folder)
+        except OSError as error:
+            if error.filename is not None or error.errno is not None:
+                raise
+            raise WorldsizeError(  # transformers raises one without a file where it finds no tokenizer
+                f"{type(self.recipe).__name__}.save_assets, which adds the tokenizer, failed: {error}. "
+                "Bring the file back that the recipe names, or export with --format safetensors."
+            ) from error
 
 
 def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
