@@ -181,9 +181,21 @@ class ShorterByData(Two):
                 return
 
 
+class Vector(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        yield "a", model["a"](batch[0]).mean(dim=0)  # type: ignore[index]
+
+
+class Detached(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        yield "a", model["a"](batch[0]).mean().detach()  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
+        (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', no scalar. Yield its mean()"),
+        (Detached(), "Detached.updates yielded a loss for 'a' that depends on no trained parameter."),
         (Misspelt(), "Misspelt.updates: no optimizer 'aa'; did you mean 'a'? Known: a, b."),
         (Silent(), "Silent.updates yielded nothing in step 1. Yield an update in every step."),
         (Plain(), "Plain.updates returned None, no generator. Write it with `yield name_of_optimizer, loss`"),
@@ -234,9 +246,16 @@ class Unknown(Two):
         return {"c": StepLR(optimizers["b"], 1)}
 
 
+class Frozen(Two):
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        model["b"].requires_grad_(False)  # type: ignore[index]
+        return super().optimizers(model)
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
+        (Frozen(), "Frozen.optimizers: all parameters of 'b' are frozen. Leave it out"),
         (Shared(), "Shared gives 'a.weight' to two optimizers, 'a' and 'all'; their state is kept by the names"),
         (NoneAtAll(), "NoneAtAll.optimizers returned no optimizer."),
         (OneAlone(), "OneAlone.optimizers returned no mapping of names to optimizers."),
@@ -423,3 +442,35 @@ def test_an_optimizer_without_a_learning_rate_shows_none() -> None:
     second = replica_of(OneRate(bare="b")).step(batches_of(2))
     assert second.lr == 0.5
     assert second.metrics.keys() == {"loss/a", "loss/b"}
+
+
+def test_a_checkpoint_without_a_schedule_that_the_recipe_has_is_refused_in_a_sentence() -> None:
+    replica = replica_of(TwoPlayers())
+    state = {**replica.state(), "schedule": {}}
+    with pytest.raises(ConfigError, match="the checkpoint has no state of the schedule 'critic'"):
+        replica.load(state)
+
+
+def test_what_an_optimizer_draws_leaves_the_random_numbers_of_the_next_update_alone() -> None:
+    """Also with one micro-batch in a process, so that more processes change nothing."""
+    drawn: list[float] = []
+
+    class Noisy(Two):
+        def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+            optimizers = super().optimizers(model)
+            for optimizer in optimizers.values():
+                optimizer.register_step_post_hook(draw)
+            return optimizers
+
+        def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+            for update in super().updates(model, batch, step):
+                drawn.append(float(torch.rand(())))
+                yield update
+
+    def draw(*_: object) -> None:
+        torch.rand(7)
+
+    (batch,) = batches_of(1)
+    replica_of(Noisy()).step([batch])
+    torch.manual_seed(batch.seed)
+    assert drawn == torch.stack([torch.rand(()) for _ in range(2)]).tolist()

@@ -77,6 +77,11 @@ class MultiTrainState:
             kept = state["optimizer"]["state"]
             part.load_optimizer({"state": {each: kept[each] for each in names if each in kept}, "param_groups": own})
             if part.schedule is not None:
+                if name not in state["schedule"]:
+                    raise ConfigError(
+                        f"the checkpoint has no state of the schedule {name!r}{neighbours(name, state['schedule'])} "
+                        "Give the recipe the schedules that it had."
+                    )
                 part.load_schedule(state["schedule"][name])
 
 
@@ -88,7 +93,7 @@ def optimizers_of(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, O
     """Make the recipe's optimizers.
 
     Raises:
-        ConfigError: there is none, or two of them have a parameter in common.
+        ConfigError: there is none, one has nothing to update, or two of them have a parameter in common.
     """
     optimizers: Any = recipe.optimizers(model)
     kind = type(recipe).__name__
@@ -99,6 +104,10 @@ def optimizers_of(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, O
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
+        if not parameters_of(optimizer):
+            raise ConfigError(
+                f"{kind}.optimizers: all parameters of {name!r} are frozen. Leave it out, or let one require gradients."
+            )
         for parameter in parameters_of(optimizer):
             if (owner := owners.setdefault(id(parameter), name)) != name:
                 raise ConfigError(

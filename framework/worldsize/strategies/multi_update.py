@@ -67,7 +67,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         rates = {name: _rate(part.optimizer) for name, part in self._parts.items()}
-        passes = [self._begun(batch, is_alone=len(micro_batches) == 1) for batch in micro_batches]
+        passes = [self._begun(batch) for batch in micro_batches]
         results: list[_UpdateResult] = []
         while (result := self._update(passes, micro_batches)) is not None:
             results.append(result)
@@ -85,10 +85,10 @@ class MultiUpdateReplica(ModelReplica):
             metrics=_metrics(results, rates),
         )
 
-    def _begun(self, batch: MicroBatch, *, is_alone: bool) -> UpdatePass:
+    def _begun(self, batch: MicroBatch) -> UpdatePass:
         kind, device = type(self.recipe).__name__, self.world.device
         begin = partial(self._updates, self.model, batch.data, batch.step)
-        return UpdatePass(kind, begin, batch, names=self._parts, device=device, is_alone=is_alone)
+        return UpdatePass(kind, begin, batch, names=self._parts, device=device)
 
     def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> _UpdateResult | None:
         """Take the next update of the step; return None if none was left."""
@@ -144,6 +144,7 @@ class MultiUpdateReplica(ModelReplica):
     def _backward(self, current: UpdatePass, parameters: Sequence[nn.Parameter], scale: float) -> LossRecord:
         """Add the gradient of the update's loss to ``.grad`` of its parameters; return the record of the loss."""
         loss, record = differentiable(current.take_loss())
+        self._check_loss(loss, current.name)
         if self.scaler.is_enabled() and record.is_weighted:
             if self._share is None:
                 self._share = fp16_share(record.loss[1], self._group)
@@ -154,6 +155,20 @@ class MultiUpdateReplica(ModelReplica):
         else:
             scaled.backward()  # type: ignore[no-untyped-call]
         return record
+
+    def _check_loss(self, loss: Tensor, name: str | None) -> None:
+        if loss.ndim == 0 and loss.requires_grad:
+            return
+        kind = type(self.recipe).__name__
+        if loss.ndim:
+            raise ConfigError(
+                f"{kind}.updates yielded a loss of shape {list(loss.shape)} for {name!r}, no scalar. "
+                "Yield its mean(), or (its sum(), its weight)."
+            )
+        raise ConfigError(
+            f"{kind}.updates yielded a loss for {name!r} that depends on no trained parameter. "
+            "Compute it with the model, outside torch.no_grad() and without detach()."
+        )
 
     def _applied(self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> _UpdateResult:
         """Weigh and clip the gradient, and let the optimizer and its schedule step."""

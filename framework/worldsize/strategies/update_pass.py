@@ -27,7 +27,6 @@ class UpdatePass:
         batch: The micro-batch.
         names: Names of the recipe's optimizers.
         device: Device on which it computes.
-        is_alone: Whether no other micro-batch of this process draws random numbers between two updates.
     """
 
     def __init__(
@@ -38,10 +37,9 @@ class UpdatePass:
         *,
         names: Collection[str],
         device: torch.device,
-        is_alone: bool,
     ) -> None:
         self._kind, self._begin, self._batch = kind, begin, batch
-        self._names, self._device, self._is_alone = names, device, is_alone
+        self._names, self._device = names, device
         self._states: GeneratorStates | None = None  # as the last update left them
         self._updates: Iterator[Update] | None = None
         self.name: str | None = None
@@ -61,8 +59,7 @@ class UpdatePass:
             self._states.restore(self._device)
         updates = self._updates
         found = call(lambda: next(updates, _END))
-        if not self._is_alone:
-            self._states = GeneratorStates.of(self._device)
+        self._states = GeneratorStates.of(self._device)  # others draw, and so may backward passes and optimizers
         self.name, self._loss = (None, None) if found is _END else self._checked(found)
 
     def take_loss(self) -> Loss:
