@@ -90,6 +90,13 @@ class Recipe(ABC):
         :class:`LossOutput` carries metrics of training along with either.
         """
 
+    def loss_at(self, model: nn.Module, batch: Batch, step: int) -> Loss:
+        """Return the loss in step number ``step``, counted from 1: :meth:`loss`, unless it depends on the step.
+
+        Whoever trains calls this one.
+        """
+        return self.loss(model, batch)
+
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         """Return each metric as (sum, count) over the batch, two scalars.

@@ -128,7 +128,7 @@ def _forward(recipe: Recipe, model: nn.Module, batch: MicroBatch) -> object:
     """Compute the losses of a step, without updates between them if there are several."""
     if isinstance(recipe, MultiUpdateRecipe):
         return list(recipe.updates(model, batch.data, batch.step))
-    return recipe.loss(model, batch.data)
+    return recipe.loss_at(model, batch.data, batch.step)
 
 
 def _bytes(tensors: Any) -> float:

@@ -52,7 +52,7 @@ class SynchronousReplica(ModelReplica):
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
-            loss, record = differentiable(self.recipe.loss(self.module, batch.data))
+            loss, record = differentiable(self.recipe.loss_at(self.module, batch.data, batch.step))
         if self.scaler.is_enabled() and record.is_weighted:
             loss = loss * self._fp16_share(record)
         scaled = self.scaler.scale(loss if scale == 1 else loss * scale)

@@ -175,7 +175,7 @@ class Worker:
         device = self._context.world.device
         seed_generators(batch.seed, device)
         with autocast(device, self._context.numerics.precision):
-            output = LossOutput.of(self._recipe.loss(self._model, batch.data))
+            output = LossOutput.of(self._recipe.loss_at(self._model, batch.data, batch.step))
         if not self._options.synchronous:  # a step that is one update divides by the weight of all of it
             output = replace(output, loss=mean_loss(output))
         total, record = differentiable(output)

@@ -1,0 +1,121 @@
+"""Finds the hooks that a LightningModule or LightningDataModule overrides and that worldsize would not call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from worldsize.core import ConfigError
+
+# what the recipe calls
+_CARRIED = {
+    *("training_step", "validation_step", "test_step", "configure_optimizers", "forward", "automatic_optimization"),
+    *("prepare_data", "setup", "configure_model", "train_dataloader", "val_dataloader", "test_dataloader"),
+    *("on_before_batch_transfer", "on_after_batch_transfer"),
+}
+# what training under Lightning does not call either, or what changes nothing that is learned
+_IRRELEVANT = {
+    *("predict_step", "predict_dataloader", "on_predict_start", "on_predict_end", "on_predict_epoch_start"),
+    *("on_predict_epoch_end", "on_predict_batch_start", "on_predict_batch_end", "on_predict_model_eval"),
+    *("load_from_checkpoint", "from_datasets", "to_onnx", "to_torchscript", "to_tensorrt", "freeze", "unfreeze"),
+    *("print", "example_input_array", "strict_loading", "hparams", "hparams_initial", "name", "train", "eval"),
+    *("teardown", "on_exception", "extra_repr"),
+}
+# methods of torch's modules that decide what is saved or trained
+_OF_MODULES = {
+    *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers", "modules"),
+    *("children", "named_children", "named_modules", "zero_grad"),
+}
+# hooks of Lightning 1 that Lightning 2 does not call
+_REMOVED = {
+    *("training_epoch_end", "validation_epoch_end", "test_epoch_end", "training_step_end", "validation_step_end"),
+    *("test_step_end", "tbptt_split_batch", "get_progress_bar_dict", "on_pretrain_routine_start"),
+}
+_STEP = "compute it in training_step"
+_EPOCH = "log values in the step itself with self.log; worldsize takes their mean over all batches"
+_REMEDIES = {
+    "backward": "return the loss from training_step, or set automatic_optimization = False",
+    "optimizer_step": "set automatic_optimization = False, and step in training_step",
+    "optimizer_zero_grad": "leave it out; gradients are those of one step",
+    "on_before_zero_grad": "leave it out; a hook of the optimizer (register_step_post_hook) sees each update",
+    "on_before_optimizer_step": "give the optimizer a hook: register_step_pre_hook",
+    "on_before_backward": _STEP,
+    "on_after_backward": "give the optimizer a hook: register_step_pre_hook",
+    "configure_gradient_clipping": "leave it out, and set clip_norm",
+    "clip_gradients": "leave it out, and set clip_norm",
+    "lr_scheduler_step": "use a schedule of torch.optim.lr_scheduler; its rate follows from the step alone",
+    "on_train_batch_start": _STEP,
+    "on_train_batch_end": _STEP,
+    "on_train_start": "do it in setup or configure_model",
+    "on_fit_start": "do it in setup or configure_model",
+    "on_train_epoch_start": "compute it in training_step from self.current_epoch",
+    "on_train_epoch_end": _EPOCH,
+    "on_validation_epoch_end": _EPOCH,
+    "on_test_epoch_end": _EPOCH,
+    "configure_callbacks": "leave it out; see early_stopping, checkpoint.keep and ema",
+    "on_save_checkpoint": "keep it in a buffer of the module; checkpoints have all of these",
+    "on_load_checkpoint": "keep it in a buffer of the module; checkpoints have all of these",
+    "configure_sharded_model": "use configure_model, and choose strategy=fsdp",
+    "transfer_batch_to_device": "make a batch of tensors in lists, tuples and dicts, which are moved",
+    "log": "call self.log instead of overriding it",
+    "log_dict": "call self.log_dict instead of overriding it",
+    "state_dict": "keep what is saved in parameters and buffers",
+    "load_state_dict": "keep what is saved in parameters and buffers",
+}
+
+
+def check_hooks(module: Any, datamodule: Any) -> None:
+    """Raise ConfigError for each hook that is overridden and would not be called, with what to do instead."""
+    refused = [*_overridden(module, "LightningModule"), *_signatures(module), *_metrics(module)]
+    if datamodule is not None:
+        refused += _overridden(datamodule, "LightningDataModule")
+    if refused:
+        raise ConfigError("\n".join(refused))
+
+
+def base_of(value: object, name: str) -> type | None:
+    """Return Lightning's class ``name`` among the bases of an object, of either of the packages that have it."""
+    kinds = [kind for kind in type(value).__mro__ if kind.__name__ == name and _is_lightning(kind)]
+    return kinds[0] if kinds else None
+
+
+def _is_lightning(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def _overridden(value: Any, base: str) -> Iterator[str]:
+    known = base_of(value, base)
+    assert known is not None, f"checked when it was built: {base}"
+    judged = {name for name in dir(known) if not name.startswith("_")} - set(dir(nn.Module)) | _OF_MODULES | _REMOVED
+    own = [kind for kind in type(value).__mro__ if not _is_lightning(kind) and kind not in known.__mro__]
+    names = {name for kind in own for name in vars(kind)}
+    for name in sorted(names & judged - _CARRIED - _IRRELEVANT):
+        remedy = "leave it out, since Lightning 2 does not call it" if name in _REMOVED else _REMEDIES.get(name)
+        yield f"{type(value).__name__}.{name} would not be called by worldsize: {remedy or 'leave it out'}."
+
+
+def _signatures(module: Any) -> Iterator[str]:
+    """Say which arguments of training_step worldsize does not have."""
+    for name in inspect.signature(module.training_step).parameters:
+        if name in ("dataloader_iter", "optimizer_idx", "hiddens"):
+            yield (
+                f"{type(module).__name__}.training_step takes {name}, which worldsize does not have: "
+                "take batch and batch_idx."
+            )
+
+
+def _metrics(module: nn.Module) -> Iterator[str]:
+    """Say which parts keep sums over batches of their own."""
+    for name, part in module.named_modules():
+        if type(part).__module__.split(".")[0] == "torchmetrics" or _derives_from_metric(part):
+            yield (
+                f"{type(module).__name__}.{name} is a metric of torchmetrics, which adds up batches in one process: "
+                "log the value of each batch instead, as torchmetrics.functional computes it."
+            )
+
+
+def _derives_from_metric(part: object) -> bool:
+    return any(f"{kind.__module__}.{kind.__name__}" == "torchmetrics.metric.Metric" for kind in type(part).__mro__)

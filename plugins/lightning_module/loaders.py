@@ -1,0 +1,141 @@
+"""Reads data sets, their batches and their order off the DataLoaders of a Lightning program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+
+from plugins.lightning_module.positions import RunValues
+from worldsize.core import ConfigError
+from worldsize.data.loader import is_iterable
+
+
+@final
+class CollatedSamples(Dataset[Any]):
+    """A data set whose batches are made by the ``collate_fn`` of its DataLoader."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Return the lengths of samples for ``length_balanced``, if the data set knows them."""
+        lengths: Tensor | None = getattr(self._dataset, "lengths", None)
+        return lengths
+
+    def load_batch(self, indices: Tensor) -> Any:
+        """Load samples as a DataLoader does, and make a batch of them."""
+        places = indices.tolist()
+        if hasattr(self._dataset, "__getitems__"):
+            return self._collate(self._dataset.__getitems__(places))
+        return self._collate([self._dataset[place] for place in places])
+
+
+def single_loader(loaders: Any, name: str) -> DataLoader[Any]:
+    """Return the one DataLoader that ``name``, a method of Lightning's, has returned.
+
+    Raises:
+        ConfigError: it has returned several, or something else.
+    """
+    if isinstance(loaders, list | tuple) and len(loaders) == 1:
+        (loaders,) = loaders
+    if isinstance(loaders, DataLoader) and type(loaders).__iter__ is DataLoader.__iter__:
+        return loaders
+    if isinstance(loaders, list | tuple | dict) or type(loaders).__name__ == "CombinedLoader":
+        raise ConfigError(f"{name} returns several DataLoaders, of which worldsize draws from one. Return one.")
+    raise ConfigError(f"{name} returns a {type(loaders).__name__}. Return a torch.utils.data.DataLoader.")
+
+
+def data_of(loader: DataLoader[Any]) -> Any:
+    """Return the data set of a DataLoader: map-style with its way of making batches, or a stream as it is."""
+    return loader.dataset if is_iterable(loader.dataset) else CollatedSamples(loader.dataset, loader.collate_fn)
+
+
+def first_samples(data: Any, count: int) -> Any:
+    """Return the first samples of training data that :func:`data_of` returned."""
+    if isinstance(data, CollatedSamples):
+        return CollatedSamples(Subset(data, range(min(count, len(data)))), data._collate)
+    raise ConfigError(
+        "there is no validation_step with a val_dataloader, and the training data are a stream. Add them to the module."
+    )
+
+
+def check_loader(loader: DataLoader[Any], name: str) -> None:
+    """Raise ConfigError if the DataLoader decides itself which samples make a batch."""
+    if refused := list(_refused(loader)):
+        raise ConfigError("\n".join(f"{name}: {each}" for each in refused))
+
+
+def _refused(loader: DataLoader[Any]) -> Iterator[str]:
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        what = "batch_size=None" if loader.batch_sampler is None else "a batch_sampler"
+        yield f"the DataLoader has {what}, but worldsize deals samples to ranks itself. Give it a batch_size."
+    elif not is_iterable(loader.dataset) and not _is_plain(loader.sampler):
+        yield (
+            f"the DataLoader's sampler is a {type(loader.sampler).__name__}, but worldsize deals samples to ranks "
+            "itself, by a permutation an epoch. Leave the sampler out, and set shuffle=True."
+        )
+    if loader.worker_init_fn is not None:
+        yield "the DataLoader's worker_init_fn would not be called; worldsize seeds each batch. Leave it out."
+
+
+def _is_plain(sampler: object) -> bool:
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler._num_samples is None
+    return type(sampler) is SequentialSampler
+
+
+def check_values(train: DataLoader[Any], evaluated: DataLoader[Any] | None, run: RunValues) -> None:
+    """Raise ConfigError if DataLoaders ask for other batches, or another order, than the run.
+
+    The batch of the run is that of one device, or a multiple as if it had had more.
+    """
+    words: dict[str, tuple[int, int]] = {}
+    if run.batch_size % (train.batch_size or 1):
+        words["batch_size"] = (train.batch_size or 1, run.batch_size)
+    if evaluated is not None and evaluated.batch_size != run.evaluate_batch_size:
+        words["evaluate_batch_size"] = (evaluated.batch_size or 1, run.evaluate_batch_size)
+    if words:
+        raise ConfigError(
+            f"the DataLoaders have {_listed({key: value for key, (value, _) in words.items()}, ', ')}; the run has "
+            f"{_listed({key: value for key, (_, value) in words.items()}, ', ')}. Set "
+            f"{_listed({key: value for key, (value, _) in words.items()}, ' ')}, or recipe.run_decides=true."
+        )
+    if not is_iterable(train.dataset) and isinstance(train.sampler, SequentialSampler):
+        raise ConfigError(
+            "the training DataLoader does not shuffle, but worldsize draws a permutation an epoch. Give it "
+            "shuffle=True, or set recipe.run_decides=true."
+        )
+
+
+def _listed(words: dict[str, int], between: str) -> str:
+    return between.join(f"{name}={value}" for name, value in words.items())
+
+
+def same_collate(train: DataLoader[Any], evaluated: DataLoader[Any] | None) -> Callable[[list[Any]], Any]:
+    """Return how batches of streams are made.
+
+    Raises:
+        ConfigError: those of training and of evaluation are made differently.
+    """
+    if evaluated is not None and evaluated.collate_fn != train.collate_fn and is_iterable(evaluated.dataset):
+        raise ConfigError("the DataLoaders of two streams have different collate_fn. Give both the same one.")
+    return train.collate_fn
+
+
+def default_device(batch: Any) -> torch.device:
+    """Return the device of the first tensor of a nested batch; without one, the CPU."""
+    if isinstance(batch, Tensor):
+        return batch.device
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((default_device(part) for part in parts), torch.device("cpu"))

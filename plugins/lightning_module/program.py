@@ -1,0 +1,185 @@
+"""A Lightning program: its module, its data and its DataLoaders, built as Lightning builds them, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, final
+
+from torch.utils.data import DataLoader
+
+from plugins.lightning_module.building import built, one_at_a_time, seeded
+from plugins.lightning_module.hooks import base_of, check_hooks
+from plugins.lightning_module.loaders import (
+    check_loader,
+    check_values,
+    data_of,
+    first_samples,
+    same_collate,
+    single_loader,
+)
+from plugins.lightning_module.positions import Positions, RunValues
+from plugins.lightning_module.stand_in import RunFacts
+from plugins.lightning_module.step_module import StepModule, has_meta_tensors
+from plugins.lightning_module.weights import load_weights
+from worldsize.core import ConfigError, FilePath
+from worldsize.data.loader import is_iterable
+
+_TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer")
+
+
+@final
+@dataclass(frozen=True)
+class LightningProgram:
+    """What a program hands to ``lightning.Trainer.fit``.
+
+    Args:
+        make_module: makes the LightningModule, with ``module_args``.
+        make_datamodule: makes the LightningDataModule, with ``datamodule_args``; or returns None.
+        run: the values of the run that DataLoaders have too.
+        evaluates: the step that evaluates: "validation" or "test".
+        checkpoint: a file with whose weights training begins; None: those that the module is made with.
+    """
+
+    make_module: Callable[..., Any]
+    make_datamodule: Callable[..., Any]
+    run: RunValues
+    module_args: Mapping[str, Any] = field(default_factory=dict)
+    datamodule_args: Mapping[str, Any] = field(default_factory=dict)
+    evaluates: Literal["validation", "test"] = "validation"
+    checkpoint: Annotated[str | None, FilePath()] = None
+
+    def check(self, *, run_decides: bool) -> None:
+        """Raise ConfigError for what the module and its data have that does not come along."""
+        module, datamodule = self._sources
+        check_hooks(module, datamodule)
+        names = ["train_dataloader", *([f"{self._short}_dataloader"] if self._evaluated else [])]
+        for name, loader in zip(names, [self._train, self._evaluated], strict=False):
+            if loader is not None:
+                check_loader(loader, name)
+        if not run_decides:
+            check_values(self._train, self._evaluated, self.run)
+
+    @cached_property
+    def is_manual(self) -> bool:
+        """Whether the module steps its optimizers itself."""
+        return not self._sources[0].automatic_optimization
+
+    @cached_property
+    def _sources(self) -> tuple[Any, Any]:
+        """A module and a data module that have prepared the data; the module is not trained."""
+        with seeded(self.run.seed):
+            datamodule = built(
+                self.make_datamodule, self.datamodule_args, key="recipe.datamodule", base="LightningDataModule"
+            )
+            module = self._new_module()
+            check_hooks(module, datamodule)
+            facts = RunFacts(
+                self.run, Positions(None, self.run.batch_size), is_manual=not module.automatic_optimization
+            )
+            owners = [each for each in (datamodule, module) if each is not None]
+            for owner in owners:
+                owner.trainer = facts
+            with one_at_a_time("prepare_data"):
+                for owner in owners:
+                    owner.prepare_data()
+            for owner in owners:
+                owner.setup("fit")
+                if self.evaluates == "test":
+                    owner.setup("test")
+        return module, datamodule
+
+    def _new_module(self) -> Any:
+        return built(self.make_module, self.module_args, key="recipe.module", base="LightningModule")
+
+    @cached_property
+    def positions(self) -> Positions:
+        """Where in its epoch a step is."""
+        data = self._train.dataset
+        return Positions(None if is_iterable(data) else len(data), self.run.batch_size)  # type: ignore[arg-type]
+
+    @property
+    def facts(self) -> RunFacts:
+        """Make what a module finds as ``self.trainer``."""
+        return RunFacts(self.run, self.positions, is_manual=self.is_manual)
+
+    def new_module(self) -> StepModule:
+        """Make a module as the strategies see it, with weights drawn anew, or those of the checkpoint."""
+        module, facts = self._new_module(), self.facts
+        module.trainer = facts
+        module.setup("fit")
+        module.configure_model()
+        if self.checkpoint is not None and not has_meta_tensors(module):
+            load_weights(module, Path(self.checkpoint).expanduser())
+        return StepModule(module.train(), facts, self._transfers(module))
+
+    def _transfers(self, module: Any) -> dict[str, Any]:
+        """Return who changes batches: the data module, if it says how, or the module."""
+        owners = {name: (self._sources[1], module) for name in _TRANSFERS}
+        return {
+            name: next(owner for owner in pair if owner is not None and _overrides(owner, name))
+            for name, pair in owners.items()
+            if any(owner is not None and _overrides(owner, name) for owner in pair)
+        }
+
+    @property
+    def _short(self) -> str:
+        return "val" if self.evaluates == "validation" else "test"
+
+    @property
+    def evaluation_step(self) -> str | None:
+        """The name of the step that evaluates; None: the module has none, or no data for it."""
+        return f"{self.evaluates}_step" if self._evaluated is not None else None
+
+    @cached_property
+    def _train(self) -> DataLoader[Any]:
+        loader = self._loader("train_dataloader")
+        if loader is None:
+            raise _missing(self._sources)
+        return loader
+
+    @cached_property
+    def _evaluated(self) -> DataLoader[Any] | None:
+        if not _overrides(self._sources[0], f"{self.evaluates}_step"):
+            return None
+        return self._loader(f"{self._short}_dataloader")
+
+    def _loader(self, name: str) -> DataLoader[Any] | None:
+        """Return the DataLoader of the data module, or of the module; None: neither has one."""
+        module, datamodule = self._sources
+        for owner in (datamodule, module):
+            if owner is not None and _overrides(owner, name):
+                with seeded(self.run.seed):
+                    loaders = getattr(owner, name)()
+                return None if loaders is None or loaders == [] else single_loader(loaders, name)
+        return None
+
+    def data(self, split: str) -> Any:
+        """Return the data of a split, "train" or "test": the latter is what is evaluated."""
+        if split == "train":
+            return data_of(self._train)
+        if self._evaluated is None:
+            return first_samples(data_of(self._train), self.run.evaluate_batch_size)
+        return data_of(self._evaluated)
+
+    def files(self) -> Mapping[str, Path]:
+        """Return the checkpoint with whose weights training begins."""
+        return {} if self.checkpoint is None else {"checkpoint": Path(self.checkpoint).expanduser()}
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """How batches of streams are made."""
+        return same_collate(self._train, self._evaluated)
+
+
+def _overrides(owner: Any, name: str) -> bool:
+    """Tell whether a program has a method of its own, of its class or of the object."""
+    base = base_of(owner, "LightningModule") or base_of(owner, "LightningDataModule")
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
+
+
+def _missing(sources: tuple[Any, Any]) -> ConfigError:
+    names = " or ".join(type(each).__name__ for each in sources if each is not None)
+    return ConfigError(f"{names} has no train_dataloader. Add it, or name a LightningDataModule by recipe.datamodule.")

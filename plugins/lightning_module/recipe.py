@@ -1,0 +1,123 @@
+"""Train a LightningModule: its model, loss, optimizer, schedule and data, without a change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from plugins.lightning_module.optimization import PositionSchedule, Scheduled, configured
+from plugins.lightning_module.program import LightningProgram
+from plugins.lightning_module.step_log import samples_of
+from plugins.lightning_module.step_module import StepModule, loss_of
+from worldsize.core import Batch, ConfigError, LossOutput, Metrics, Recipe
+from worldsize.strategies.loss_record import STEP_FIGURES
+
+if find_spec("lightning") is None:
+    raise ConfigError(
+        "recipe=lightning_module needs lightning, which is not installed. Install it: uv add lightning, or "
+        "pip install lightning."
+    )
+
+
+def lightning_recipe(program: LightningProgram, *, run_decides: bool = False, **keys: Any) -> Recipe:
+    """Make the recipe that trains what ``program`` would hand to ``lightning.Trainer.fit``.
+
+    Args:
+        run_decides: where DataLoaders differ from the run, its values hold; otherwise the run is refused.
+        keys: keys of the configuration that ``program`` was made of.
+
+    Raises:
+        ConfigError: it has something that does not come along.
+    """
+    program.check(run_decides=run_decides)
+    if program.is_manual:
+        raise ConfigError("automatic_optimization = False does not come along to worldsize yet. Write a recipe.")
+    return LightningRecipe(program)
+
+
+@final
+class LightningRecipe(Recipe):
+    """Trains a module whose ``training_step`` returns the loss that one optimizer lowers."""
+
+    def __init__(self, program: LightningProgram) -> None:
+        self._program = program
+        self._scheduled: Scheduled | None = None  # as the last call of configure_optimizers returned it
+
+    def model(self) -> nn.Module:
+        """Return the module as strategies see it: its forward pass is a step."""
+        return self._program.new_module()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the one optimizer that ``configure_optimizers`` makes."""
+        assert isinstance(model, StepModule)
+        model.attach()
+        made = configured(model.lightning)
+        if len(made.optimizers) > 1:
+            raise ConfigError(
+                f"{type(model.lightning).__name__}.configure_optimizers returns {len(made.optimizers)} optimizers. Set "
+                "self.automatic_optimization = False, and step each in training_step."
+            )
+        (optimizer,) = made.optimizers
+        self._scheduled = made.of(optimizer)
+        return optimizer
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return the module's schedule, advanced after the steps or epochs that it asks for."""
+        own = self._scheduled
+        return None if own is None else PositionSchedule(own, optimizer, self._program.positions)
+
+    def data(self, split: str) -> Any:
+        """Return the data sets of the DataLoaders; "test" are those of validation, unless they are to be tested."""
+        return self._program.data(split)
+
+    def collate(self, samples: list[Any]) -> Batch:
+        """Make a batch of samples of a stream; other data sets have the way of their DataLoader."""
+        return self._program.collate(samples)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Return the loss of the first step."""
+        return self.loss_at(model, batch, 1)
+
+    def loss_at(self, model: nn.Module, batch: Batch, step: int) -> LossOutput:
+        """Return what ``training_step`` returns, with what it logs."""
+        index = self._program.positions.batch_index(step)
+        output, logged = model("training_step", batch, index=index, step=step)
+        return LossOutput(loss_of(output, "training_step"), training_metrics(logged))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
+        """Return what ``validation_step`` or ``test_step`` logs, or its loss where it logs nothing."""
+        return evaluated(self._program, model, batch)
+
+    def files(self) -> Mapping[str, Path]:
+        """Return the checkpoint with whose weights training begins."""
+        return self._program.files()
+
+
+def training_metrics(logged: Metrics) -> Metrics:
+    """Rename what has the name of a figure that each step has anyway: ``loss`` is ``module/loss``."""
+    return {f"module/{name}" if name in STEP_FIGURES else name: pair for name, pair in logged.items()}
+
+
+def evaluated(program: LightningProgram, model: nn.Module, batch: Batch) -> Metrics:
+    """Evaluate one batch by the module's step for that; by its training_step if it has none.
+
+    Raises:
+        ConfigError: the step neither logs nor returns anything.
+    """
+    name = program.evaluation_step
+    logged: Metrics
+    output, logged = model(name or "training_step", batch, index=0, step=program.run.steps)
+    if name is not None and logged:
+        return logged
+    if name is not None and output is None:
+        raise ConfigError(f"{name} logs nothing. Call self.log(name, value) in it.")
+    samples = torch.tensor(float(samples_of(batch)), dtype=torch.float64)
+    mean = loss_of(output, name or "training_step").detach().double()
+    return {"loss" if name else "loss_of_first_training_samples": (mean * samples.to(mean.device), samples)}

@@ -1,0 +1,97 @@
+"""What a LightningModule finds as ``self.trainer``: the plain facts of the run, and a name for each that is missing."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, final
+
+import torch.distributed as dist
+
+from plugins.lightning_module.positions import Positions, RunValues
+from worldsize.core import ConfigError
+
+
+@final
+class RunFacts:
+    """The facts of a run under the names that ``lightning.Trainer`` gives them.
+
+    The module sees one device, on which it trains the whole batch; ``is_global_zero`` alone tells processes apart, so
+    that one of them can print.
+    """
+
+    world_size = num_devices = num_nodes = accumulate_grad_batches = 1
+    global_rank = local_rank = node_rank = 0
+    barebones = fast_dev_run = sanity_checking = predicting = should_stop = False
+    logger = profiler = checkpoint_callback = early_stopping_callback = None
+    loggers: tuple[Any, ...] = ()
+    callbacks: tuple[Any, ...] = ()
+
+    def __init__(self, run: RunValues, positions: Positions, *, is_manual: bool) -> None:
+        self._run, self._positions, self._is_manual = run, positions, is_manual
+        self._step, self._stage = 1, "training_step"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunFacts:
+        """Return this one: a copy of a model is of the same run."""
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        from lightning.pytorch import Trainer
+
+        if name.startswith("_") or not hasattr(Trainer, name):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        known = sorted(each for each in dir(self) if not each.startswith("_") and each != "at")
+        raise ConfigError(
+            f"self.trainer.{name} does not come along to worldsize. Leave it out; known: {', '.join(known)}."
+        )
+
+    def at(self, step: int, stage: str) -> None:
+        """Say which step comes next, counted from 1, and the name of the method that takes it."""
+        self._step, self._stage = step, stage
+
+    @property
+    def current_epoch(self) -> int:
+        return self._positions.epoch(self._step)
+
+    @property
+    def global_step(self) -> int:
+        if self._is_manual:
+            raise ConfigError(
+                "self.global_step counts the steps of all optimizers, which a step's number does not tell. "
+                "Use batch_idx and self.current_epoch."
+            )
+        return self._step - 1
+
+    @property
+    def is_last_batch(self) -> bool:
+        return self._positions.ends_epoch(self._step)
+
+    @property
+    def num_training_batches(self) -> float:
+        return self._positions.steps_of_epoch or float("inf")
+
+    @property
+    def max_epochs(self) -> int:
+        return self._positions.epochs(self._run.steps) or -1
+
+    @property
+    def max_steps(self) -> int:
+        return self._run.steps
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return self._run.steps
+
+    @property
+    def is_global_zero(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    @property
+    def training(self) -> bool:
+        return self._stage == "training_step"
+
+    @property
+    def validating(self) -> bool:
+        return self._stage == "validation_step"
+
+    @property
+    def testing(self) -> bool:
+        return self._stage == "test_step"

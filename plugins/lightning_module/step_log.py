@@ -1,0 +1,77 @@
+"""Collects what a step logs by ``self.log``, as sums and counts."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.core import ConfigError
+
+
+@final
+class StepLog:
+    """The values that one step of a LightningModule logs: each the mean over a batch, weighed by its samples."""
+
+    def __init__(self) -> None:
+        self._batch: Any = None
+        self._samples: int | None = None  # of the batch; None: not counted yet
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, batch: Any) -> None:
+        """Forget what was logged, before a step on ``batch``."""
+        self._batch, self._samples, self._sums = batch, None, {}
+
+    def taken(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return what was logged since, by name, and keep nothing."""
+        sums = self._sums
+        self.begin(None)
+        return sums
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Take a value, with the arguments of ``LightningModule.log``.
+
+        Raises:
+            ConfigError: it is no number, or reduced in another way than by the mean.
+        """
+        if args:
+            options = {
+                **dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)),
+                **options,
+            }
+        reduce = options.get("reduce_fx", "mean")
+        if reduce not in ("mean", "avg", torch.mean):
+            raise ConfigError(
+                f"self.log({name!r}, reduce_fx={getattr(reduce, '__name__', reduce)}) does not come along to "
+                "worldsize, where metrics are means. Log the mean of each batch."
+            )
+        if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise ConfigError(f"self.log({name!r}, ...) takes one number; it is a {type(value).__name__}.")
+        self._add(name, torch.as_tensor(value).detach().double().reshape(()), options.get("batch_size"))
+
+    def _add(self, name: str, mean: Tensor, samples: int | None) -> None:
+        count = torch.tensor(float(samples or self._batch_samples()), dtype=torch.float64, device=mean.device)
+        total, counted = self._sums.get(name, (torch.zeros_like(mean), torch.zeros_like(count)))
+        self._sums[name] = (total + mean * count, counted + count)
+
+    def _batch_samples(self) -> int:
+        if self._samples is None:
+            self._samples = samples_of(self._batch)
+        return self._samples
+
+
+def samples_of(batch: Any) -> int:
+    """Count the samples of a batch as Lightning does: the length of its first tensor.
+
+    Raises:
+        ConfigError: there is no tensor in it.
+    """
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+    try:
+        return int(extract_batch_size(batch))
+    except Exception:  # Lightning's own, which it does not export
+        raise ConfigError(
+            "a batch has no tensor that says how many samples it has. Say self.log(..., batch_size=...)."
+        ) from None

@@ -1,0 +1,113 @@
+"""A LightningModule as strategies see it: a module whose forward pass is a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from plugins.lightning_module.loaders import default_device
+from plugins.lightning_module.stand_in import RunFacts
+from plugins.lightning_module.step_log import StepLog
+from worldsize.core import ConfigError, Metrics
+
+
+@final
+class StepModule(nn.Module):
+    """Has the parts of a LightningModule under the same names, and calls its steps.
+
+    Strategies prepare what they do around the forward pass of a model. Inside a step, ``self(x)`` is an ordinary call
+    then, and so is that of any part.
+
+    Args:
+        lightning: the module.
+        facts: what it finds as ``self.trainer``.
+        transfers: the module or the data module, whichever changes batches before and after they are moved.
+    """
+
+    def __init__(self, lightning: Any, facts: RunFacts, transfers: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._held = (lightning,)  # not a part of this module: its own parts are
+        self._parameters, self._buffers, self._modules = lightning._parameters, lightning._buffers, lightning._modules
+        self._non_persistent_buffers_set = lightning._non_persistent_buffers_set
+        self._facts, self._log, self._transfers = facts, StepLog(), transfers
+        self.training = lightning.training
+        self.attach()
+
+    @property
+    def lightning(self) -> Any:
+        """The LightningModule."""
+        return self._held[0]
+
+    @property
+    def step_log(self) -> StepLog:
+        """What the step in progress logs."""
+        return self._log
+
+    def attach(self) -> None:
+        """Let the module, and those in it, find the run's facts and log here; a copy of it has lost them."""
+        self.lightning.trainer = self._facts
+        for part in self.lightning.modules():
+            if hasattr(part, "log_dict") and hasattr(part, "save_hyperparameters"):
+                object.__setattr__(part, "log", self._log.log)
+
+    def train(self, mode: bool = True) -> StepModule:
+        """Set the mode of the LightningModule, in its own way."""
+        self.training = mode
+        self.lightning.train(mode)
+        return self
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        """Move the LightningModule, which keeps its device."""
+        self.lightning.to(*args, **options)
+        return self
+
+    def forward(self, name: str, batch: Any, *, index: int, step: int) -> tuple[Any, Metrics]:
+        """Call the step ``name`` of the module on batch number ``index``; return its output and what it logged."""
+        method = self.begin(name, batch, step=step)
+        moved = self.transferred(batch)
+        output = method(moved, index) if takes_index(method) else method(moved)
+        return output, self._log.taken()
+
+    def begin(self, name: str, batch: Any, *, step: int) -> Any:
+        """Prepare step number ``step`` of the run; return the method of the module that takes it."""
+        self._facts.at(step, name)
+        self._log.begin(batch)
+        device = default_device(batch)
+        if self.lightning.device != device and device.type != "cpu":
+            self.lightning.to(device)
+        return getattr(self.lightning, name)
+
+    def transferred(self, batch: Any) -> Any:
+        """Change a batch as the program's hooks around its transfer do."""
+        for name, owner in self._transfers.items():
+            batch = getattr(owner, name)(batch, 0)
+        return batch
+
+
+def takes_index(method: Any) -> bool:
+    """Tell whether a step takes the number of the batch too."""
+    parameters = inspect.signature(method).parameters.values()
+    places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
+
+
+def loss_of(output: Any, name: str) -> Tensor:
+    """Return the loss that a step has returned, by itself or as ``{"loss": ...}``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = "None" if loss is None else f"a {type(loss).__name__}"
+        raise ConfigError(f"{name} returned {what}. Return the loss, a scalar tensor, or a dict with it as 'loss'.")
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def has_meta_tensors(module: nn.Module) -> bool:
+    """Tell whether a module has been built without memory."""
+    return any(tensor.device == torch.device("meta") for tensor in (*module.parameters(), *module.buffers()))
