@@ -21,6 +21,7 @@ LINES, METHODS, FIELDS, PARAMETERS = 350, 12, 12, 7
 MANY_METHODS = {
     "Mesh": "the answers of a strategy, of which a mesh has its own to nearly all questions",
     "Recipe": "a question each that a strategy may ask of a model; all but five have an answer",
+    "RunFacts": "a fact each that a LightningModule may ask of its Trainer",
     "Strategy": "a question each that the launcher or the planner may ask; all but two have an answer",
     "StdlibLM": "answers nearly every question that a strategy may ask of a recipe",
 }
@@ -31,6 +32,7 @@ MANY_FIELDS = {
 }
 FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set
     *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark"),  # torch
+    *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other
     *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
     *("value", "caption", "overflow", "keep_trailing_newline"),  # shared memory of processes, rich, jinja2
 }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, Literal, final
+from typing import Any, Literal, final
 
 from torch.utils.data import DataLoader
 
@@ -22,25 +21,24 @@ from plugins.lightning_module.loaders import (
 )
 from plugins.lightning_module.positions import Positions, RunValues
 from plugins.lightning_module.stand_in import RunFacts
-from plugins.lightning_module.step_module import StepModule, has_meta_tensors
-from plugins.lightning_module.weights import load_weights
-from worldsize.core import ConfigError, FilePath
+from plugins.lightning_module.step_module import StepModule
+from worldsize.core import ConfigError
 from worldsize.data.loader import is_iterable
 
+_LOADERS = {"validation": "val_dataloader", "test": "test_dataloader"}
 _TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer")
 
 
 @final
 @dataclass(frozen=True)
 class LightningProgram:
-    """What a program hands to ``lightning.Trainer.fit``.
+    """Holds the module and the data that a program hands to ``lightning.Trainer.fit``.
 
     Args:
         make_module: makes the LightningModule, with ``module_args``.
         make_datamodule: makes the LightningDataModule, with ``datamodule_args``; or returns None.
         run: the values of the run that DataLoaders have too.
         evaluates: the step that evaluates: "validation" or "test".
-        checkpoint: a file with whose weights training begins; None: those that the module is made with.
     """
 
     make_module: Callable[..., Any]
@@ -49,13 +47,12 @@ class LightningProgram:
     module_args: Mapping[str, Any] = field(default_factory=dict)
     datamodule_args: Mapping[str, Any] = field(default_factory=dict)
     evaluates: Literal["validation", "test"] = "validation"
-    checkpoint: Annotated[str | None, FilePath()] = None
 
     def check(self, *, run_decides: bool) -> None:
         """Raise ConfigError for what the module and its data have that does not come along."""
         module, datamodule = self._sources
         check_hooks(module, datamodule)
-        names = ["train_dataloader", *([f"{self._short}_dataloader"] if self._evaluated else [])]
+        names = ["train_dataloader", *([_LOADERS[self.evaluates]] if self._evaluated else [])]
         for name, loader in zip(names, [self._train, self._evaluated], strict=False):
             if loader is not None:
                 check_loader(loader, name)
@@ -74,7 +71,7 @@ class LightningProgram:
             datamodule = built(
                 self.make_datamodule, self.datamodule_args, key="recipe.datamodule", base="LightningDataModule"
             )
-            module = self._new_module()
+            module = _made(self)
             check_hooks(module, datamodule)
             facts = RunFacts(
                 self.run, Positions(None, self.run.batch_size), is_manual=not module.automatic_optimization
@@ -91,9 +88,6 @@ class LightningProgram:
                     owner.setup("test")
         return module, datamodule
 
-    def _new_module(self) -> Any:
-        return built(self.make_module, self.module_args, key="recipe.module", base="LightningModule")
-
     @cached_property
     def positions(self) -> Positions:
         """Where in its epoch a step is."""
@@ -106,31 +100,16 @@ class LightningProgram:
         return RunFacts(self.run, self.positions, is_manual=self.is_manual)
 
     def new_module(self) -> StepModule:
-        """Make a module as the strategies see it, with weights drawn anew, or those of the checkpoint."""
-        module, facts = self._new_module(), self.facts
+        """Make a module as the strategies see it, with weights drawn anew."""
+        module, facts = _made(self), self.facts
         module.trainer = facts
         module.setup("fit")
         module.configure_model()
-        if self.checkpoint is not None and not has_meta_tensors(module):
-            load_weights(module, Path(self.checkpoint).expanduser())
-        return StepModule(module.train(), facts, self._transfers(module))
-
-    def _transfers(self, module: Any) -> dict[str, Any]:
-        """Return who changes batches: the data module, if it says how, or the module."""
-        owners = {name: (self._sources[1], module) for name in _TRANSFERS}
-        return {
-            name: next(owner for owner in pair if owner is not None and _overrides(owner, name))
-            for name, pair in owners.items()
-            if any(owner is not None and _overrides(owner, name) for owner in pair)
-        }
-
-    @property
-    def _short(self) -> str:
-        return "val" if self.evaluates == "validation" else "test"
+        return StepModule(module.train(), facts, _transfers(self._sources[1], module))
 
     @property
     def evaluation_step(self) -> str | None:
-        """The name of the step that evaluates; None: the module has none, or no data for it."""
+        """Return the name of the step that evaluates; None: the module has none, or no data for it."""
         return f"{self.evaluates}_step" if self._evaluated is not None else None
 
     @cached_property
@@ -144,7 +123,7 @@ class LightningProgram:
     def _evaluated(self) -> DataLoader[Any] | None:
         if not _overrides(self._sources[0], f"{self.evaluates}_step"):
             return None
-        return self._loader(f"{self._short}_dataloader")
+        return self._loader(_LOADERS[self.evaluates])
 
     def _loader(self, name: str) -> DataLoader[Any] | None:
         """Return the DataLoader of the data module, or of the module; None: neither has one."""
@@ -164,13 +143,9 @@ class LightningProgram:
             return first_samples(data_of(self._train), self.run.evaluate_batch_size)
         return data_of(self._evaluated)
 
-    def files(self) -> Mapping[str, Path]:
-        """Return the checkpoint with whose weights training begins."""
-        return {} if self.checkpoint is None else {"checkpoint": Path(self.checkpoint).expanduser()}
-
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """How batches of streams are made."""
+        """Return how batches of streams are made."""
         return same_collate(self._train, self._evaluated)
 
 
@@ -183,3 +158,14 @@ def _overrides(owner: Any, name: str) -> bool:
 def _missing(sources: tuple[Any, Any]) -> ConfigError:
     names = " or ".join(type(each).__name__ for each in sources if each is not None)
     return ConfigError(f"{names} has no train_dataloader. Add it, or name a LightningDataModule by recipe.datamodule.")
+
+
+def _made(program: LightningProgram) -> Any:
+    return built(program.make_module, program.module_args, key="recipe.module", base="LightningModule")
+
+
+def _transfers(datamodule: Any, module: Any) -> dict[str, Any]:
+    """Return who changes batches: the data module, if it says how, or the module."""
+    owners = [each for each in (datamodule, module) if each is not None]
+    changing = {name: [owner for owner in owners if _overrides(owner, name)] for name in _TRANSFERS}
+    return {name: own[0] for name, own in changing.items() if own}

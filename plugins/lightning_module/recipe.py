@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -94,10 +92,6 @@ class LightningRecipe(Recipe):
     def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
         """Return what ``validation_step`` or ``test_step`` logs, or its loss where it logs nothing."""
         return evaluated(self._program, model, batch)
-
-    def files(self) -> Mapping[str, Path]:
-        """Return the checkpoint with whose weights training begins."""
-        return self._program.files()
 
 
 def training_metrics(logged: Metrics) -> Metrics:

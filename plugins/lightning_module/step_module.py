@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from plugins.lightning_module.loaders import default_device
@@ -44,7 +43,7 @@ class StepModule(nn.Module):
 
     @property
     def step_log(self) -> StepLog:
-        """What the step in progress logs."""
+        """Return the log of the step in progress."""
         return self._log
 
     def attach(self) -> None:
@@ -106,8 +105,3 @@ def loss_of(output: Any, name: str) -> Tensor:
         what = "None" if loss is None else f"a {type(loss).__name__}"
         raise ConfigError(f"{name} returned {what}. Return the loss, a scalar tensor, or a dict with it as 'loss'.")
     return loss.reshape(()) if loss.ndim else loss
-
-
-def has_meta_tensors(module: nn.Module) -> bool:
-    """Tell whether a module has been built without memory."""
-    return any(tensor.device == torch.device("meta") for tensor in (*module.parameters(), *module.buffers()))

@@ -139,7 +139,7 @@ class SafetensorsWeights(Weights):
 
 @final
 class TorchWeights(Weights):
-    """A state_dict that torch.save has written; nothing else is unpickled."""
+    """A state_dict that torch.save has written, or what has one as ``state_dict``; nothing else is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -153,6 +153,8 @@ class TorchWeights(Weights):
                 f"{file} is damaged, or holds more than tensors: torch.load with weights_only=True does not read it. "
                 "Take it from a copy, or save it with torch.save(model.state_dict(), FILE)."
             ) from error
+        if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
+            state = state["state_dict"]  # as Lightning and many programs save it, beside other things
         if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
             raise CheckpointError(
                 f"{file} is no state_dict: names with a tensor each. Save it with torch.save(model.state_dict(), FILE)."
