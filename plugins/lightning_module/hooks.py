@@ -37,8 +37,8 @@ _REMOVED = {
 _STEP = "compute it in training_step"
 _EPOCH = "log values in the step itself with self.log; worldsize takes their mean over all batches"
 _REMEDIES = {
-    "backward": "return the loss from training_step, or set automatic_optimization = False",
-    "optimizer_step": "set automatic_optimization = False, and step in training_step",
+    "backward": "return the loss from training_step",
+    "optimizer_step": "return the loss from training_step; worldsize steps the optimizer once a step",
     "optimizer_zero_grad": "leave it out; gradients are those of one step",
     "on_before_zero_grad": "leave it out; a hook of the optimizer (register_step_post_hook) sees each update",
     "on_before_optimizer_step": "give the optimizer a hook: register_step_pre_hook",
@@ -70,6 +70,11 @@ _REMEDIES = {
 def check_hooks(module: Any, datamodule: Any) -> None:
     """Raise ConfigError for each hook that is overridden and would not be called, with what to do instead."""
     refused = [*_overridden(module, "LightningModule"), *_signatures(module), *_metrics(module)]
+    if not module.automatic_optimization:
+        refused.append(
+            f"{type(module).__name__}.automatic_optimization = False does not come along to worldsize: write a "
+            "MultiUpdateRecipe, as docs/howto/gans.md shows."
+        )
     if datamodule is not None:
         refused += _overridden(datamodule, "LightningDataModule")
     if refused:

@@ -60,11 +60,6 @@ class LightningProgram:
             check_values(self._train, self._evaluated, self.run)
 
     @cached_property
-    def is_manual(self) -> bool:
-        """Whether the module steps its optimizers itself."""
-        return not self._sources[0].automatic_optimization
-
-    @cached_property
     def _sources(self) -> tuple[Any, Any]:
         """A module and a data module that have prepared the data; the module is not trained."""
         with seeded(self.run.seed):
@@ -73,9 +68,7 @@ class LightningProgram:
             )
             module = _made(self)
             check_hooks(module, datamodule)
-            facts = RunFacts(
-                self.run, Positions(None, self.run.batch_size), is_manual=not module.automatic_optimization
-            )
+            facts = RunFacts(self.run, Positions(None, self.run.batch_size))
             owners = [each for each in (datamodule, module) if each is not None]
             for owner in owners:
                 owner.trainer = facts
@@ -90,14 +83,14 @@ class LightningProgram:
 
     @cached_property
     def positions(self) -> Positions:
-        """Where in its epoch a step is."""
+        """Return the place of each step in its epoch."""
         data = self._train.dataset
         return Positions(None if is_iterable(data) else len(data), self.run.batch_size)  # type: ignore[arg-type]
 
     @property
     def facts(self) -> RunFacts:
         """Make what a module finds as ``self.trainer``."""
-        return RunFacts(self.run, self.positions, is_manual=self.is_manual)
+        return RunFacts(self.run, self.positions)
 
     def new_module(self) -> StepModule:
         """Make a module as the strategies see it, with weights drawn anew."""

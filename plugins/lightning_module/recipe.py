@@ -35,8 +35,6 @@ def lightning_recipe(program: LightningProgram, *, run_decides: bool = False, **
         ConfigError: it has something that does not come along.
     """
     program.check(run_decides=run_decides)
-    if program.is_manual:
-        raise ConfigError("automatic_optimization = False does not come along to worldsize yet. Write a recipe.")
     return LightningRecipe(program)
 
 
@@ -59,8 +57,8 @@ class LightningRecipe(Recipe):
         made = configured(model.lightning)
         if len(made.optimizers) > 1:
             raise ConfigError(
-                f"{type(model.lightning).__name__}.configure_optimizers returns {len(made.optimizers)} optimizers. Set "
-                "self.automatic_optimization = False, and step each in training_step."
+                f"{type(model.lightning).__name__}.configure_optimizers returns {len(made.optimizers)} optimizers; "
+                "training_step returns the loss of one. Write a MultiUpdateRecipe, as docs/howto/gans.md shows."
             )
         (optimizer,) = made.optimizers
         self._scheduled = made.of(optimizer)
