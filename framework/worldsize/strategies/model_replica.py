@@ -31,13 +31,14 @@ def collected_metrics(
     model: nn.Module,
     batches: Iterable[EvaluationBatch],
     *,
-    call: Callable[[Callable[[], _Metrics]], _Metrics] = lambda action: action(),
+    call: Callable[[Callable[[], _Metrics]], _Metrics] | None = None,
 ) -> MetricCollector:
-    """Evaluate ``batches`` without gradients; ``call`` calls what computes with the model."""
+    """Evaluate ``batches`` without gradients; ``call``, if there is one, calls what computes with the model."""
     collector = MetricCollector(recipe)
     with torch.no_grad(), evaluating([model]):
         for batch in batches:
-            collector.add(batch, call(partial(recipe.evaluate, model, batch.data)))
+            evaluated = partial(recipe.evaluate, model, batch.data)
+            collector.add(batch, evaluated() if call is None else call(evaluated))
     return collector
 
 
