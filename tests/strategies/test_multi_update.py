@@ -452,7 +452,7 @@ def test_a_checkpoint_without_a_schedule_that_the_recipe_has_is_refused_in_a_sen
 
 
 def test_what_an_optimizer_draws_leaves_the_random_numbers_of_the_next_update_alone() -> None:
-    """Also with one micro-batch in a process, so that more processes change nothing."""
+    """The same holds with one micro-batch in a process, so that more processes change nothing."""
     drawn: list[float] = []
 
     class Noisy(Two):

@@ -94,11 +94,12 @@ def context_of(world: World, config: PortConfig) -> RunContext:
 
 
 def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
-    """Return the whole model on rank 0, and beside it the averaged weights by the names ``ema/<name>``."""
+    """Return the whole model on rank 0, in its own order, and after it the averaged weights, called ``ema/<name>``."""
     state = replica.state()
     averages = state.get("ema", {}).get("weights", {})
     whole = {**state["model"], **{f"ema/{name}": average for name, average in averages.items()}}
-    return copied(gather_full(whole, world))
+    full = gather_full(whole, world)
+    return copied({name: full[name] for name in whole if name in full})
 
 
 def mean_of(losses: Sequence[Tensor] | Sequence[float]) -> float:
