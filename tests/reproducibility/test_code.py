@@ -137,6 +137,7 @@ def test_a_nested_repository_is_named_and_all_other_files_are_recorded(
 def test_an_unreadable_file_is_named_and_all_other_files_are_recorded(repository: tuple[Path, Git]) -> None:
     root, _ = repository
     change(root)
+    capture_code(root, exclude=root / "runs")  # imports what an ordinary user may not be able to read
     (root / "closed").touch(mode=0)
     with tempfile.TemporaryDirectory() as place:  # other users cannot enter pytest's folder
         moved = Path(shutil.move(root, place))

@@ -58,9 +58,9 @@ class UpdatePass:
         elif self._states is not None:
             self._states.restore(self._device)
         updates = self._updates
-        found = call(lambda: next(updates, _END))
+        yielded = call(lambda: next(updates, _END))
         self._states = GeneratorStates.of(self._device)  # others draw, and so may backward passes and optimizers
-        self.name, self._loss = (None, None) if found is _END else self._checked(found)
+        self.name, self._loss = (None, None) if yielded is _END else self._checked(yielded)
 
     def take_loss(self) -> Loss:
         """Return the loss of the update, and keep nothing of it."""
@@ -109,15 +109,15 @@ class UpdatePass:
         generator: Iterator[Update] = updates
         return generator
 
-    def _checked(self, found: Any) -> Update:
-        match found:
+    def _checked(self, yielded: Any) -> Update:
+        match yielded:
             case (str() as name, Tensor() | (Tensor(), _) | LossOutput()) if name in self._names:
-                update: Update = found
+                update: Update = yielded
                 return update
             case (str() as name, Tensor() | (Tensor(), _) | LossOutput()):
                 raise ConfigError(f"{self._kind}.updates: no optimizer {name!r}{neighbours(name, self._names)}")
         raise ConfigError(
-            f"{self._kind}.updates yielded {_described(found)}. Yield the name of an optimizer and a loss: "
+            f"{self._kind}.updates yielded {_described(yielded)}. Yield the name of an optimizer and a loss: "
             "`yield name_of_optimizer, loss`."
         )
 

@@ -55,9 +55,11 @@ def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy,
             f"{type(strategy).__name__} does not average weights. Set PortConfig(average=None), or compare under a "
             "strategy that does, such as DDP()."
         )
-    with temporary_folder() as folder:
-        strategy.prepare(Path(folder))
-        part = _Part(recipe, config, strategy, parts, roles["worker"].processes, Path(folder))
+    with temporary_folder() as scratch:
+        folder = Path(scratch) / "attempt" / "servers"  # as in a run folder: it and its parent are made private
+        folder.mkdir(parents=True)
+        strategy.prepare(folder)
+        part = _Part(recipe, config, strategy, parts, roles["worker"].processes, folder)
         serves = any(role.serves for role in roles.values())
         ended = run_in_worlds(part.serve if serves else part.train, processes, roles=roles)
     return next(trained for trained in ended if trained is not None)
