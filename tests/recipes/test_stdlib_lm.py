@@ -134,4 +134,4 @@ def test_training_compresses_better_than_guessing(train: Any) -> None:
 def test_model_sizes_can_be_chosen_for_this_recipe_only(train: Any) -> None:
     shown = train("--cfg", "job", "recipe=stdlib_lm", "model=medium").output
     assert re.search(r"^recipe:\n  width: 1024\n  depth: 24\n", shown, re.MULTILINE)
-    assert "no key 'model'" in train("recipe=digits", "model=small").error
+    assert "no key 'recipe.depth'" in train("recipe=digits", "model=small").error

@@ -1,6 +1,7 @@
 """A character model, written after karpathy/nanoGPT (MIT).
 
-It decays matrices alone, warms the rate up and lets it fall along a cosine, clips the gradient, and accumulates it.
+It decays matrices alone, warms the rate up and lets it fall along a cosine, clips the gradient, and accumulates it. As
+in train.py of nanoGPT, no layer has a bias.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ CONTEXT, WIDTH, HEADS, DEPTH = 32, 32, 2, 2
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = nn.Linear(WIDTH, 3 * WIDTH)
-        self.projection = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
+        self.attention = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.projection = nn.Linear(WIDTH, WIDTH, bias=False)
+        wide, narrow = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.mlp = nn.Sequential(wide, nn.GELU(), narrow, nn.Dropout(0.1))
 
     def forward(self, x_btc: Tensor) -> Tensor:
         heads = self.attention(self.ln_1(x_btc)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -43,7 +45,7 @@ class GPT(nn.Module):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.h = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128, bias=False)
+        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH, bias=False), nn.Linear(WIDTH, 128, bias=False)
         nn.init.normal_(self.wte.weight, std=0.02)
         self.wte.weight = self.lm_head.weight
 

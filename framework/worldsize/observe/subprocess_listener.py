@@ -17,7 +17,7 @@ from worldsize.world.preemption import SIGNALS
 
 _logger = logging.getLogger(__name__)
 
-_NICENESS = 19  # the listener, and what it starts, have the processor when no rank wants it
+_NICENESS = 10  # ranks come first, but where they take every core a listener still starts within its time
 _HURRIED = 30.0  # seconds, where others wait for the end: a scheduler that has asked for it, or what failed
 
 

@@ -38,7 +38,8 @@ def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb
         disable_git=True,
         disable_code=True,
         disable_job_creation=True,
-        init_timeout=15.0,  # a run that is asked to end at once waits 30 s for us
+        # a run that is asked to end at once waits 30 s for us; without a server only a busy machine takes long
+        init_timeout=15.0 if mode == "online" else 120.0,
     )
     return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
 

@@ -1,16 +1,30 @@
-"""The hooks that a recipe has given its optimizer, such as one that averages weights after each step.
+"""The hooks that an optimizer runs before and after each step: the recipe's, such as one that averages weights, and a
+strategy's.
 
 torch shows them in no public way; the names that are read here are those of torch 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError
+
+
+@final
+@dataclass(frozen=True)
+class StrategyHook:
+    """A hook that a strategy has added to the recipe's optimizer, without which no step succeeds."""
+
+    run: Callable[[], None]
+
+    def __call__(self, *_: object) -> None:
+        self.run()
 
 
 def move_step_hooks(source: Optimizer, target: Optimizer) -> None:
@@ -22,16 +36,24 @@ def move_step_hooks(source: Optimizer, target: Optimizer) -> None:
 
 
 @contextmanager
-def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Run no hook of ``optimizer`` within the context: of a new one torch takes a step to find out its state."""
-    before, after = dict(optimizer._optimizer_step_pre_hooks), dict(optimizer._optimizer_step_post_hooks)
-    optimizer._optimizer_step_pre_hooks.clear()
-    optimizer._optimizer_step_post_hooks.clear()
+def without_recipe_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Leave the recipe's hooks out of steps within the context, such as the one that torch takes to make a state."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    with _without_recipes(before), _without_recipes(after):
+        yield
+
+
+@contextmanager
+def _without_recipes(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
+    kept = dict(hooks)
+    for key, hook in kept.items():
+        if not isinstance(hook, StrategyHook):
+            del hooks[key]
     try:
         yield
     finally:
-        optimizer._optimizer_step_pre_hooks.update(before)
-        optimizer._optimizer_step_post_hooks.update(after)
+        hooks.clear()
+        hooks.update(kept)
 
 
 def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from worldsize.collectives.per_rank import local
 from worldsize.core import Recipe, StateDict
-from worldsize.strategies.step_hooks import without_step_hooks
+from worldsize.strategies.step_hooks import without_recipe_hooks
 
 
 class OptimizerState(ABC):
@@ -123,7 +123,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     fresh = not optimizer.state
-    with without_step_hooks(optimizer):
+    with without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
         state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
@@ -145,7 +145,7 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     fresh = not optimizer.state
-    with without_step_hooks(optimizer):
+    with without_recipe_hooks(optimizer):
         set_optimizer_state_dict(model, optimizer, {**state})
     if fresh and _has_not_stepped(optimizer):  # what some begin with (NAdam, Rprop, ASGD) is not what a step leaves
         optimizer.state.clear()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.strategies.mesh.timing import time_column, time_row
+from worldsize.strategies.step_hooks import StrategyHook
 from worldsize.strategies.wrapping import Wrap, units
 
 
@@ -110,15 +111,15 @@ def step_apart(optimizer: Optimizer) -> None:
     """Let a step see DTensors and plain tensors in groups of their own: no kernel takes both at once."""
     whole: list[list[dict[str, Any]]] = []
 
-    def separate(*_: object) -> None:
+    def separate() -> None:
         whole.append(optimizer.param_groups)
         optimizer.param_groups = [part for group in optimizer.param_groups for part in _separated(group)]
 
-    def join(*_: object) -> None:
+    def join() -> None:
         optimizer.param_groups = whole.pop()
 
-    optimizer.register_step_pre_hook(separate)
-    optimizer.register_step_post_hook(join)
+    optimizer.register_step_pre_hook(StrategyHook(separate))
+    optimizer.register_step_post_hook(StrategyHook(join))
 
 
 def _separated(group: dict[str, Any]) -> list[dict[str, Any]]:
