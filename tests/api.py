@@ -38,7 +38,7 @@ BLOCKS = {  # parts that strategies are built from
     "worldsize.collectives.exact": ("reduce_metrics",),
     "worldsize.collectives.step_timer": ("phase", "wait"),
     "worldsize.collectives.per_rank": ("local_row", "stack_per_rank"),
-    "worldsize.reproducibility.seeds": ("seed_generators",),
+    "worldsize.reproducibility.seeds": ("generators_kept", "seed_generators"),
     "worldsize.metrics.concatenated": ("Concatenated",),
     "worldsize.metrics.torchmetrics": ("TorchMetric",),
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),

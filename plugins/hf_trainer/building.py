@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 
 from worldsize.core import ConfigError
+from worldsize.reproducibility.seeds import generators_kept
 
 # accelerate takes a process with one of these for one of several, and would make process groups of its own
 _PLACES = (
@@ -34,7 +33,7 @@ def built_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
     """
     import transformers
 
-    with alone_on_the_cpu(), _generators_kept():
+    with alone_on_the_cpu(), generators_kept():
         transformers.set_seed(seed)
         trainer = make()
     if not isinstance(trainer, transformers.Trainer):
@@ -64,15 +63,3 @@ def alone_on_the_cpu() -> Iterator[None]:
     finally:
         os.environ.pop("ACCELERATE_USE_CPU")
         os.environ.update(hidden if wanted is None else {**hidden, "ACCELERATE_USE_CPU": wanted})
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Leave the random numbers of this process as they were."""
-    python, numbers = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)

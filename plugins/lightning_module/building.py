@@ -5,20 +5,19 @@ from __future__ import annotations
 import fcntl
 import inspect
 import os
-import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from plugins.lightning_module.hooks import base_of
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError
 from worldsize.errors import neighbours
+from worldsize.reproducibility.seeds import generators_kept, seed_generators
 
 
 def no_datamodule() -> None:
@@ -67,17 +66,11 @@ def _check_arguments(make: Callable[..., Any], arguments: Mapping[str, Any], key
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch, and leave their random numbers as they were."""
-    python, numbers = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
+    """Seed Python, NumPy and torch, and leave their random numbers as they were."""
+    cpu = torch.device("cpu")
+    with generators_kept(), cpu:
+        seed_generators(seed, cpu)
+        yield
 
 
 @contextmanager

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import numpy
 import torch
 
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, Strategy
+from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
 
 _logger = logging.getLogger(__name__)
@@ -65,7 +62,7 @@ def check_construction(recipe: Recipe, strategy: Strategy) -> None:
 
 def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | None:
     try:
-        with _generators_kept(), torch.device(device):
+        with generators_kept(), torch.device(device):  # the processes that train are forked from this one
             model = recipe.model()
             for optimizer in train_state_of(recipe, model).optimizers:
                 strategy.check_built(recipe, model, optimizer)
@@ -76,15 +73,3 @@ def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | Non
 
 def _is_certain(error: Exception) -> bool:
     return not isinstance(error, _OF_THIS_HOST) and _OF_A_DEVICE.search(str(error)) is None
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Leave the random numbers of this process as they were: it forks those that train."""
-    python, numbers = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)

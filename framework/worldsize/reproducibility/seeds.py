@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -57,3 +59,14 @@ class GeneratorStates:
         torch.default_generator.set_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.default_generators[device.index].set_state(self.torch_cuda)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the random numbers of Python, NumPy and torch on the CPU as they were before the context."""
+    cpu = torch.device("cpu")
+    states = GeneratorStates.of(cpu)
+    try:
+        yield
+    finally:
+        states.restore(cpu)
