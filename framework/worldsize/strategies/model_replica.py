@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
 from worldsize.metrics.collector import MetricCollector
 from worldsize.strategies.gradient_reducer import GradientReducer
-from worldsize.strategies.train_state import OptimizedModel
+from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.loss_weights import fp16_share, weight_factor
+from worldsize.strategies.train_state import OptimizedModel, TrainState
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _T = TypeVar("_T")
@@ -78,6 +80,7 @@ class ModelReplica(Replica):
         self.reducer = reducer
         self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
+        self._fp16_share: Tensor | None = None  # of a sum in float16, agreed on for each gradient
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with self._autocast():
@@ -105,3 +108,39 @@ class ModelReplica(Replica):
         self.reducer.resumed()
         if "strategy" in state:
             self.reducer.load(state["strategy"])
+
+    def _scaled(self, loss: Tensor, record: LossRecord, scale: float) -> Tensor:
+        """Return what goes backward: ``loss`` times ``scale``; a sum in float16 is also brought into its range."""
+        if self.scaler.is_enabled() and record.is_weighted:
+            if self._fp16_share is None:
+                self._fp16_share = fp16_share(record.loss[1], self._group)
+            loss = loss * self._fp16_share
+        return self.scaler.scale(loss if scale == 1 else loss * scale)
+
+    def _weighed(self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> Sequence[Tensor]:
+        """Divide the gradient by the weight of all losses if they are sums; return shares of the mean loss."""
+        share, self._fp16_share = self._fp16_share, None
+        if not records[0].is_weighted:
+            return [record.loss for record in records]
+        factor = weight_factor([record.loss[1] for record in records], self._group)
+        self.reducer.scale(parameters, factor if share is None else factor / share)
+        return [record.loss[0] * factor for record in records]
+
+    def _stepped(self, part: TrainState, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, bool]:
+        """Clip the gradient, which is the same on all ranks, and let the optimizer and its schedule step.
+
+        Returns:
+            The norm before clipping, None if it is neither clipped nor has to be finite; and whether the update was
+            left out.
+        """
+        norm, skipped = None, False
+        if self.numerics.needs_norm:
+            self.scaler.unscale_(part.optimizer)
+            norm = self.reducer.clip(parameters, self.numerics.norm_limit)
+            skipped = self.numerics.skips(norm)
+        if not skipped:
+            self.scaler.step(part.optimizer)
+        self.scaler.update()
+        if part.schedule is not None:
+            part.schedule.step()
+        return norm, skipped

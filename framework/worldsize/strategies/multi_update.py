@@ -18,7 +18,6 @@ from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Reduction
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
-from worldsize.strategies.loss_weights import fp16_share, weight_factor
 from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
 from worldsize.strategies.update_pass import UpdatePass
@@ -63,7 +62,6 @@ class MultiUpdateReplica(ModelReplica):
         self._parameters = list(self.model.parameters())
         self._size = 1 if self._group is None else self.world.size
         self._buffers = BufferMean(self.model, self._group)
-        self._share: Tensor | None = None  # of a sum in float16, agreed on in each update
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         rates = {name: _rate(part.optimizer) for name, part in self._parts.items()}
@@ -92,7 +90,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> _UpdateResult | None:
         """Take the next update of the step; return None if none was left."""
-        buffers, self._share = self._buffers.begin(len(batches)), None
+        buffers = self._buffers.begin(len(batches))
         first, *others = self._order(len(batches))
         self._advance(passes[first])  # the first in every order of sums: it says which update this is
         if self._group is not None and self.world.device.type == "cpu":  # on a GPU it would wait for the device
@@ -145,11 +143,7 @@ class MultiUpdateReplica(ModelReplica):
         """Add the gradient of the update's loss to ``.grad`` of its parameters; return the record of the loss."""
         loss, record = differentiable(current.take_loss())
         self._check_loss(loss, current.name)
-        if self.scaler.is_enabled() and record.is_weighted:
-            if self._share is None:
-                self._share = fp16_share(record.loss[1], self._group)
-            loss = loss * self._share
-        scaled = self.scaler.scale(loss if scale == 1 else loss * scale)
+        scaled = self._scaled(loss, record, scale)
         if self._root is None:
             scaled.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
         else:
@@ -172,28 +166,10 @@ class MultiUpdateReplica(ModelReplica):
 
     def _applied(self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> _UpdateResult:
         """Weigh and clip the gradient, and let the optimizer and its schedule step."""
-        part = self._parts[name]
         losses = self._weighed(parameters, records)
         with phase("update"):
-            norm, skipped = None, False
-            if self.numerics.needs_norm:
-                self.scaler.unscale_(part.optimizer)
-                norm = self.reducer.clip(parameters, self.numerics.norm_limit)
-                skipped = self.numerics.skips(norm)
-            if not skipped:
-                self.scaler.step(part.optimizer)
-            self.scaler.update()
-            if part.schedule is not None:
-                part.schedule.step()
+            norm, skipped = self._stepped(self._parts[name], parameters)
         return _UpdateResult(name, losses, norm, skipped, step_metrics(records))
-
-    def _weighed(self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> Sequence[Tensor]:
-        """Divide the gradient by the weight of the update if its losses are sums; return shares of the mean loss."""
-        if not records[0].is_weighted:
-            return [record.loss for record in records]
-        factor = weight_factor([record.loss[1] for record in records], self._group)
-        self.reducer.scale(parameters, factor if self._share is None else factor / self._share)
-        return [record.loss[0] * factor for record in records]
 
 
 def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
