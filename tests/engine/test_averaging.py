@@ -28,12 +28,12 @@ from worldsize.core import (
 )
 from worldsize.data.loader import Order, logical_ranks_of, micro_batches
 from worldsize.engine.averaging import AveragedReplica, WeightAverage, evaluate_all
-from worldsize.engine.evaluate import evaluate
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
+from worldsize.testing.evaluation import evaluate
 from worldsize.testing.recipes import AveragedChain, Chain
 from worldsize.testing.worlds import run_in_worlds
 

@@ -17,7 +17,6 @@ from torchmetrics.functional.classification import binary_auroc
 from worldsize.collectives.exact import gather_tensors
 from worldsize.core import Cluster, ConfigError, RunContext, StateMetric, Strategy, World
 from worldsize.data.loader import evaluation_batches
-from worldsize.engine.evaluate import evaluate
 from worldsize.metrics.concatenated import Concatenated
 from worldsize.metrics.torchmetrics import TorchMetric
 from worldsize.strategies.ddp import DDP
@@ -25,6 +24,7 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
+from worldsize.testing.evaluation import evaluate
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -148,24 +149,16 @@ def _write_all(file: Any, piece: memoryview) -> None:
         piece = piece[file.write(piece) :]
 
 
-@final
-class Reader(StorageReader):
-    """Reads what the planner asks for from the raw files of a checkpoint."""
+class PlannedReader(StorageReader):
+    """Abstract: gives each item of a plan its values, one after the other; nothing has to be agreed on by ranks."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._files: dict[str, Tensor] = {}
-        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # where chunks lie: torch hands it over later
+    @abstractmethod
+    def values(self, item: ReadItem) -> Tensor:
+        """Return what ``item`` asks for."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors = self._checkpoint.tensors.items()
-        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in _chunks(facts)}
-        return Metadata({name: _restored(facts) for name, facts in tensors}, storage_data=places)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._places = metadata.storage_data
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -179,15 +172,41 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            place = self._places[item.storage_index]
-            dtype = DTYPES[self._checkpoint.tensors[item.storage_index.fqn]["dtype"]]
-            chunk = self._chunk(place).view(dtype).reshape(place["sizes"])
             target = planner.resolve_tensor(item).detach()
-            target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))
+            target.copy_(self.values(item))
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def part_of(item: ReadItem) -> tuple[slice, ...]:
+    """Return the part of a chunk that ``item`` asks for."""
+    return tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
+
+
+@final
+class Reader(PlannedReader):
+    """Reads what the planner asks for from the raw files of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[str, Tensor] = {}
+        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # where chunks lie: torch hands it over later
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors = self._checkpoint.tensors.items()
+        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in _chunks(facts)}
+        return Metadata({name: _restored(facts) for name, facts in tensors}, storage_data=places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def values(self, item: ReadItem) -> Tensor:
+        place = self._places[item.storage_index]
+        dtype = DTYPES[self._checkpoint.tensors[item.storage_index.fqn]["dtype"]]
+        chunk = self._chunk(place).view(dtype).reshape(place["sizes"])
+        return chunk[part_of(item)]
 
     def _chunk(self, place: Mapping[str, Any]) -> Tensor:
         if place["length"] == 0:
@@ -207,9 +226,3 @@ def _chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _restored(facts: Mapping[str, Any]) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in _chunks(facts)]
     return TensorStorageMetadata(TensorProperties(DTYPES[facts["dtype"]]), torch.Size(facts["shape"]), chunks)
-
-
-def _narrowed(chunk: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    for dimension, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
-        chunk = chunk.narrow(dimension, start, length)
-    return chunk

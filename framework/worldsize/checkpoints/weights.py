@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,12 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
 
 from worldsize.checkpoints.format import DTYPES, MANIFEST, Checkpoint, complete, read, verify
 from worldsize.checkpoints.safetensors import Entry, read_entries
+from worldsize.checkpoints.storage import PlannedReader, part_of
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.files import is_file, is_folder, read_regular
 from worldsize.strict_json import parse
@@ -173,7 +171,7 @@ class TorchWeights(Weights):
 
 
 @final
-class WeightsReader(StorageReader):
+class WeightsReader(PlannedReader):
     """Lets torch's planners read the parts that this rank holds of each tensor.
 
     Args:
@@ -184,34 +182,12 @@ class WeightsReader(StorageReader):
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
         self._weights, self._names = weights, names
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries = {name: self._weights.entries[source] for name, source in self._names.items()}
         return Metadata({name: _whole(entry) for name, entry in entries.items()})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            tensor = self._weights.tensor(self._names[item.storage_index.fqn])
-            place = tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(tensor[place])
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+    def values(self, item: ReadItem) -> Tensor:
+        return self._weights.tensor(self._names[item.storage_index.fqn])[part_of(item)]
 
 
 def _whole(entry: Entry) -> TensorStorageMetadata:

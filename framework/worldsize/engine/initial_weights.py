@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from worldsize.checkpoints.tree import join, split
 from worldsize.checkpoints.weights import Weights, WeightsReader, open_weights
 from worldsize.core import ConfigError, Recipe, StateDict
 from worldsize.errors import neighbours
+from worldsize.reproducibility.seeds import generators_kept
 
 _logger = logging.getLogger(__name__)
 
@@ -95,20 +96,16 @@ class InitialWeights:
                 )
         if self.strict and sources.keys() != shapes.keys():
             name = sorted(shapes.keys() - sources.keys())[0]
-            raise ConfigError(f"init_from={self.path} has no weight {name!r}{_near(name, entries)} {_REMEDY}")
+            raise ConfigError(f"init_from={self.path} has no weight {name!r}{neighbours(name, entries)} {_REMEDY}")
         if self.strict and (unused := sorted(entries.keys() - set(sources.values()) - ties.keys())):
             raise ConfigError(
                 f"init_from={self.path} has the weight {unused[0]!r}, which is not in the model"
-                f"{_near(unused[0], shapes)} {_REMEDY}"
+                f"{neighbours(unused[0], shapes)} {_REMEDY}"
             )
         return sources
 
 
 _REMEDY = "Set init_from_strict=false to leave out what does not fit; nothing was started."
-
-
-def _near(name: str, known: Mapping[str, Any]) -> str:
-    return neighbours(name, known)
 
 
 def _listed(names: list[str]) -> str:
@@ -119,10 +116,10 @@ def _listed(names: list[str]) -> str:
 def built_empty(recipe: Recipe) -> nn.Module:
     """Build the recipe's model on the meta device, or on the CPU if it cannot be built there."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with generators_kept(), torch.device("meta"):
             return recipe.model()
     except Exception:  # any: a recipe is anyone's code, such as one that reads pretrained weights
-        with torch.random.fork_rng(devices=[]):
+        with generators_kept():
             return recipe.model()
 
 

@@ -38,9 +38,9 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.loader import Order, collate_of, fetch, logical_ranks_of, micro_batches
-from worldsize.engine.evaluate import evaluate
 from worldsize.engine.heap import Heap
 from worldsize.planning.construction import check_trainable
+from worldsize.testing.evaluation import evaluate
 from worldsize.testing.leaks import LOOPBACK, children, listening
 from worldsize.testing.plain import plain_step
 from worldsize.testing.recipes import AveragedChain, Chain, TwoPlayers
