@@ -24,6 +24,14 @@ TRAINED = ("steps=2", "checkpoint.every=1", "checkpoint.keep.best=loss", "checkp
 SMALL = ("recipe.config.hidden_size=32", "recipe.config.intermediate_size=32", "recipe.config.num_hidden_layers=1")
 
 
+@pytest.fixture
+def trained(reference_run: Callable[..., Run]) -> Path:
+    """The folder of a run with a checkpoint of each of its two steps."""
+    folder = reference_run(*TRAINED, "evaluate_every=1").folder
+    assert folder is not None
+    return folder
+
+
 def exported(run: Path, *words: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "argv", ["worldsize export", str(run), *words])
     try:
@@ -34,68 +42,51 @@ def exported(run: Path, *words: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_the_last_checkpoint_is_the_result_of_the_run(
-    reference_run: Callable[..., Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    folder = reference_run(*TRAINED, "evaluate_every=1").folder
-    assert folder is not None
-    digest = json.loads((folder / "result.json").read_text())["state_digest"]
+    digest = json.loads((trained / "result.json").read_text())["state_digest"]
     for format in ("safetensors", "torch"):
         output = tmp_path / format
-        assert exported(folder, "--format", format, f"output={output}", monkeypatch=monkeypatch) == 0
+        assert exported(trained, "--format", format, f"output={output}", monkeypatch=monkeypatch) == 0
         assert capsys.readouterr().out == f"{output}\n"
     state = safetensors.torch.load_file(tmp_path / "safetensors" / "model.safetensors")
     for tensors in (state, torch.load(tmp_path / "torch", weights_only=True)):
         assert state_digest(tensor_digests(tensors)) == digest
-    assert exported(folder, "checkpoint=1", f"output={tmp_path / 'first'}", monkeypatch=monkeypatch) == 0
+    assert exported(trained, "checkpoint=1", f"output={tmp_path / 'first'}", monkeypatch=monkeypatch) == 0
     first = safetensors.torch.load_file(tmp_path / "first" / "model.safetensors")
     assert state_digest(tensor_digests(first)) != digest
-    assert exported(folder, "checkpoint=best", f"output={tmp_path / 'best'}", monkeypatch=monkeypatch) == 0
+    assert exported(trained, "checkpoint=best", f"output={tmp_path / 'best'}", monkeypatch=monkeypatch) == 0
 
 
 def test_what_cannot_be_exported_is_refused_in_a_sentence(
-    reference_run: Callable[..., Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    folder = reference_run(*TRAINED, "evaluate_every=1").folder
-    assert folder is not None
     refusals = {
         ("checkpoint=7",): "the run has none of that step",
         ("--ema",): "trained without ema.decay",
         ("--format", "hf"): "is no model of transformers",
     }
     for words, why in refusals.items():
-        assert exported(folder, *words, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 2
+        assert exported(trained, *words, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 2
         assert why in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_code_of_a_strangers_run_is_not_run(
-    reference_run: Callable[..., Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    folder = reference_run(*TRAINED, "evaluate_every=1").folder
-    assert folder is not None
     monkeypatch.setattr(RunView, "is_own", property(lambda _: False))
-    assert not view(folder).is_own
-    assert exported(folder, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 0
-    assert exported(folder, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
+    assert not view(trained).is_own
+    assert exported(trained, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 0
+    assert exported(trained, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
     assert "this record was not written by you" in capsys.readouterr().err
 
 
 def test_code_that_only_an_unsigned_file_names_is_not_run(
-    reference_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    original = reference_run(*TRAINED, "evaluate_every=1").folder
-    assert original is not None
     folder, marker = tmp_path / "run", tmp_path / "was_run"
-    shutil.copytree(original, folder)
+    shutil.copytree(trained, folder)
     (tmp_path / "planted.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
     config = OmegaConf.load(folder / "config.yaml")
     config.recipe = {"_target_": "planted.Recipe"}

@@ -73,10 +73,10 @@ def is_missing(path: Path) -> bool:
 
 
 def private(folder: Path) -> Path:
-    """The folder, made if need be, and its parent, for this user's eyes alone."""
+    """Make ``folder`` for this user's eyes alone, and its parent if there is none; return it."""
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
-        each.chmod(0o700)
+    folder.chmod(0o700)
     return folder
 
 
