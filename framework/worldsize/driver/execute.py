@@ -243,12 +243,6 @@ def scrubber_of(cfg: DictConfig, settings: Settings) -> Scrubber:
     return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
 
 
-def shape_of(cfg: DictConfig) -> dict[str, Any]:
-    """Describe the cluster, with its ``processes`` filled in."""
-    cluster = resolved(cfg)["cluster"]
-    return with_processes(cluster, torch.cuda.device_count() if cluster["device"] == "cuda" else 0)
-
-
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
     gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
