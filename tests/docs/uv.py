@@ -34,6 +34,7 @@ _SMALLER = (  # intervals that a short run would not reach, and more processes a
     (r"^cluster\.timeout=.*$", "cluster.timeout=10"),
     (r"^(world_sizes|accumulations|strategies)=(\w+),.*$", r"\1=\2"),
     (r"^(\w+=[^,\[]+,[^,\[]+),[^\[]+$", r"\1"),
+    (r"^hydra\.sweeper\.n_trials=\d+$", "hydra.sweeper.n_trials=2"),
     (r"^profile\.steps=.*$", "profile.steps=[1,2]"),
     (r"\bstep: \d+", "step: 2"),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import multiprocessing
 import os
 import shutil
 import sys
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, NoReturn
 from worldsize.errors import WorldsizeError, neighbours
 from worldsize.messages import printable, printable_lines, show_messages, until_output_closes
 from worldsize.reproducibility.checkout import remove_worktree
-from worldsize.world.scratch import leftovers
+from worldsize.world.scratch import leftovers, temporary_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from worldsize.config.objective import Trial
 
 CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
 
@@ -96,21 +99,42 @@ def _usage() -> str:
 
 def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -> int:
     """Call ``task`` with each configuration that ``arguments`` compose to; return the largest exit code."""
-    from worldsize.config.compose import compose_and_call  # imports Hydra, which most commands do without
+    from worldsize.config.objective import Trial  # imports Hydra, which most commands do without
 
-    codes = [0]
+    return call_trials(lambda cfg: Trial(task(cfg)), arguments)
 
-    def guarded(cfg: DictConfig) -> None:
+
+def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
+    """Call ``task`` with each configuration, and hand its values to the sweeper; return the largest exit code.
+
+    A sweep's launcher may call ``task`` in processes of its own, which a pickle of it reaches: exit codes come back
+    through a file.
+    """
+    from worldsize.config.compose import compose_and_call
+    from worldsize.config.objective import Trial, TrialFailedError, is_search
+
+    with temporary_folder() as folder:
+        codes = folder / "exit_codes"
+        codes.write_text("0\n")
+
+        def guarded(cfg: DictConfig) -> float | None:
+            try:
+                trial = task(cfg)
+            except WorldsizeError as error:  # Hydra would print where it was raised
+                trial = Trial(refuse(error))
+            with codes.open("a") as file:  # one write of a line, so that those of several processes do not mix
+                file.write(f"{trial.exit_code}\n")
+            if trial.exit_code and is_search():
+                raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
+            return trial.value
+
         try:
-            codes.append(task(cfg))
-        except WorldsizeError as error:  # Hydra would print where it was raised
-            codes.append(refuse(error))
-
-    try:
-        compose_and_call(guarded, arguments)
-    except WorldsizeError as error:
-        codes.append(refuse(error))
-    return max(codes)
+            compose_and_call(guarded, arguments)
+        except WorldsizeError as error:
+            return refuse(error)
+        except TrialFailedError:
+            pass  # its own error has been shown
+        return max(map(int, codes.read_text().split()))
 
 
 def refuse(error: WorldsizeError) -> int:
@@ -150,6 +174,8 @@ def remove_leftovers() -> None:
 
 def exit_process(code: int) -> NoReturn:
     """Exit without taking apart every imported module, which takes the interpreter 0.8 s once torch is among them."""
+    for idle in multiprocessing.active_children():  # of a sweep's launcher, for whose timeout of minutes it would wait
+        idle.terminate()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize.app import call_composed, exit_process, refuse, remove_leftovers
+from worldsize.app import call_trials, exit_process, refuse, remove_leftovers
 from worldsize.errors import WorldsizeError
 from worldsize.messages import show_messages, until_output_closes
 
 if TYPE_CHECKING:
+    from worldsize.config.objective import Trial
     from worldsize.driver.execute import Launch
 
 
@@ -28,14 +29,14 @@ def train(arguments: Sequence[str]) -> int:
     """Exit code: 0 completed, 1 a process failed, 2 a configuration that cannot run, 128 + n ended by signal n."""
     sweep: list[Launch] = []
 
-    def task(cfg: DictConfig) -> int:
+    def task(cfg: DictConfig) -> Trial:
         # imports torch, which takes seconds: a misspelt option is told before
         from worldsize.driver.execute import execute
 
         return execute(cfg, sweep)
 
     try:
-        code = call_composed(task, arguments)
+        code = call_trials(task, arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return code or (_submit(sweep) if sweep else 0)

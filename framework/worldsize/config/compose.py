@@ -24,6 +24,7 @@ from worldsize.config import schema
 from worldsize.config.command_line import normalised
 from worldsize.config.explain import explain
 from worldsize.config.launcher_schema import LauncherSource
+from worldsize.config.objective import SweepEnded
 from worldsize.config.search_path import check_unique, main_conf, searched
 from worldsize.core.limits import check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
@@ -48,7 +49,7 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
 
     Raises:
         ConfigError: what Hydra or OmegaConf refuses, with the neighbours of a misspelt name; or two places offer the
-            same option.
+            same option; or a search has no metric to go by.
     """
     _prepare(arguments)
     sys.argv[1:] = normalised(arguments)
@@ -57,6 +58,8 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
         main(task)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, sys.argv[1:]) from error
+    except SweepEnded as end:
+        raise end.error from None
 
 
 def compose_only(arguments: Sequence[str]) -> DictConfig:

@@ -124,6 +124,17 @@ class EarlyStoppingSchema:
 
 
 @dataclass
+class SweepSchema:
+    """A search over configurations goes by ``metric`` of each run's last evaluation (null: it tells none).
+
+    ``direction``: what the search does with it (null: what the sweeper does by itself).
+    """
+
+    metric: str | None = None
+    direction: Annotated[str | None, OneOf("minimize", "maximize")] = None
+
+
+@dataclass
 class EvaluationSchema:
     """``splits``: data that are evaluated, as the recipe names them; metrics of "test" have their own names, others
     are called ``split/name``. ``batches``: evaluate so many batches, drawn anew each time (null: all data).
@@ -189,6 +200,7 @@ class Schema:
     checkpoint: CheckpointSchema = field(default_factory=CheckpointSchema)
     ema: EMASchema = field(default_factory=EMASchema)
     early_stopping: EarlyStoppingSchema = field(default_factory=EarlyStoppingSchema)
+    sweep: SweepSchema = field(default_factory=SweepSchema)
     faults: list[dict[str, Any]] = field(default_factory=list)
     evaluation: EvaluationSchema = field(default_factory=EvaluationSchema)
     observe: ObserveSchema = field(default_factory=ObserveSchema)

@@ -142,6 +142,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
     evaluation.check_metric(config["early_stopping"]["metric"], key="early_stopping.metric")
+    evaluation.check_metric(config["sweep"]["metric"], key="sweep.metric")
     return Settings(
         config=config,
         run=run,

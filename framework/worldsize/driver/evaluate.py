@@ -106,7 +106,7 @@ def _alter(cfg: DictConfig, path: Path, split: str | None) -> None:
     """Change the configuration so that its processes evaluate instead of training."""
     cfg.run.evaluates = str(path.resolve())
     cfg.logger, cfg.faults, cfg.profile.steps, cfg.init_from = None, [], None, None
-    cfg.checkpoint.keep.best = cfg.early_stopping.metric = None  # may be metrics of another split
+    cfg.checkpoint.keep.best = cfg.early_stopping.metric = cfg.sweep.metric = None  # may be metrics of another split
     if split is not None:
         cfg.evaluation.splits = [split]
     for key in {"max_restarts", "terminal_logs"} & cfg.launcher.keys():

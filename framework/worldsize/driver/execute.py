@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from worldsize.checkpoints.format import complete, step_of
 from worldsize.checkpoints.weights import source_of
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, variables_of
 from worldsize.config.installed import installed
+from worldsize.config.objective import Trial, is_search, value_of
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
 from worldsize.config.shape import with_processes
@@ -48,18 +50,21 @@ class Launch:
     run: RunDirectory
 
 
-def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
-    """Check, record and run; return the exit code.
+def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
+    """Check, record and run; return how it ended, with the value that the sweep goes by.
 
     ``sweep`` collects the runs of a sweep that :func:`submit_sweep` submits as one job.
 
     Raises:
         ConfigError: before any process has started and with no run folder left.
+        SweepEnded: the run has ended, without the metric that the sweep goes by.
     """
     if cfg.init_from is not None:  # of a run the checkpoint that is its newest now
         cfg.init_from = str(source_of(Path(cfg.init_from)))
     lengths = _lengths(cfg)
     settings = checked(cfg)
+    if is_sweep() and isinstance(settings.launcher, BatchLauncher):
+        _check_submission(settings.launcher)
     if settings.initial:
         makes_rows = any(role.serves for role in settings.roles.values())
         settings.initial.check(settings.recipe, makes_rows=makes_rows)
@@ -68,7 +73,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     if cfg.launch == "show":
         for key, text in lengths.items():
             print(f"{key}: {text} = {OmegaConf.select(cfg, key):,} steps")
-        return _show(settings, plan)
+        return Trial(_show(settings, plan))
     settings.launcher.check(settings.cluster)
     clean = scrubber_of(cfg, settings)
     plan = with_secrets(settings, plan, clean)
@@ -77,11 +82,26 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> int:
     if cfg.launch == "write":
         settings.launcher.write(plan)
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
-        return 0
+        return Trial(0)
     if isinstance(settings.launcher, BatchLauncher) and is_sweep():
         sweep.append(Launch(settings, plan, run))
-        return 0
-    return _start(settings, plan, run, opened(run))
+        return Trial(0)
+    code = _start(settings, plan, run, opened(run))
+    if code or cfg.sweep.metric is None or not is_sweep():
+        return Trial(code)
+    return Trial(code, value_of(cfg.sweep, read_result(run)["metrics"]))
+
+
+def _check_submission(launcher: BatchLauncher) -> None:
+    """Refuse a sweep whose runs cannot be submitted together once this process has all of them."""
+    name = type(launcher).__name__
+    if is_search():
+        raise ConfigError(
+            f"{name} submits the runs of a sweep together, and a search needs the metric of each before the next. "
+            "Choose a cluster whose launcher starts processes, e.g. cluster=laptop, or leave hydra/sweeper out."
+        )
+    if HydraConfig.get().runtime.choices["hydra/launcher"] != "basic":
+        raise ConfigError(f"{name} runs the points of a sweep side by side by itself. Leave hydra/launcher out.")
 
 
 def checked(cfg: DictConfig) -> Settings:

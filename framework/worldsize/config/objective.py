@@ -1,0 +1,109 @@
+"""What a search over configurations, such as Optuna's, is told of each run: the metric that ``sweep.metric`` names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, final
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from worldsize.config.schema import SweepSchema
+from worldsize.core import metric_key, split_of
+from worldsize.core.limits import check_limits
+from worldsize.errors import ConfigError, WorldsizeError, neighbours
+
+
+@final
+@dataclass(frozen=True)
+class Trial:
+    """The end of a run, and the value that a sweep goes by; None: nothing asks for one, or the run did not complete."""
+
+    exit_code: int
+    value: float | None = None
+
+
+@final
+class TrialFailedError(Exception):
+    """A run of a search has no value. The sweeper counts it as failed, and goes on if it is told to."""
+
+
+@final
+class SweepEnded(BaseException):  # no Exception, which a sweeper would count
+    """Ends a sweep at once: Hydra and its plugins catch every Exception. Its argument is the error to be shown."""
+
+    def __init__(self, error: WorldsizeError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@final
+class ObjectiveCheck(Callback):
+    """Hands ``sweep.direction`` to the sweeper before it is made, and refuses a search that would find nothing."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Raise SweepEnded if a sweeper that takes a direction has no metric, or no runs, to go by."""
+        if "direction" not in config.hydra.sweeper:
+            return
+        try:
+            _check_search(config)
+            config.hydra.sweeper.direction = _direction(config.sweep, config.hydra.sweeper)
+        except ConfigError as error:
+            raise SweepEnded(error) from None
+
+
+def _check_search(config: DictConfig) -> None:
+    check_limits(SweepSchema, config.sweep, key="sweep")
+    name = f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}"
+    if config.sweep.metric is None:
+        raise ConfigError(
+            f"{name} searches for the best value of a metric, and none is named. "
+            "Set sweep.metric=loss or another one, as metrics.jsonl names it."
+        )
+    if config.launch != "run":
+        raise ConfigError(f"{name} needs the metric of each run, and launch={config.launch} trains none. Leave it out.")
+
+
+def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
+    """Return the direction that ``sweep`` and the sweeper agree on; the sweeper's is an Enum where nobody set it.
+
+    Raises:
+        ConfigError: they contradict each other, or the sweeper has several.
+    """
+    own = sweeper.direction
+    if OmegaConf.is_list(own):
+        raise ConfigError("hydra.sweeper.direction is a list, and sweep.metric names one metric. Set sweep.direction.")
+    usual = own.name if isinstance(own, Enum) else str(own)
+    if sweep.direction is None:
+        return usual
+    if not isinstance(own, Enum) and usual != sweep.direction:
+        raise ConfigError(
+            f"sweep.direction={sweep.direction} contradicts hydra.sweeper.direction={usual}. Leave one of them out."
+        )
+    return str(sweep.direction)
+
+
+def is_search() -> bool:
+    """Tell whether the run is one of a sweep whose sweeper goes by the values of runs."""
+    hydra = HydraConfig.get()
+    return str(hydra.mode).endswith("MULTIRUN") and "direction" in hydra.sweeper
+
+
+def value_of(sweep: DictConfig, metrics: Mapping[str, float]) -> float:
+    """Return the metric that ``sweep`` names; where a search asks, NaN becomes the worst value of its direction.
+
+    Raises:
+        SweepEnded: there is no such metric, so no other run would have it.
+    """
+    key = metric_key(*split_of(sweep.metric))
+    if key not in metrics:
+        text = f"sweep.metric={sweep.metric}: the evaluation has no metric {key!r}{neighbours(key, metrics)}"
+        raise SweepEnded(ConfigError(text))
+    value = float(metrics[key])
+    if not math.isnan(value) or not is_search():
+        return value
+    return math.inf if _direction(sweep, HydraConfig.get().sweeper) == "minimize" else -math.inf

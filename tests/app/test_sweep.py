@@ -1,0 +1,183 @@
+"""Sweepers and launchers of Hydra that go by the value of each run, or start several at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from tests.conftest import folders
+from worldsize.config.objective import ObjectiveCheck, value_of
+
+RECIPE = '''
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from worldsize.core import Recipe
+
+class Hill(Recipe):
+    """One weight begins at 0, and its loss is 0 at 1, where one step of plain SGD leads with a learning rate of 1."""
+
+    def __init__(self, make_optimizer): self.make_optimizer = make_optimizer
+    def model(self): return nn.Linear(1, 1, bias=False)
+    def optimizer(self, model):
+        nn.init.zeros_(model.weight)
+        return self.make_optimizer(model.parameters())
+    def data(self, split): return TensorDataset(torch.ones(4, 1))
+    def loss(self, model, batch): return 0.5 * (model(batch[0]) - 1).square().mean()
+    def evaluate(self, model, batch):
+        error = (model(batch[0]) - 1).double()
+        count = torch.tensor(len(error))
+        return {"loss": (0.5 * error.square().sum(), count), "weight": ((error + 1).sum(), count)}
+'''
+OPTIONS = """# @package _global_
+steps: 1
+batch_size: 4
+lr: 1.0
+recipe: {_target_: recipes.hill.recipe.Hill, make_optimizer: "${optimizer}"}
+"""
+HILL = (
+    "recipe=hill",
+    "optimizer=sgd",
+    "optimizer.momentum=0",
+    "cluster.processes=1",
+    "checkpoint=none",
+)
+SEARCH = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra/sweeper/sampler=tpe")
+
+
+@pytest.fixture
+def hill(tmp_path: Path) -> Path:
+    folder = tmp_path / "recipes" / "hill"
+    (folder / "conf" / "recipe").mkdir(parents=True)
+    (folder / "recipe.py").write_text(RECIPE)
+    (folder / "conf" / "recipe" / "hill.yaml").write_text(OPTIONS)
+    return tmp_path
+
+
+def searched(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("runs/sweeps/*/optimization_results.yaml")
+    results: dict[str, Any] = yaml.safe_load(path.read_text())
+    return results
+
+
+def rates(folder: Path) -> list[float]:
+    """Return the learning rates of all runs, the oldest first."""
+    manifests = [json.loads((run / "run_manifest.json").read_text()) for run in folders(folder / "runs")]
+    return [each["config"]["lr"] for each in sorted(manifests, key=lambda each: each["attempts"][0]["start_at"])]
+
+
+@pytest.mark.heavy
+def test_optuna_finds_the_planted_best_as_it_does_in_plain_python(train: Any, hill: Path) -> None:
+    words = ("hydra.sweeper.sampler.seed=3", "hydra.sweeper.n_trials=10", "lr=interval(0.0,4.0)")
+    run = train(*HILL, *SEARCH, *words, "sweep.metric=test/loss")
+    assert run.code == 0, run.error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Optuna 2.10 is older than its SQLAlchemy
+        import optuna
+    sampler = optuna.samplers.TPESampler(seed=3)
+    study = optuna.create_study(sampler=sampler)
+    study.optimize(lambda trial: 0.5 * (trial.suggest_uniform("lr", 0.0, 4.0) - 1) ** 2, n_trials=10)
+    best = searched(hill)
+    assert best["best_params"] == pytest.approx(study.best_params)
+    assert best["best_value"] == pytest.approx(study.best_value, abs=1e-6)
+    assert rates(hill) == pytest.approx([trial.params["lr"] for trial in study.trials])
+
+
+@pytest.mark.heavy
+def test_the_direction_of_the_sweep_is_that_of_the_sweeper(train: Any, hill: Path) -> None:
+    words = ("hydra.sweeper.n_trials=3", "lr=interval(0.0,4.0)", "sweep.metric=weight", "sweep.direction=maximize")
+    run = train(*HILL, *SEARCH, *words)
+    assert run.code == 0, run.error
+    assert searched(hill)["best_params"]["lr"] == max(rates(hill))
+
+
+def test_an_unknown_metric_ends_the_sweep_after_its_first_run(train: Any, hill: Path) -> None:
+    words = ("hydra.sweeper.n_jobs=2", "hydra.sweeper.max_failure_rate=1", "lr=interval(0.0,4.0)")
+    run = train(*HILL, *SEARCH, *words, "sweep.metric=los")
+    assert run.code == 2
+    sentence = "sweep.metric=los: the evaluation has no metric 'los'; did you mean 'loss'? Known: loss, weight."
+    assert sentence in run.error
+    assert "Traceback" not in run.error
+    assert len(folders(hill / "runs")) == 1
+
+
+@pytest.mark.heavy
+def test_a_run_that_is_refused_ends_the_search(train: Any, hill: Path) -> None:
+    run = train(*HILL, *SEARCH, "hydra.sweeper.n_trials=3", "sweep.metric=loss", "lr=choice(-1,-2)")
+    assert run.code == 2
+    assert run.error.count("must be 0 or more.") == 1
+    assert "Traceback" not in run.error
+    assert folders(hill / "runs") == []
+
+
+@pytest.mark.heavy
+def test_joblib_trains_two_runs_side_by_side_and_tells_how_they_ended(train: Any, hill: Path) -> None:
+    side_by_side = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    run = train(*HILL, *side_by_side, "lr=1,2", "faults=[{action: sleep, seconds: 5}]")
+    assert run.code == 0, run.error
+    manifests = [json.loads((each / "run_manifest.json").read_text()) for each in folders(hill / "runs")]
+    assert sorted(each["config"]["lr"] for each in manifests) == [1, 2]
+    assert len({each["config"]["run"]["group"] for each in manifests}) == 1
+    first, second = (each["attempts"][0] for each in manifests)
+    assert max(first["start_at"], second["start_at"]) < min(first["end_at"], second["end_at"])
+    failed = train(*HILL, *side_by_side, "lr=1,2", "faults=[{action: kill}]")
+    assert failed.code == 1, failed.error
+
+
+REFUSALS = {
+    "no metric": ((), "hydra/sweeper=optuna searches for the best value of a metric, and none is named."),
+    "contradiction": (
+        ("sweep.metric=loss", "sweep.direction=maximize", "hydra.sweeper.direction=minimize"),
+        "sweep.direction=maximize contradicts hydra.sweeper.direction=minimize. Leave one of them out.",
+    ),
+    "several": (
+        ("sweep.metric=loss", "hydra.sweeper.direction=[minimize,maximize]"),
+        "hydra.sweeper.direction is a list, and sweep.metric names one metric.",
+    ),
+    "nothing is trained": (("sweep.metric=loss", "launch=show"), "launch=show trains none."),
+    "no direction": (("sweep.metric=loss", "sweep.direction=up"), "sweep.direction='up'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_search_that_would_find_nothing_is_refused_before_anything_is_made(
+    train: Any, tmp_path: Path, name: str
+) -> None:
+    words, message = REFUSALS[name]
+    run = train(*SEARCH, "seed=range(1,3)", *words)
+    assert run.code == 2
+    assert message in run.error
+    assert "Traceback" not in run.error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_metric_of_a_split_that_is_not_evaluated_is_refused(train: Any, tmp_path: Path) -> None:
+    run = train("recipe=digits", "sweep.metric=validation/loss")
+    assert run.code == 2
+    assert "sweep.metric=validation/loss is a metric of 'validation'" in run.error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("direction", "worst"), [("minimize", math.inf), ("maximize", -math.inf), (None, math.inf)])
+def test_a_metric_that_is_no_number_is_the_worst_value_of_a_search(
+    monkeypatch: pytest.MonkeyPatch, direction: Literal["minimize", "maximize"] | None, worst: float
+) -> None:
+    hydra = OmegaConf.create({"mode": "MULTIRUN", "sweeper": {"direction": direction or "minimize"}})
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
+    sweep = OmegaConf.create({"metric": "loss", "direction": direction})
+    assert value_of(sweep, {"loss": math.nan}) == worst
+    assert value_of(sweep, {"loss": 2.5}) == 2.5
+
+
+def test_the_check_leaves_a_sweeper_without_a_direction_alone() -> None:
+    config = OmegaConf.create({"hydra": {"sweeper": {"max_batch_size": None}}, "sweep": {"metric": None}})
+    ObjectiveCheck().on_multirun_start(config)
+    assert config == {"hydra": {"sweeper": {"max_batch_size": None}}, "sweep": {"metric": None}}
