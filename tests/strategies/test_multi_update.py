@@ -17,6 +17,7 @@ from tests.strategies.dcgan import BATCH, DCGAN, GAN, SEED, original
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     ConfigError,
+    LossOutput,
     MicroBatch,
     MultiUpdateRecipe,
     Numerics,
@@ -191,9 +192,15 @@ class Detached(Two):
         yield "a", model["a"](batch[0]).mean().detach()  # type: ignore[index]
 
 
+class TakesName(Two):
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
+        yield "a", LossOutput(model["a"](batch[0]).mean(), {"loss/b": (torch.ones(()), torch.ones(()))})  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
+        (TakesName(), "name a metric loss/b or lr/b, which each logged step has of the optimizer 'b'. Rename it."),
         (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', no scalar. Yield its mean()"),
         (Detached(), "Detached.updates yielded a loss for 'a' that depends on no trained parameter."),
         (Misspelt(), "Misspelt.updates: no optimizer 'aa'; did you mean 'a'? Known: a, b."),

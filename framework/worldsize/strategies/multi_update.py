@@ -191,6 +191,12 @@ def _metrics(results: Sequence[_UpdateResult], rates: Mapping[str, float | None]
     for result in results:
         for name, pairs_b2 in result.metrics.items():
             metrics[name] = metrics[name] + pairs_b2 if name in metrics else pairs_b2
+    for name in rates:
+        if metrics.keys() & {f"loss/{name}", f"lr/{name}"}:
+            raise ConfigError(
+                f"the recipe's updates name a metric loss/{name} or lr/{name}, which each logged step has of the "
+                f"optimizer {name!r}. Rename it."
+            )
     losses = results[0].losses
     one_b = torch.ones(len(losses), dtype=torch.float64, device=losses[0].device)
     for place, (name, rate) in enumerate(rates.items()):
