@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import math
 import os
 from pathlib import Path
@@ -15,23 +14,12 @@ import pytest
 from rich.console import Console
 
 from worldsize.core import Evaluated, Event, Listener, RunEnded, RunFailed, StepDone
-from worldsize.messages import show_messages
 from worldsize.observe.progress import Progress, Tail
-from worldsize.observe.subprocess_listener import SubprocessListener
+from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
 from worldsize.records.metrics import JsonLines, metrics_digest
 
 ENDED = RunEnded(1, "completed")
-
-
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """Return what a program shows of what is logged, also by the processes that it forks."""
-    logger = logging.getLogger("worldsize")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
-    show_messages()
-    return capfd
 
 
 def step(number: int, loss: float = 0.1, seconds: float = 0.5) -> StepDone:
@@ -128,7 +116,7 @@ def events(path: Path) -> list[str]:
 
 
 def test_a_subprocess_listener_is_told_everything_in_order_by_another_process(tmp_path: Path) -> None:
-    listener = SubprocessListener(lambda: Recorder(tmp_path / "events"))
+    listener = SubprocessListeners({"logger": lambda: Recorder(tmp_path / "events")})
     for event in (step(1), Evaluated(1, {}), RunEnded(1, "completed")):
         listener(event)
     assert events(tmp_path / "events") == ["StepDone", "Evaluated", "RunEnded"]
@@ -139,7 +127,7 @@ def test_a_subprocess_listener_yields_the_processor_to_those_who_train(tmp_path:
     def niceness(event: Event) -> None:
         (tmp_path / "niceness").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
 
-    SubprocessListener(lambda: niceness)(RunEnded(1, "completed"))
+    SubprocessListeners({"logger": lambda: niceness})(RunEnded(1, "completed"))
     assert int((tmp_path / "niceness").read_text()) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) < 19
 
@@ -147,7 +135,7 @@ def test_a_subprocess_listener_yields_the_processor_to_those_who_train(tmp_path:
 def test_a_subprocess_listener_learns_that_its_run_died(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        listener = SubprocessListener(lambda: Recorder(tmp_path / "events"))
+        listener = SubprocessListeners({"logger": lambda: Recorder(tmp_path / "events")})
         listener(step(1))
         os._exit(9)  # ends at once, as SIGKILL would
     os.waitpid(child, 0)
@@ -160,7 +148,7 @@ def test_a_listener_that_cannot_be_made_costs_a_warning(shown: pytest.CaptureFix
     def fail() -> Listener:
         raise OSError("no network")
 
-    listener = SubprocessListener(fail)
+    listener = SubprocessListeners({"logger": fail})
     for event in (step(1), step(2), RunFailed("x")):
         listener(event)
     said = "warning: the logger failed and is off for the rest of the run: OSError: no network\n"
@@ -172,7 +160,7 @@ def test_a_listener_that_hangs_does_not_hold_up_the_end(shown: pytest.CaptureFix
         Flag().wait()
         raise AssertionError
 
-    SubprocessListener(hang, timeout=0.1)(RunEnded(1, "completed"))
+    SubprocessListeners({"logger": hang}, timeout=0.1)(RunEnded(1, "completed"))
     assert "did not finish within 0.1 s" in shown.readouterr().err
 
 
@@ -184,7 +172,7 @@ def blocked(door: Path, path: Path) -> Listener:
 
 def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "door")
-    listener = SubprocessListener(lambda: blocked(tmp_path / "door", tmp_path / "events"))
+    listener = SubprocessListeners({"logger": lambda: blocked(tmp_path / "door", tmp_path / "events")})
     for number in range(1, 2001):  # several times as many as fit into a pipe
         listener(step(number))
     (tmp_path / "door").open("w").close()
@@ -196,7 +184,7 @@ def test_the_end_is_bounded_even_when_the_listener_took_nothing(
     tmp_path: Path, shown: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "door")
-    listener = SubprocessListener(lambda: blocked(tmp_path / "door", tmp_path / "events"), timeout=0.1)
+    listener = SubprocessListeners({"logger": lambda: blocked(tmp_path / "door", tmp_path / "events")}, timeout=0.1)
     for number in range(1, 2001):
         listener(step(number))
     listener(RunEnded(2000, "completed"))
@@ -204,7 +192,7 @@ def test_the_end_is_bounded_even_when_the_listener_took_nothing(
 
 
 def test_a_failure_after_the_end_is_not_hidden_by_the_listener(tmp_path: Path) -> None:
-    listener = SubprocessListener(lambda: Recorder(tmp_path / "events"))
+    listener = SubprocessListeners({"logger": lambda: Recorder(tmp_path / "events")})
     listener(RunEnded(1, "completed"))
     listener(RunFailed("closing the replica failed"))
     assert events(tmp_path / "events") == ["RunEnded"]

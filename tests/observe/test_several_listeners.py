@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event as Flag
 from typing import Any
 
 import pytest
 
 from tests.plugins.test_tensorboard import read
 from worldsize.core import Evaluated, Event, Listener, RunEnded
-from worldsize.observe.several_listeners import SeveralListeners
+from worldsize.observe.subprocess_listeners import SubprocessListeners
 
 
 class Recorder:
@@ -31,25 +31,29 @@ def impossible() -> Listener:
     raise ValueError("no key")
 
 
-def test_a_listener_that_fails_is_named_once_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def stuck() -> Listener:
+    Flag().wait()
+    raise AssertionError
+
+
+def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
+    tmp_path: Path, shown: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
-    logger = logging.getLogger("worldsize.observe.several_listeners")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     makers: dict[str, Callable[[], Listener]] = {
         "listener first": lambda: Recorder(folder=tmp_path, file="first", fails_at="Evaluated"),
         "listener second": impossible,
-        "listener third": lambda: Recorder(folder=tmp_path, file="third"),
+        "listener third": stuck,
+        "listener fourth": lambda: Recorder(folder=tmp_path, file="fourth"),
     }
-    listener = SeveralListeners(makers)
+    listener = SubprocessListeners(makers, timeout=2.0)
     for event in (Evaluated(1, {}), Evaluated(2, {}), RunEnded(2, "completed")):
         listener(event)
-    assert (tmp_path / "third").read_text().split() == ["Evaluated", "Evaluated", "RunEnded"]
+    assert (tmp_path / "fourth").read_text().split() == ["Evaluated", "Evaluated", "RunEnded"]
     assert not (tmp_path / "first").exists()
-    assert said == [
-        "the listener second failed and is off for the rest of the run: ValueError: no key",
-        "the listener first failed and is off for the rest of the run: OSError: no network",
+    assert sorted(shown.readouterr().err.splitlines()) == [
+        "warning: the listener first failed and is off for the rest of the run: OSError: no network",
+        "warning: the listener second failed and is off for the rest of the run: ValueError: no key",
+        "warning: the listener third did not finish within 2.0 s; what it has not sent yet is lost",
     ]
 
 

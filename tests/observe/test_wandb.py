@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from worldsize.core import RunEnded, StepDone, Straggling
-from worldsize.observe.subprocess_listener import SubprocessListener
+from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.wandb import WandbListener
 
 _reader = runpy.run_path(str(Path(__file__).parent / "wandb_file.py"))
@@ -72,7 +72,8 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
     facts: dict[str, Any] = {"project": "p", "run_id": "same", "group": None, "config": {}, "mode": "offline"}
     for attempt, first in (("one", 1), ("two", 4)):
         (tmp_path / attempt).mkdir()
-        listener = SubprocessListener(partial(WandbListener, **facts, manifest={}, folder=tmp_path / attempt))
+        make = partial(WandbListener, **facts, manifest={}, folder=tmp_path / attempt)
+        listener = SubprocessListeners({"logger": make})
         for number in range(first, first + 3):
             listener(StepDone(number, number, number / 10, 0.1, None, 0, 0.0, (0.1,), 1.0))
         listener(Straggling(first + 2, 1, "n3", "cpu", "data", 1.25, first))

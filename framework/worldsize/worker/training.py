@@ -38,8 +38,7 @@ from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
 from worldsize.observe.events import EventLog
 from worldsize.observe.profile import traced
-from worldsize.observe.several_listeners import SeveralListeners
-from worldsize.observe.subprocess_listener import SubprocessListener
+from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
 from worldsize.records.metrics import JsonLines, evaluations, last_metrics, metrics_digest
 from worldsize.records.run_directory import RunDirectory
@@ -67,8 +66,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
     makers = {
         name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
     }
-    remote = [SubprocessListener(partial(SeveralListeners, makers))] if makers else []
-    return [*own, JsonLines(run.metrics), EventLog(run.events), *remote]
+    return [*own, JsonLines(run.metrics), EventLog(run.events), SubprocessListeners(makers)]
 
 
 @final

@@ -1,0 +1,123 @@
+"""Listeners in processes of their own, so that they cost the training neither time nor the interpreter's lock."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from select import select
+from typing import BinaryIO, final
+
+from worldsize.core import Event, Listener, RunEnded, RunFailed
+from worldsize.world.preemption import SIGNALS
+
+_logger = logging.getLogger(__name__)
+
+_NICENESS = 10  # ranks come first, but where they take every core a listener still starts within its time
+_HURRIED = 30.0  # seconds, where others wait for the end: a scheduler that has asked for it, or what failed
+
+
+@final
+class SubprocessListeners:
+    """Forks a process for each listener that builds it and tells it every event, in order.
+
+    Make it before the process group and CUDA exist. In a thread wandb's start and its log calls cost a tiny
+    model a third of its speed. A listener that cannot be made or fails is reported once and left alone, and one that is
+    slow holds no other one up: losing a logger must not lose the run. A run that is complete waits at most ``timeout``
+    seconds for the rest to be told, another at most 30; if the training process dies, the listeners are told RunFailed.
+
+    Args:
+        makers: Make the listeners, by the name under which a warning speaks of each.
+        timeout: Seconds.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Listener]], *, timeout: float = 120.0) -> None:
+        self._timeout = timeout
+        self._ended = False
+        self._processes: list[_ListenerProcess] = []
+        for name, make in makers.items():
+            self._processes.append(_ListenerProcess(name, make, self._processes))
+
+    def __call__(self, event: Event) -> None:
+        if self._ended:
+            return  # a failure after the end: they have been told the end already
+        message = pickle.dumps(event)
+        for process in self._processes:
+            process.send(message)
+        if isinstance(event, RunEnded | RunFailed):
+            self._ended = True
+            complete = isinstance(event, RunEnded) and event.exit_reason == "completed"
+            seconds = self._timeout if complete else min(_HURRIED, self._timeout)
+            deadline = time.monotonic() + seconds
+            for process in self._processes:
+                if not process.finish(deadline):
+                    _logger.warning(
+                        "the %s did not finish within %s s; what it has not sent yet is lost", process.name, seconds
+                    )
+
+
+@final
+class _ListenerProcess:
+    """One listener's process, and the pipe that events go through; ``before``: those that were forked before it."""
+
+    def __init__(self, name: str, make: Callable[[], Listener], before: Sequence[_ListenerProcess]) -> None:
+        self.name = name
+        receiver, self._sender = os.pipe()
+        os.set_blocking(self._sender, False)
+        self._unsent = bytearray()
+        senders = [self._sender, *(each._sender for each in before)]
+        self._process = get_context("fork").Process(target=_serve, args=(name, make, receiver, senders), daemon=True)
+        self._process.start()
+        os.close(receiver)
+
+    def send(self, message: bytes) -> None:
+        """Send as much of what has not been sent as the pipe takes now."""
+        self._unsent += message
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._sender, self._unsent)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unsent.clear()  # it has said why, and ended
+
+    def finish(self, deadline: float) -> bool:
+        """Send the rest and wait for the process until ``deadline``; kill it then and return False."""
+        while self._unsent and (left := deadline - time.monotonic()) > 0:
+            select([], [self._sender], [], left)
+            self.send(b"")
+        os.close(self._sender)
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if not self._process.is_alive():
+            return True
+        self._process.kill()
+        return False
+
+
+def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequence[int]) -> None:
+    """Pass events to the listener, in the forked process."""
+    for sender in senders:
+        os.close(sender)  # or the end of the training process would not be seen
+    os.nice(_NICENESS)  # what it starts inherits that
+    for number in SIGNALS:  # what they ask of the run, the training process says
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with open(receiver, "rb") as events:
+            listener = make()
+            while not isinstance(event := _next(events), RunEnded | RunFailed):
+                listener(event)
+            listener(event)
+    except Exception as error:  # any: a third party's code, which must not end the training
+        _logger.warning("the %s failed and is off for the rest of the run: %s: %s", name, type(error).__name__, error)
+
+
+def _next(events: BinaryIO) -> Event:
+    try:
+        event: Event = pickle.load(events)
+        return event
+    except (EOFError, pickle.UnpicklingError):  # the latter: killed in the middle of an event
+        return RunFailed("the training process ended without a word")
