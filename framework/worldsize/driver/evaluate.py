@@ -79,7 +79,6 @@ def evaluate_checkpoint(
             cannot run it.
     """
     checkpoint = read(path)
-    verify(checkpoint)
     _alter(cfg, path, split)
     settings = checked(cfg)
     check_data(record.manifest["data"], fingerprint(settings.recipe.files()))
@@ -90,6 +89,7 @@ def evaluate_checkpoint(
             "Add cluster=laptop, or cluster=node, and cluster.processes=N."
         )
     launcher.check(settings.cluster)
+    verify(checkpoint)  # reads all of it, so it comes after what is refused at once
     run = _folder(record.directory, checkpoint.step)
     clean = scrubber_of(cfg, settings)
     with created(run, is_private=settings.run.private):
