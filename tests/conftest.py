@@ -115,6 +115,7 @@ HEAVY = (
     "strategies/test_mesh.py",
     "strategies/test_wrapping.py",
     "test_wheel.py",
+    "testing/test_importing.py",
 )
 
 
