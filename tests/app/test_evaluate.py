@@ -65,7 +65,7 @@ def test_a_checkpoint_has_the_figures_that_training_logged_at_its_step(train: An
 
 def test_what_cannot_be_evaluated_is_refused_in_a_sentence(train: Any, evaluate: Evaluate) -> None:
     run = train(*WORDS, "checkpoint.every=4", "cluster.processes=1", "strategy=single", "evaluate_every=0")
-    shard = next((run.folder / "checkpoints" / "step_0000004").glob("*.bin"), None) or next(
+    shard = next((run.folder / "checkpoints" / "step_0000004").glob("*.safetensors"), None) or next(
         file for file in (run.folder / "checkpoints" / "step_0000004").iterdir() if file.stat().st_size > 0
     )
     for words, said in (

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from worldsize.checkpoints import retention
-from worldsize.checkpoints.format import COMPLETE, DTYPES, MANIFEST, complete, read, verify
+from worldsize.checkpoints.format import COMPLETE, MANIFEST, complete, read, verify
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoints.safetensors import read_entries
 from worldsize.checkpoints.save import Saver
+from worldsize.checkpoints.shards import DTYPES
 from worldsize.checkpoints.tree import join, split
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError, ConfigError
@@ -137,7 +139,8 @@ def test_every_bit_comes_back_at_any_world_size(tmp_path: Path, before: int, aft
 
 def test_each_rank_writes_its_part(root: Path) -> None:
     checkpoint = read(complete(root)[-1])
-    sizes = [file["size"] for file in checkpoint.files.values()]
+    headers = [read_entries(checkpoint.path / name).values() for name in checkpoint.files]
+    sizes = [sum(entry.nbytes for entry in entries) for entries in headers]
     assert len(sizes) == 2
     assert sum(sizes) == sum(map(len, bits(a_state(2)).values()))
     assert max(sizes) < 0.7 * sum(sizes)
@@ -226,23 +229,23 @@ def test_damage_anywhere_in_any_file_is_refused_with_file_and_digests(
 
 
 def missing_shard(folder: Path) -> None:
-    (folder / "rank_00001.bin").unlink()
+    (folder / "rank_00001.safetensors").unlink()
 
 
 def extra_shard(folder: Path) -> None:
-    shutil.copy(folder / "rank_00001.bin", folder / "rank_00002.bin")
+    shutil.copy(folder / "rank_00001.safetensors", folder / "rank_00002.safetensors")
 
 
 def swapped_shards(folder: Path) -> None:
-    (folder / "rank_00000.bin").rename(folder / "x")
-    (folder / "rank_00001.bin").rename(folder / "rank_00000.bin")
-    (folder / "x").rename(folder / "rank_00001.bin")
+    (folder / "rank_00000.safetensors").rename(folder / "x")
+    (folder / "rank_00001.safetensors").rename(folder / "rank_00000.safetensors")
+    (folder / "x").rename(folder / "rank_00001.safetensors")
 
 
 def linked_shard(folder: Path) -> None:
-    shutil.copy(folder / "rank_00001.bin", folder.parent / "elsewhere")
-    (folder / "rank_00001.bin").unlink()
-    (folder / "rank_00001.bin").symlink_to(folder.parent / "elsewhere")
+    shutil.copy(folder / "rank_00001.safetensors", folder.parent / "elsewhere")
+    (folder / "rank_00001.safetensors").unlink()
+    (folder / "rank_00001.safetensors").symlink_to(folder.parent / "elsewhere")
 
 
 def unsealed(folder: Path) -> None:
@@ -263,16 +266,20 @@ def resealed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def path_traversal(folder: Path) -> None:
-    shutil.copy(folder / "rank_00001.bin", folder.parent / "rank_00009.bin")
+    shutil.copy(folder / "rank_00001.safetensors", folder.parent / "rank_00009.safetensors")
 
     def change(manifest: dict[str, Any]) -> None:
-        manifest["files"]["../rank_00009.bin"] = manifest["files"].pop("rank_00001.bin")
+        manifest["files"]["../rank_00009.safetensors"] = manifest["files"].pop("rank_00001.safetensors")
 
     resealed(folder, change)
 
 
 def newer_schema(folder: Path) -> None:
     resealed(folder, lambda manifest: manifest.update(schema_version=99))
+
+
+def older_schema(folder: Path) -> None:
+    resealed(folder, lambda manifest: manifest.update(schema_version=1))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +293,7 @@ def newer_schema(folder: Path) -> None:
         lost_manifest,
         path_traversal,
         newer_schema,
+        older_schema,
     ],
 )
 def test_a_folder_that_is_not_as_it_was_written_is_refused_and_an_older_one_used_only_on_request(
@@ -298,6 +306,14 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused_and_an_older_one_used
     assert older.step == 1
 
 
+@pytest.mark.parametrize(("version", "remedy"), [(1, "Use the worldsize that wrote it"), (99, "Upgrade worldsize")])
+def test_a_checkpoint_of_another_schema_is_refused_with_what_reads_it(root: Path, version: int, remedy: str) -> None:
+    folder = complete(root)[-1]
+    resealed(folder, lambda manifest: manifest.update(schema_version=version))
+    with pytest.raises(CheckpointError, match=rf"schema version {version}; this worldsize reads version 2. {remedy}"):
+        read(folder)
+
+
 class Malice:
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -306,7 +322,7 @@ class Malice:
         return Path.touch, (self.canary,)
 
 
-@pytest.mark.parametrize("name", ["rank_00000.bin", MANIFEST, COMPLETE, ".metadata"])
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", MANIFEST, COMPLETE, ".metadata"])
 def test_no_pickle_in_any_file_is_ever_run(root: Path, tmp_path: Path, name: str) -> None:
     canary = tmp_path / "canary"
     assert pickle.loads(pickle.dumps(Malice(canary))) is None
@@ -432,7 +448,7 @@ def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None
 
 def test_a_damaged_later_checkpoint_does_not_push_out_the_one_that_training_goes_on_with(tmp_path: Path) -> None:
     alone(lambda world: saved(tmp_path, world, 4, 8))
-    (tmp_path / "step_0000008" / "rank_00000.bin").write_bytes(b"")
+    (tmp_path / "step_0000008" / "rank_00000.safetensors").write_bytes(b"")
 
     def body(world: World) -> None:
         writer = saver(tmp_path, world, keep=Retention(last=1))

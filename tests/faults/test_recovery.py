@@ -265,11 +265,11 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
     command: Any,
     environment_without_wandb: dict[str, str],
 ) -> None:
-    shard = max((preempted / "checkpoints").glob("step_*")) / "rank_00000.bin"
+    shard = max((preempted / "checkpoints").glob("step_*")) / "rank_00000.safetensors"
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
     refused = command("resume", str(preempted), cwd=preempted, environment=environment_without_wandb)
     assert refused.returncode == 1
-    assert re.search(r"rank_00000.bin has SHA-256 \w+, expected SHA-256 \w+", refused.stderr)
+    assert re.search(r"rank_00000.safetensors has SHA-256 \w+, expected SHA-256 \w+", refused.stderr)
     done = command("resume", str(preempted), "--allow-older", cwd=preempted, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
     assert outcome(preempted) == uninterrupted("cluster.processes=2")

@@ -1,8 +1,9 @@
 """What lies in a checkpoint's folder, and how it is verified.
 
-``step_0001000/`` holds one file of raw tensor bytes a rank, ``manifest.json`` (every file with size and SHA-256,
-every tensor with its place in them, and all that is no tensor) and ``COMPLETE`` (the manifest's SHA-256), which is
-written last. The folder gets its name by one rename after that.
+``step_0001000/`` holds one safetensors file a rank (see checkpoints/shards.py), ``manifest.json`` (every file with
+size and SHA-256, every tensor with its place in them, and all that is no tensor) and ``COMPLETE`` (the manifest's
+SHA-256), which is written last. The folder gets its name by one rename after that. The manifest decides: a header that
+says something else of a tensor is damage.
 """
 
 from __future__ import annotations
@@ -17,33 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from worldsize.checkpoints.safetensors import CODES, Entry, read_entries
+from worldsize.checkpoints.shards import DTYPES, entries_by_file
 from worldsize.checkpoints.validation import check_count, check_manifest, is_shard
 from worldsize.errors import CheckpointError
 from worldsize.files import read_regular
 from worldsize.strict_json import parse
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PARTS = ("model", "optimizer", "schedule", "scaler", "ema")  # of the state, that need not be loaded
 HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, which are in two of them
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-            torch.bool,
-            torch.complex64,
-            torch.complex128,
-        ),
-    )
-}
 _FOLDER = re.compile(r"step_(\d{7,})")
 _LARGEST = 1 << 30  # bytes of a manifest
 _DEEPEST = 400  # levels of a manifest: a level of a state takes up to four (see checkpoints/tree.py)
@@ -83,7 +68,7 @@ def read(path: Path) -> Checkpoint:
     """Read the manifest of the checkpoint in ``path``; its shards are not looked at.
 
     Raises:
-        CheckpointError: it is incomplete, not as it was written, or of a newer schema.
+        CheckpointError: it is incomplete, not as it was written, or of another schema.
     """
     text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
     expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
@@ -97,10 +82,10 @@ def read(path: Path) -> Checkpoint:
 
 
 def _parsed(path: Path, manifest: Any) -> Checkpoint:
-    if check_count(manifest["schema_version"], "schema_version") > SCHEMA_VERSION:
+    if (version := check_count(manifest["schema_version"], "schema_version")) != SCHEMA_VERSION:
+        remedy = "Upgrade worldsize." if version > SCHEMA_VERSION else "Use the worldsize that wrote it."
         raise CheckpointError(
-            f"{path} has schema version {manifest['schema_version']}; this worldsize reads up to {SCHEMA_VERSION}. "
-            "Upgrade worldsize."
+            f"{path} has schema version {version}; this worldsize reads version {SCHEMA_VERSION}. {remedy}"
         )
     check_manifest(manifest, {name: dtype.itemsize for name, dtype in DTYPES.items()})
     if folder_name(manifest["step"]) != path.name:
@@ -110,18 +95,21 @@ def _parsed(path: Path, manifest: Any) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Compare the folder with the manifest, and the content of the files ``names`` (None: all) with their digests.
+    """Compare the folder with the manifest, and the files ``names`` (None: all) with their digests and their headers.
 
     Raises:
-        CheckpointError: a file is missing, unknown, a link, or of other content; names it, what was expected and found.
+        CheckpointError: a file is missing, unknown, a link, or of other content, or its header describes a tensor in
+            another way; names it, what was expected and found.
     """
     path, files = checkpoint.path, checkpoint.files
     present = {file.name for file in path.iterdir()} - {MANIFEST, COMPLETE}
     for name in sorted(present ^ files.keys()):
         known = "a file that the manifest lists" if name in files else "no such file"
         raise CheckpointError(_differs(path / name, known, "a file" if name in present else "none"))
+    entries = entries_by_file(checkpoint.tensors)
     for name in sorted(files if names is None else names):
         _verify_file(path / name, files[name])
+        _verify_header(path / name, entries.get(name, {}))
 
 
 def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
@@ -131,6 +119,23 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
         raise CheckpointError(_differs(path, f"{expected['size']} bytes", f"{size} bytes"))
     if (actual := _sha256(path)) != expected["sha256"]:
         raise CheckpointError(_differs(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {actual}"))
+
+
+def _verify_header(path: Path, expected: Mapping[str, Entry]) -> None:
+    try:
+        actual = read_entries(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"the checkpoint is damaged: {error}") from None
+    for name in sorted(expected.keys() | actual.keys()):
+        if (wanted := expected.get(name)) != (present := actual.get(name)):
+            known = f"{_described(name, wanted)}, as {MANIFEST} says"
+            raise CheckpointError(_differs(path, known, f"{_described(name, present)} in its header"))
+
+
+def _described(name: str, entry: Entry | None) -> str:
+    if entry is None:
+        return f"no tensor {name}"
+    return f"{name} as {CODES[entry.dtype]}{list(entry.shape)} at byte {entry.offset}"
 
 
 def _differs(path: Path, expected: str, actual: str) -> str:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from worldsize.checkpoints.format import DTYPES, HYPERPARAMETERS, Checkpoint, complete, read, verify
+from worldsize.checkpoints.format import HYPERPARAMETERS, Checkpoint, complete, read, verify
+from worldsize.checkpoints.shards import DTYPES
 from worldsize.checkpoints.storage import Reader
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.core import StateDict, World

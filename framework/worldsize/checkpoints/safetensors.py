@@ -37,7 +37,7 @@ CODES = {
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _UNREAD = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # of the format
 _LARGEST_HEADER = 100_000_000  # bytes, as of the library's own reader
-_ALIGNMENT = 8  # bytes: where the tensors begin
+_ALIGNMENT = 16  # bytes: where the tensors begin, so that the widest numbers can be mapped
 
 
 @final
@@ -66,6 +66,8 @@ class Entry:
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     """Return the first bytes of a file whose tensors follow one after the other in the order of ``entries``.
 
+    If those of the widest numbers come first, all of them align.
+
     Raises:
         CheckpointError: the format has no such dtype, or the header is too long for its readers.
     """
@@ -77,7 +79,7 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
         place = [offset, offset := offset + entry.nbytes]
         described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > _LARGEST_HEADER:
         raise CheckpointError(f"the names of {len(entries)} tensors are too long for one safetensors file.")
     return len(text).to_bytes(8, "little") + text

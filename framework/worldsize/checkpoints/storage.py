@@ -21,11 +21,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from worldsize.checkpoints.format import DTYPES, Checkpoint, seal
+from worldsize.checkpoints.format import SCHEMA_VERSION, Checkpoint, seal
+from worldsize.checkpoints.safetensors import CODES, header
+from worldsize.checkpoints.shards import DTYPES, box_of, entry_of, is_cut, metadata
+from worldsize.checkpoints.validation import Box
 from worldsize.errors import CheckpointError
 
 # DCP's word for a run of one process, where it is meant
@@ -47,15 +50,33 @@ class Place:
 
 
 @final
+@dataclass(frozen=True)
+class _Part:
+    """What this rank writes of a tensor."""
+
+    index: MetadataIndex
+    tensor: Tensor
+    shape: torch.Size
+    """Shape of the whole tensor."""
+    box: Box
+
+    @property
+    def name(self) -> str:
+        """Path of the tensor in the state."""
+        return self.index.fqn
+
+
+@final
 class Writer(StorageWriter):
-    """Writes this rank's tensors, one after the other, into one file of ``folder``; rank 0 seals it."""
+    """Writes this rank's tensors, one after the other, into one safetensors file of ``folder``; rank 0 seals it."""
 
     def __init__(
         self, folder: Path, rank: int, *, head: Mapping[str, Any], outline: str, finite: bool, at: Point
     ) -> None:
         self._folder = folder
         self._outline = outline
-        self._name = f"rank_{rank:05d}.bin"
+        self._name = f"rank_{rank:05d}.safetensors"
+        self._rank = rank
         self._head = head
         self._finite = finite
         self._at = at
@@ -82,23 +103,33 @@ class Writer(StorageWriter):
         return future
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        tensors_by_name = [(item.index.fqn, planner.resolve_data(item)) for item in plan.items]
+        parts = [_resolved(item, planner) for item in plan.items]
         if self._finite:
-            _check_finite(tensors_by_name)
-        tensors = [_bytes_of(tensor) for _, tensor in tensors_by_name]
-        lengths = [len(tensor) for tensor in tensors]
-        facts = (sum(lengths), self._stream(tensors, sum(lengths)))
+            _check_finite(parts)
+        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # so all align
+        pieces = [memoryview(self._header(parts)), *(_bytes_of(part.tensor) for part in parts)]
+        ends = list(accumulate(len(piece) for piece in pieces))
+        facts = (ends[-1], self._stream(pieces, ends[-1]))
         self._at("checkpoint:after-shard")
         return [
-            WriteResult(item.index, length, Place(self._name, start, length, *facts))
-            for item, length, start in zip(plan.items, lengths, accumulate([0, *lengths[:-1]]), strict=True)
+            WriteResult(part.index, len(piece), Place(self._name, start, len(piece), *facts))
+            for part, piece, start in zip(parts, pieces[1:], ends[:-1], strict=True)
         ]
 
-    def _stream(self, tensors: Sequence[memoryview], total: int) -> str:
-        """Write all tensors through to the disk; their SHA-256."""
+    def _header(self, parts: Sequence[_Part]) -> bytes:
+        """Return the first bytes of the file, before any of its tensors is written."""
+        facts = {"schema_version": SCHEMA_VERSION, "rank": self._rank}
+        facts |= {key: self._head[key] for key in ("step", "world_size")}
+        entries = [entry_of(part.name, part.tensor.dtype, part.shape, part.box) for part in parts]
+        shapes = {part.name: part.shape for part in parts if is_cut(part.shape, part.box)}
+        dtypes = {part.name: part.tensor.dtype for part in parts if part.tensor.dtype not in CODES}
+        return header(entries, metadata(facts, shapes=shapes, dtypes=dtypes))
+
+    def _stream(self, contents: Sequence[memoryview], total: int) -> str:
+        """Write the header and all tensors through to the disk; return their SHA-256."""
         digest, written = hashlib.sha256(), 0
         with (self._folder / self._name).open("xb", buffering=0) as file:
-            for piece in _pieces(tensors):
+            for piece in _pieces(contents):
                 _write_all(file, piece)
                 digest.update(piece)
                 if 2 * written < total <= 2 * (written + len(piece)):
@@ -115,16 +146,26 @@ class Writer(StorageWriter):
         seal(self._folder, {**self._head, "files": files, "tensors": tensors}, self._at)
 
 
-def _check_finite(tensors: Sequence[tuple[str, Any]]) -> None:
-    for name, tensor in tensors:
+def _resolved(item: WriteItem, planner: SavePlanner) -> _Part:
+    """Return what ``item`` asks to write; raise CheckpointError if a checkpoint cannot hold it."""
+    name, tensor, facts = item.index.fqn, planner.resolve_data(item), item.tensor_data
+    if facts is None or not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{name} is no tensor, and a shard holds nothing else.")
+    if tensor.dtype not in DTYPES.values():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name} is of dtype {dtype}, which a checkpoint cannot hold.")
+    return _Part(item.index, tensor, facts.size, box_of(facts.chunk.offsets, facts.chunk.sizes))
+
+
+def _check_finite(parts: Sequence[_Part]) -> None:
+    for part in parts:
+        name, tensor = part.name, part.tensor
         if name.startswith("model/") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{name} holds NaN or infinity. Lower lr, set clip_norm, or choose nonfinite=ignore")
 
 
 def _described(name: str, facts: Any, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
     dtype = str(facts.properties.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{name} is of dtype {dtype}, which a checkpoint cannot hold.")
     chunks = [_located(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in facts.chunks]
     return {"dtype": dtype, "shape": list(facts.size), "chunks": chunks}
 
@@ -138,10 +179,10 @@ def _bytes_of(tensor: Any) -> memoryview:
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _pieces(tensors: Sequence[memoryview]) -> Iterator[memoryview]:
-    for tensor in tensors:
-        for start in range(0, len(tensor), _PIECE):
-            yield tensor[start : start + _PIECE]
+def _pieces(contents: Sequence[memoryview]) -> Iterator[memoryview]:
+    for content in contents:
+        for start in range(0, len(content), _PIECE):
+            yield content[start : start + _PIECE]
 
 
 def _write_all(file: Any, piece: memoryview) -> None:
@@ -187,7 +228,7 @@ def part_of(item: ReadItem) -> tuple[slice, ...]:
 
 @final
 class Reader(PlannedReader):
-    """Reads what the planner asks for from the raw files of a checkpoint."""
+    """Reads what the planner asks for from the files of a checkpoint, which are mapped into memory."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -205,8 +246,7 @@ class Reader(PlannedReader):
     def values(self, item: ReadItem) -> Tensor:
         place = self._places[item.storage_index]
         dtype = DTYPES[self._checkpoint.tensors[item.storage_index.fqn]["dtype"]]
-        chunk = self._chunk(place).view(dtype).reshape(place["sizes"])
-        return chunk[part_of(item)]
+        return self._chunk(place).view(dtype).reshape(place["sizes"])[part_of(item)]
 
     def _chunk(self, place: Mapping[str, Any]) -> Tensor:
         if place["length"] == 0:
@@ -214,8 +254,7 @@ class Reader(PlannedReader):
         if place["file"] not in self._files:
             path = self._checkpoint.path / place["file"]
             self._files[place["file"]] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-        whole = self._files[place["file"]][place["offset"] : place["offset"] + place["length"]]
-        return whole.clone()  # of a mapped file: a chunk may begin where its dtype cannot
+        return self._files[place["file"]][place["offset"] : place["offset"] + place["length"]]
 
 
 def _chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from worldsize.checkpoints.tree import check_encoded
 
 Box = tuple[tuple[int, int], ...]  # (begin, end) in each dimension
 
-_SHARD = re.compile(r"rank_\d{5,}\.bin", re.ASCII)
+_SHARD = re.compile(r"rank_\d{5,}\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 63  # bytes of a tensor, elements of a dimension: what torch cannot count
 MOST_DIMENSIONS = 64  # of a tensor, as in torch
@@ -36,7 +36,7 @@ def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) ->
         check_count(file["size"], f"size of {name}")
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, files, itemsizes)
-    _check_bytes(chunk for tensor in tensors.values() for chunk in tensor["chunks"])
+    _check_bytes((chunk for tensor in tensors.values() for chunk in tensor["chunks"]), files)
     if not isinstance(manifest["values"], dict) or manifest["values"].keys() & {"$tensor", "$tuple", "$float"}:
         raise ValueError("values are no mapping")
     check_encoded(manifest["values"], tensors.keys())
@@ -92,9 +92,11 @@ def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any]
         if any(end > limit for (_, end), limit in zip(box, shape, strict=True)):
             raise ValueError(f"a chunk of {name} lies outside of its shape")
         length = check_count(chunk["length"], f"length of a chunk of {name}")
-        end = check_count(chunk["offset"], f"offset of a chunk of {name}") + length
-        if length != math.prod(sizes) * itemsize or end > files[chunk["file"]]["size"]:
+        begin = check_count(chunk["offset"], f"offset of a chunk of {name}")
+        if length != math.prod(sizes) * itemsize or begin + length > files[chunk["file"]]["size"]:
             raise ValueError(f"a chunk of {name} does not fit its file")
+        if length and begin % itemsize:
+            raise ValueError(f"a chunk of {name} begins at byte {begin}, where its dtype cannot")
         boxes.append(box)
     if not covers_exactly(shape, boxes):
         raise ValueError(f"the chunks of {name} do not make up its shape: they overlap, or leave a part without values")
@@ -137,11 +139,17 @@ def _signed_corners(box: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], int
     return {tuple(place for place, _ in corner): math.prod(sign for _, sign in corner) for corner in sides}
 
 
-def _check_bytes(chunks: Iterable[Mapping[str, Any]]) -> None:
-    """Check that no two chunks share bytes of a file: a small file cannot pose as a large tensor."""
-    for one, other in pairwise(sorted(_spans(chunks))):
-        if one[0] == other[0] and one[2] > other[1]:
-            raise ValueError(f"two chunks share bytes of {one[0]}")
+def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) -> None:
+    """Check that the chunks of a file follow each other up to its end.
+
+    No two share bytes, so a small file cannot pose as a large tensor, and none of the bytes is nobody's.
+    """
+    for (file, _, end), (other, begin, _) in pairwise([*sorted(_spans(chunks)), ("", 0, 0)]):
+        after = begin if other == file else files[file]["size"]
+        if end > after:
+            raise ValueError(f"two chunks share bytes of {file}")
+        if end < after:
+            raise ValueError(f"no chunk has the bytes of {file} from {end} to {after}")
 
 
 def _spans(chunks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:

@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from worldsize.checkpoints.format import DTYPES, MANIFEST, Checkpoint, complete, read, verify
+from worldsize.checkpoints.format import MANIFEST, Checkpoint, complete, read, verify
 from worldsize.checkpoints.safetensors import Entry, read_entries
+from worldsize.checkpoints.shards import DTYPES, box_of
 from worldsize.checkpoints.storage import PlannedReader, part_of
+from worldsize.checkpoints.validation import Box, is_shard
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.files import is_file, is_folder, read_regular
 from worldsize.strict_json import parse
@@ -49,6 +51,10 @@ class Weights(ABC):
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, whole; its bytes are read as they are used where the source allows it."""
+
+    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        """Return a part of one tensor, which begins and ends in each dimension as ``place`` says."""
+        return self.tensor(name)[place]
 
 
 @final
@@ -81,14 +87,20 @@ class CheckpointWeights(Weights):
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor of the model, put together of the parts that ranks have saved."""
-        entry, chunks = self._entries[name], self._facts[name]["chunks"]
-        parts = [chunk for chunk in chunks if chunk["length"]]
-        if len(parts) == 1:
-            return self._chunk(parts[0], entry.dtype).reshape(entry.shape)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        for chunk in parts:
-            place = tuple(slice(at, at + size) for at, size in zip(chunk["offsets"], chunk["sizes"], strict=True))
-            tensor[place] = self._chunk(chunk, entry.dtype)
+        return self.part(name, tuple(slice(0, size) for size in self._entries[name].shape))
+
+    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        """Return a part of one tensor of the model; nothing is read of what was saved of the rest of it."""
+        dtype = self._entries[name].dtype
+        overlaps = [(chunk, _overlap(chunk, place)) for chunk in self._facts[name]["chunks"]]
+        parts = [(chunk, box) for chunk, box in overlaps if all(begin < end for begin, end in box)]
+        if len(parts) == 1:  # it has all of the part
+            (chunk, box), *_ = parts
+            return self._chunk(chunk, dtype)[_slices(box, chunk["offsets"])]
+        begins = [side.start for side in place]
+        tensor = torch.empty([side.stop - side.start for side in place], dtype=dtype)
+        for chunk, box in parts:
+            tensor[_slices(box, begins)] = self._chunk(chunk, dtype)[_slices(box, chunk["offsets"])]
         return tensor
 
     def _chunk(self, chunk: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
@@ -98,6 +110,17 @@ class CheckpointWeights(Weights):
 def _part(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
     parts = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): facts for name, facts in parts.items()}
+
+
+def _overlap(chunk: Mapping[str, Any], place: tuple[slice, ...]) -> Box:
+    """Return what a chunk and a part of the same tensor share; a side that ends before it begins if that is nothing."""
+    box = box_of(chunk["offsets"], chunk["sizes"])
+    return tuple((max(side.start, begin), min(side.stop, end)) for side, (begin, end) in zip(place, box, strict=True))
+
+
+def _slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return where a box of a tensor lies in a part of it that begins at ``origin``."""
+    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True))
 
 
 def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -187,7 +210,7 @@ class WeightsReader(PlannedReader):
         return Metadata({name: _whole(entry) for name, entry in entries.items()})
 
     def values(self, item: ReadItem) -> Tensor:
-        return self._weights.tensor(self._names[item.storage_index.fqn])[part_of(item)]
+        return self._weights.part(self._names[item.storage_index.fqn], part_of(item))
 
 
 def _whole(entry: Entry) -> TensorStorageMetadata:
@@ -222,12 +245,23 @@ def open_weights(path: Path) -> Weights:
     """
     try:
         if is_file(path):
-            return SafetensorsWeights([path]) if path.suffix == ".safetensors" else TorchWeights(path)
+            return SafetensorsWeights(_no_shards([path])) if path.suffix == ".safetensors" else TorchWeights(path)
         if is_file(path / MANIFEST):
             return CheckpointWeights(read(path))
-        return SafetensorsWeights(_safetensors_in(path))
+        return SafetensorsWeights(_no_shards(_safetensors_in(path)))
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
+
+
+def _no_shards(files: list[Path]) -> list[Path]:
+    """Return the files; raise CheckpointError if one of them is a rank's part of a checkpoint."""
+    for file in files:
+        if is_shard(file.name):
+            raise CheckpointError(
+                f"{file} is what one rank wrote of a checkpoint, and {MANIFEST} says what the parts make up. Name the "
+                "run, or the folder of a complete checkpoint."
+            )
+    return files
 
 
 def _safetensors_in(folder: Path) -> list[Path]:

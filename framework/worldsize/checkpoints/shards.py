@@ -1,0 +1,81 @@
+"""What a rank writes of a checkpoint is a safetensors file that any reader of that format opens by itself.
+
+A tensor that is whole in the file is called by its path in the state, such as ``model/0.weight``. A part of a tensor
+says which one it is, as one would slice it: ``model/0.weight[2:4,0:5]``. A dtype that the format lacks is stored as
+bytes, in one more dimension. The file's metadata has the shapes of the tensors that parts belong to, and such dtypes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from worldsize.checkpoints.safetensors import CODES, Entry
+from worldsize.checkpoints.validation import Box
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
+"""The dtypes that a checkpoint holds, by the names that its manifest has for them."""
+
+_RESERVED = "__metadata__"  # no tensor of a safetensors file may be called so
+
+
+def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    """Return the (begin, end) of a part in each dimension of its tensor."""
+    return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> Entry:
+    """Describe a part of a tensor as it stands in the header of a shard.
+
+    Args:
+        name: Path of the tensor in the state.
+        dtype: Its dtype.
+        shape: Shape of the whole tensor.
+        box: The part, as (begin, end) in each dimension.
+        offset: Place of the part's first byte in the file; 0 until that is known.
+    """
+    sizes = tuple(end - begin for begin, end in box)
+    if is_cut(shape, box) or name.endswith("]") or name == _RESERVED:  # no two parts of any tensors share a name
+        name += f"[{','.join(f'{begin}:{end}' for begin, end in box)}]"
+    if dtype not in CODES:
+        return Entry(name, torch.uint8, (*sizes, dtype.itemsize), offset)
+    return Entry(name, dtype, sizes, offset)
+
+
+def is_cut(shape: Sequence[int], box: Box) -> bool:
+    """Whether a part is less than the whole tensor."""
+    return any(side != (0, size) for side, size in zip(box, shape, strict=True))
+
+
+def entries_by_file(tensors: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+    """Return what the header of each file must hold, by file and name, if the ``tensors`` of a manifest are right."""
+    entries: dict[str, dict[str, Entry]] = {}
+    for name, tensor in tensors.items():
+        dtype, shape = DTYPES[tensor["dtype"]], tensor["shape"]
+        for chunk in tensor["chunks"]:
+            box = box_of(chunk["offsets"], chunk["sizes"])
+            entry = entry_of(name, dtype, shape, box, offset=chunk["offset"])
+            entries.setdefault(chunk["file"], {})[entry.name] = entry
+    return entries
+
+
+def metadata(
+    facts: Mapping[str, int], *, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, str]:
+    """Return what a shard tells a reader that has no manifest, in the strings that the format asks for.
+
+    Args:
+        facts: Numbers such as the step and the rank.
+        shapes: Shapes of the whole tensors of which the file has parts.
+        dtypes: Dtypes of the tensors that are stored as bytes.
+    """
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    told = {"shapes": {name: list(shape) for name, shape in shapes.items()}, "dtypes": names}
+    return {
+        "format": "pt",  # what transformers asks of a file with tensors of torch
+        **{key: str(value) for key, value in facts.items()},
+        **{key: json.dumps(value, sort_keys=True) for key, value in told.items() if value},
+    }
