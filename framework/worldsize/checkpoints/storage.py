@@ -52,7 +52,7 @@ class Place:
 @final
 @dataclass(frozen=True)
 class _Part:
-    """What this rank writes of a tensor."""
+    """A tensor, or the part of one, that this rank writes."""
 
     index: MetadataIndex
     tensor: Tensor
