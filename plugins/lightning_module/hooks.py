@@ -16,6 +16,8 @@ _CARRIED = {
     *("prepare_data", "setup", "configure_model", "train_dataloader", "val_dataloader", "test_dataloader"),
     *("on_before_batch_transfer", "on_after_batch_transfer"),
 }
+_CARRIED_BY_MANUAL = {"on_train_epoch_end"}  # where such a module advances its schedules
+_CLIPPING = ("clip_gradients", "clip_grad_norm_", "clip_grad_value_")
 # what training under Lightning does not call either, or what changes nothing that is learned
 _IRRELEVANT = {
     *("predict_step", "predict_dataloader", "on_predict_start", "on_predict_end", "on_predict_epoch_start"),
@@ -69,12 +71,13 @@ _REMEDIES = {
 
 def check_hooks(module: Any, datamodule: Any) -> None:
     """Raise ConfigError for each hook that is overridden and would not be called, with what to do instead."""
-    refused = [*_overridden(module, "LightningModule"), *_signatures(module), *_metrics(module)]
+    refused = [
+        *_overridden(module, "LightningModule", manual=not module.automatic_optimization),
+        *_signatures(module),
+        *_metrics(module),
+    ]
     if not module.automatic_optimization:
-        refused.append(
-            f"{type(module).__name__}.automatic_optimization = False does not come along to worldsize: write a "
-            "MultiUpdateRecipe, as docs/howto/gans.md shows."
-        )
+        refused += _clips(module)
     if datamodule is not None:
         refused += _overridden(datamodule, "LightningDataModule")
     if refused:
@@ -91,13 +94,14 @@ def _is_lightning(kind: type) -> bool:
     return kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def _overridden(value: Any, base: str) -> Iterator[str]:
+def _overridden(value: Any, base: str, *, manual: bool = False) -> Iterator[str]:
     known = base_of(value, base)
     assert known is not None, f"checked when it was built: {base}"
     judged = {name for name in dir(known) if not name.startswith("_")} - set(dir(nn.Module)) | _OF_MODULES | _REMOVED
     own = [kind for kind in type(value).__mro__ if not _is_lightning(kind) and kind not in known.__mro__]
     names = {name for kind in own for name in vars(kind)}
-    for name in sorted(names & judged - _CARRIED - _IRRELEVANT):
+    carried = _CARRIED | _CARRIED_BY_MANUAL if manual else _CARRIED
+    for name in sorted(names & judged - carried - _IRRELEVANT):
         remedy = "leave it out, since Lightning 2 does not call it" if name in _REMOVED else _REMEDIES.get(name)
         yield f"{type(value).__name__}.{name} would not be called by worldsize: {remedy or 'leave it out'}."
 
@@ -110,6 +114,20 @@ def _signatures(module: Any) -> Iterator[str]:
                 f"{type(module).__name__}.training_step takes {name}, which worldsize does not have: "
                 "take batch and batch_idx."
             )
+
+
+def _clips(module: Any) -> Iterator[str]:
+    """Say which methods of a module under manual optimization clip gradients, which are not there yet."""
+    known = base_of(module, "LightningModule")
+    assert known is not None
+    own = [kind for kind in type(module).__mro__ if not _is_lightning(kind) and issubclass(kind, known)]
+    for method in (each for kind in own for each in vars(kind).values() if inspect.isfunction(each)):
+        for name in _CLIPPING:
+            if name in method.__code__.co_names:
+                yield (
+                    f"{method.__qualname__} calls {name}, but worldsize computes a gradient at the step of its "
+                    "optimizer. Leave it out, and set clip_norm."
+                )
 
 
 def _metrics(module: nn.Module) -> Iterator[str]:

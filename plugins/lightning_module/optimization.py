@@ -73,6 +73,11 @@ def configured(module: Any) -> Configured:
 def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
     """Return the optimizers and the schedules, in the forms that Lightning knows."""
     match returned:
+        case Mapping() if "frequency" in returned:
+            raise ConfigError(
+                "configure_optimizers returns an optimizer with a frequency, which Lightning 2 does not heed. Leave it "
+                "out, and step the optimizer in the batches that it is for: self.automatic_optimization = False."
+            )
         case Mapping():
             return [returned.get("optimizer")], [returned["lr_scheduler"]] if "lr_scheduler" in returned else []
         case [list() | tuple() as optimizers, schedules]:
@@ -105,23 +110,54 @@ def _scheduled(given: Any) -> Scheduled:
     return Scheduled(scheduler, interval, frequency)
 
 
-@final
-class PositionSchedule(LRScheduler):
-    """Advances a module's schedule by steps or epochs, and hands its rates to the optimizer that is in fact used."""
+class ModuleSchedule(LRScheduler):
+    """Abstract: a module's schedule that hands its rates to the optimizer that is in fact used."""
 
-    def __init__(self, scheduled: Scheduled, optimizer: Optimizer, positions: Positions) -> None:
+    def __init__(self, scheduled: Scheduled, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._scheduled, self._positions = scheduled, positions
+        self.scheduler = scheduled.scheduler
         self._steps = 0
         # it warns if its optimizer takes no step, which another one may do instead
-        scheduled.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _advance(self) -> None:
+        self.scheduler.step()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        source = self.scheduler.optimizer
+        if source is not self.optimizer:
+            for group, values in zip(self.optimizer.param_groups, source.param_groups, strict=True):
+                group.update({name: value for name, value in values.items() if name != "params"})
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps = state_dict["steps"]
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        source = self.scheduler.optimizer
+        for group, rate in zip(source.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        self._hand_over()
+
+
+@final
+class PositionSchedule(ModuleSchedule):
+    """Advances a module's schedule by steps or epochs, as ``configure_optimizers`` asks for."""
+
+    def __init__(self, scheduled: Scheduled, optimizer: Optimizer, positions: Positions) -> None:
+        super().__init__(scheduled, optimizer)
+        self._scheduled, self._positions = scheduled, positions
 
     def step(self, epoch: int | None = None) -> None:
         """Count a step, and advance the schedule if that is due."""
         self._steps += 1
         if self._is_due():
-            self._scheduled.scheduler.step()
-            self._hand_over()
+            self._advance()
 
     def _is_due(self) -> bool:
         every = self._scheduled.frequency
@@ -129,22 +165,44 @@ class PositionSchedule(LRScheduler):
             return (self._positions.batch_index(self._steps) + 1) % every == 0
         return self._positions.ends_epoch(self._steps) and (self._positions.epoch(self._steps) + 1) % every == 0
 
-    def _hand_over(self) -> None:
-        source = self._scheduled.scheduler.optimizer
-        if source is not self.optimizer:
-            for group, values in zip(self.optimizer.param_groups, source.param_groups, strict=True):
-                group.update({name: value for name, value in values.items() if name != "params"})
 
-    def get_last_lr(self) -> list[float | Tensor]:
-        return self._scheduled.scheduler.get_last_lr()
+@final
+class ManualSchedule(ModuleSchedule):
+    """A schedule that the module advances itself, in the training steps of all micro-batches; it counts once."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "scheduler": self._scheduled.scheduler.state_dict()}
+    def __init__(self, scheduled: Scheduled, optimizer: Optimizer) -> None:
+        super().__init__(scheduled, optimizer)
+        self._current = self._before = 0  # the step in which it advanced last, and how often it had before it
+        self._ended: int | None = None  # the step that some micro-batch has ended
+
+    def step(self, epoch: int | None = None) -> None:
+        """Do nothing after an update: the module says when its schedule advances."""
+
+    def advance(self, step: int, count: int) -> None:
+        """Advance to the ``count``-th time in step number ``step``, unless another micro-batch has done so."""
+        self._begin(step)
+        if self._before + count > self._steps and self._ended != step:
+            self._steps += 1
+            self._advance()
+
+    def check(self, step: int, count: int) -> None:
+        """End step number ``step`` of a micro-batch in which it has advanced ``count`` times.
+
+        Raises:
+            ConfigError: another micro-batch has advanced it more or less often.
+        """
+        self._begin(step)
+        self._ended = step
+        if self._before + count != self._steps:
+            raise ConfigError(
+                f"training_step advances a schedule {count} times for one micro-batch of step {step} and "
+                f"{self._steps - self._before} times for another. Let it depend on batch_idx and the epoch alone."
+            )
+
+    def _begin(self, step: int) -> None:
+        if step != self._current:
+            self._current, self._before, self._ended = step, self._steps, None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps = state_dict["steps"]
-        self._scheduled.scheduler.load_state_dict(state_dict["scheduler"])
-        source = self._scheduled.scheduler.optimizer
-        for group, rate in zip(source.param_groups, self._scheduled.scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-        self._hand_over()
+        super().load_state_dict(state_dict)
+        self._current, self._before, self._ended = 0, self._steps, None

@@ -90,7 +90,12 @@ class LightningProgram:
     @property
     def facts(self) -> RunFacts:
         """Make what a module finds as ``self.trainer``."""
-        return RunFacts(self.run, self.positions)
+        return RunFacts(self.run, self.positions, is_manual=self.is_manual)
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the module steps its optimizers itself."""
+        return not self._sources[0].automatic_optimization
 
     def new_module(self) -> StepModule:
         """Make a module as the strategies see it, with weights drawn anew."""

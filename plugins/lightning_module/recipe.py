@@ -5,17 +5,16 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any, final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from plugins.lightning_module.manual_recipe import ManualLightningRecipe
 from plugins.lightning_module.optimization import PositionSchedule, Scheduled, configured
 from plugins.lightning_module.program import LightningProgram
-from plugins.lightning_module.step_log import samples_of
-from plugins.lightning_module.step_module import StepModule, loss_of
+from plugins.lightning_module.step_log import mean_over, training_metrics
+from plugins.lightning_module.step_module import StepModule, evaluation_metrics, loss_of
 from worldsize.core import Batch, ConfigError, LossOutput, Metrics, Recipe
-from worldsize.strategies.loss_record import STEP_FIGURES
 
 if find_spec("lightning") is None:
     raise ConfigError(
@@ -35,7 +34,7 @@ def lightning_recipe(program: LightningProgram, *, run_decides: bool = False, **
         ConfigError: it has something that does not come along.
     """
     program.check(run_decides=run_decides)
-    return LightningRecipe(program)
+    return ManualLightningRecipe(program) if program.is_manual else LightningRecipe(program)
 
 
 @final
@@ -58,7 +57,7 @@ class LightningRecipe(Recipe):
         if len(made.optimizers) > 1:
             raise ConfigError(
                 f"{type(model.lightning).__name__}.configure_optimizers returns {len(made.optimizers)} optimizers; "
-                "training_step returns the loss of one. Write a MultiUpdateRecipe, as docs/howto/gans.md shows."
+                "training_step returns the loss of one. Step them in it: self.automatic_optimization = False."
             )
         (optimizer,) = made.optimizers
         self._scheduled = made.of(optimizer)
@@ -89,27 +88,9 @@ class LightningRecipe(Recipe):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
         """Return what ``validation_step`` or ``test_step`` logs, or its loss where it logs nothing."""
-        return evaluated(self._program, model, batch)
-
-
-def training_metrics(logged: Metrics) -> Metrics:
-    """Rename what has the name of a figure that each step has anyway: ``loss`` is ``module/loss``."""
-    return {f"module/{name}" if name in STEP_FIGURES else name: pair for name, pair in logged.items()}
-
-
-def evaluated(program: LightningProgram, model: nn.Module, batch: Batch) -> Metrics:
-    """Evaluate one batch by the module's step for that; by its training_step if it has none.
-
-    Raises:
-        ConfigError: the step neither logs nor returns anything.
-    """
-    name = program.evaluation_step
-    logged: Metrics
-    output, logged = model(name or "training_step", batch, index=0, step=program.run.steps)
-    if name is not None and logged:
-        return logged
-    if name is not None and output is None:
-        raise ConfigError(f"{name} logs nothing. Call self.log(name, value) in it.")
-    samples = torch.tensor(float(samples_of(batch)), dtype=torch.float64)
-    mean = loss_of(output, name or "training_step").detach().double()
-    return {"loss" if name else "loss_of_first_training_samples": (mean * samples.to(mean.device), samples)}
+        assert isinstance(model, StepModule)
+        run, name = self._program.run, self._program.evaluation_step
+        if name is not None:
+            return evaluation_metrics(model, name, batch, step=run.steps)
+        output, _ = model("training_step", batch, index=0, step=run.steps)
+        return {"loss_of_first_training_samples": mean_over(batch, loss_of(output, "training_step"))}

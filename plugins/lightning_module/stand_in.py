@@ -25,8 +25,8 @@ class RunFacts:
     loggers: tuple[Any, ...] = ()
     callbacks: tuple[Any, ...] = ()
 
-    def __init__(self, run: RunValues, positions: Positions) -> None:
-        self._run, self._positions = run, positions
+    def __init__(self, run: RunValues, positions: Positions, *, is_manual: bool = False) -> None:
+        self._run, self._positions, self._is_manual = run, positions, is_manual
         self._step, self._stage = 1, "training_step"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunFacts:
@@ -53,6 +53,11 @@ class RunFacts:
 
     @property
     def global_step(self) -> int:
+        if self._is_manual:
+            raise ConfigError(
+                "self.global_step counts the steps of all optimizers under manual optimization, and worldsize counts "
+                "batches. Use batch_idx + self.current_epoch * self.trainer.num_training_batches."
+            )
         return self._step - 1
 
     @property

@@ -7,7 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, Metrics
+from worldsize.strategies.loss_record import STEP_FIGURES
 
 
 @final
@@ -18,6 +19,7 @@ class StepLog:
         self._batch: Any = None
         self._samples: int | None = None  # of the batch; None: not counted yet
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._closed_for = ""  # the hook that may not log; empty: it is open
 
     def begin(self, batch: Any) -> None:
         """Forget what was logged, before a step on ``batch``."""
@@ -29,12 +31,18 @@ class StepLog:
         self.begin(None)
         return sums
 
+    def close(self, hook: str) -> None:
+        """Refuse what is logged from here on, in ``hook``."""
+        self._closed_for = hook
+
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Take a value, with the arguments of ``LightningModule.log``.
 
         Raises:
-            ConfigError: it is no number, or reduced in another way than by the mean.
+            ConfigError: it is no number, or reduced in another way than by the mean, or this is no place for it.
         """
+        if self._closed_for:
+            raise ConfigError(f"{self._closed_for} logs {name!r}. Log it in the step itself, each name in every step.")
         if args:
             options = {
                 **dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)),
@@ -59,6 +67,18 @@ class StepLog:
         if self._samples is None:
             self._samples = samples_of(self._batch)
         return self._samples
+
+
+def training_metrics(logged: Metrics) -> Metrics:
+    """Rename what has the name of a figure that each step has anyway: ``loss`` is ``module/loss``."""
+    own = (*STEP_FIGURES, "loss/", "lr/")
+    return {f"module/{name}" if name.startswith(own[-2:]) or name in own else name: p for name, p in logged.items()}
+
+
+def mean_over(batch: Any, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a mean over ``batch`` as a sum and its count of samples."""
+    samples = torch.tensor(float(samples_of(batch)), dtype=torch.float64, device=mean.device)
+    return mean.detach().double() * samples, samples
 
 
 def samples_of(batch: Any) -> int:

@@ -9,8 +9,9 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from plugins.lightning_module.loaders import default_device
+from plugins.lightning_module.manual import attach_step
 from plugins.lightning_module.stand_in import RunFacts
-from plugins.lightning_module.step_log import StepLog
+from plugins.lightning_module.step_log import StepLog, mean_over
 from worldsize.core import ConfigError, Metrics
 
 
@@ -46,12 +47,17 @@ class StepModule(nn.Module):
         """Return the log of the step in progress."""
         return self._log
 
-    def attach(self) -> None:
-        """Let the module, and those in it, find the run's facts and log here; a copy of it has lost them."""
+    def attach(self, *, is_manual: bool = False) -> None:
+        """Let the module, and those in it, find the run's facts and log here; a copy of it has lost them.
+
+        ``is_manual``: it steps its optimizers itself.
+        """
         self.lightning.trainer = self._facts
         for part in self.lightning.modules():
             if hasattr(part, "log_dict") and hasattr(part, "save_hyperparameters"):
                 object.__setattr__(part, "log", self._log.log)
+                if is_manual:
+                    attach_step(part, self._log)
 
     def train(self, mode: bool = True) -> StepModule:
         """Set the mode of the LightningModule, in its own way."""
@@ -92,6 +98,21 @@ def takes_index(method: Any) -> bool:
     parameters = inspect.signature(method).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
+
+
+def evaluation_metrics(model: StepModule, name: str, batch: Any, *, step: int) -> Metrics:
+    """Evaluate one batch by the step ``name`` of the module: what it logs, or the loss that it returns.
+
+    Raises:
+        ConfigError: it neither logs nor returns anything.
+    """
+    logged: Metrics
+    output, logged = model(name, batch, index=0, step=step)
+    if logged:
+        return logged
+    if output is None:
+        raise ConfigError(f"{name} logs nothing. Call self.log(name, value) in it.")
+    return {"loss": mean_over(batch, loss_of(output, name))}
 
 
 def loss_of(output: Any, name: str) -> Tensor:

@@ -54,6 +54,8 @@ class MultiUpdateRecipe(Recipe):
 
         The sequence of names may depend on ``step``, not on data or random numbers: it is the same for all logical
         ranks. The generator runs once for each of them, so that it must not change parameters by itself.
+
+        What it returns, if anything, are metrics of the step, as :class:`LossOutput` has them.
         """
 
     @final

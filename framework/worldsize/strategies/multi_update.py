@@ -80,7 +80,7 @@ class MultiUpdateReplica(ModelReplica):
             lr=next(iter(rates.values())),
             grad_norm=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
             skipped=any(result.skipped for result in results),
-            metrics=_metrics(results, rates),
+            metrics=_metrics(results, rates, step_metrics([each.take_metrics() for each in passes])),
         )
 
     def _begun(self, batch: MicroBatch) -> UpdatePass:
@@ -182,14 +182,16 @@ def _rate(optimizer: Optimizer) -> float | None:
     return None if rate is None else float(rate)
 
 
-def _metrics(results: Sequence[_UpdateResult], rates: Mapping[str, float | None]) -> dict[str, Tensor]:
-    """Return what the updates say, and each optimizer's mean loss and its learning rate, but for that of the first.
+def _metrics(
+    results: Sequence[_UpdateResult], rates: Mapping[str, float | None], returned: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return what the updates and their generators say, each optimizer's mean loss, and its rate but for the first's.
 
     An optimizer that has not stepped counts nothing: names are those of every step.
     """
     metrics: dict[str, Tensor] = {}
-    for result in results:
-        for name, pairs_b2 in result.metrics.items():
+    for own_metrics in [*(result.metrics for result in results), returned]:
+        for name, pairs_b2 in own_metrics.items():
             metrics[name] = metrics[name] + pairs_b2 if name in metrics else pairs_b2
     for name in rates:
         if metrics.keys() & {f"loss/{name}", f"lr/{name}"}:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -13,8 +14,15 @@ from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update, World
 from worldsize.errors import neighbours
 from worldsize.reproducibility.seeds import GeneratorStates, seed_generators
+from worldsize.strategies.loss_record import LossRecord, differentiable
 
-_END = object()
+
+@final
+@dataclass(frozen=True)
+class _End:
+    """The end of a generator, with what it returned."""
+
+    returned: Any
 
 
 @final
@@ -45,6 +53,7 @@ class UpdatePass:
         self.name: str | None = None
         """The optimizer whose update the generator waits for; None: it has ended."""
         self._loss: Loss | None = None  # of that update
+        self._returned: Any = None
 
     def advance(self, call: Callable[[Callable[[], Any]], Any]) -> None:
         """Let the generator run up to its next update, or to its end; ``call`` calls what computes with the model.
@@ -58,15 +67,32 @@ class UpdatePass:
         elif self._states is not None:
             self._states.restore(self._device)
         updates = self._updates
-        yielded = call(lambda: next(updates, _END))
+        yielded = call(lambda: _next_of(updates))
         self._states = GeneratorStates.of(self._device)  # others draw, and so may backward passes and optimizers
-        self.name, self._loss = (None, None) if yielded is _END else self._checked(yielded)
+        if isinstance(yielded, _End):
+            self.name, self._loss, self._returned = None, None, yielded.returned
+        else:
+            self.name, self._loss = self._checked(yielded)
 
     def take_loss(self) -> Loss:
         """Return the loss of the update, and keep nothing of it."""
         loss, self._loss = self._loss, None
         assert loss is not None, "the generator has ended"
         return loss
+
+    def take_metrics(self) -> LossRecord:
+        """Return the metrics that the generator has returned at its end, and keep nothing of them.
+
+        Raises:
+            ConfigError: it has returned something else.
+        """
+        returned, self._returned = self._returned, None
+        if not isinstance(returned, Mapping | None):
+            raise ConfigError(
+                f"{self._kind}.updates returned {_described(returned)} at its end. Return metrics by their names, each "
+                "as (sum, count), or nothing."
+            )
+        return differentiable(LossOutput(torch.zeros((), device=self._device), returned or {}))[1]
 
     def check_same(self, other: UpdatePass) -> None:
         """Refuse a sequence of updates that depends on more than the step.
@@ -120,6 +146,13 @@ class UpdatePass:
             f"{self._kind}.updates yielded {_described(yielded)}. Yield the name of an optimizer and a loss: "
             "`yield name_of_optimizer, loss`."
         )
+
+
+def _next_of(updates: Iterator[Update]) -> Update | _End:
+    try:
+        return next(updates)
+    except StopIteration as end:
+        return _End(end.value)
 
 
 def _described(value: object) -> str:

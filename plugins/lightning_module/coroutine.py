@@ -1,0 +1,139 @@
+"""Runs a function in a thread that takes turns with its caller, so that it can stop in the middle of any call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+
+class _Closed(BaseException):
+    """Ends the function of a coroutine that nobody will resume; no error of its own."""
+
+
+@final
+@dataclass(frozen=True)
+class ThreadState:
+    """The settings of torch that each thread has of its own."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    device: torch.device
+    saved_tensors: Any
+    """The hooks that pack and unpack what is kept for the backward pass; None: there are none."""
+    threads: int
+    stream: Any
+    """The current stream of CUDA, which has its device; None: CUDA is not in use."""
+
+    @staticmethod
+    def current() -> ThreadState:
+        """Return the settings of the calling thread."""
+        kinds = ("cpu", "cuda")
+        return ThreadState(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            device=torch.get_default_device(),
+            saved_tensors=torch._C._autograd._top_saved_tensors_default_hooks(False),
+            threads=torch.get_num_threads(),
+            stream=torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the calling thread, which is new, these settings."""
+        torch.set_num_threads(self.threads)
+        with ExitStack() as stack:
+            if self.stream is not None:
+                torch.cuda.set_device(self.stream.device)
+                stack.enter_context(torch.cuda.stream(self.stream))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            if self.saved_tensors is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors))
+            yield
+
+
+@final
+class Coroutine:
+    """A call of ``body`` that stops wherever it calls :meth:`give`, and goes on at the next :meth:`advance`.
+
+    Exactly one of the two threads runs at any time. ``body`` begins with the thread-local state of torch and the
+    context variables of the first caller of :meth:`advance`; random generators are those of the process.
+    """
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self._body = body
+        self._thread: threading.Thread | None = None
+        self._resumed, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._item: Any = None
+        self._error: BaseException | None = None
+        self._is_closed = self._has_ended = False
+
+    def advance(self) -> bool:
+        """Let the function run until it gives something, which :meth:`take` returns; tell whether it did.
+
+        Raises:
+            BaseException: what the function raised.
+        """
+        if self._thread is None:
+            run = copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._run, ThreadState.current()), daemon=True)
+            self._thread.start()
+        else:
+            self._resumed.release()
+        self._stopped.acquire()
+        if not self._has_ended:
+            return True
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return False
+
+    def take(self) -> Any:
+        """Return what the function gave last, and keep nothing of it."""
+        item, self._item = self._item, None
+        return item
+
+    def give(self, item: Any) -> None:
+        """Hand ``item`` to the caller of :meth:`advance`, and wait until it is called again; ``body`` calls this."""
+        if not self._is_closed:
+            self._item = item
+            self._stopped.release()
+            self._resumed.acquire()
+        if self._is_closed:
+            raise _Closed
+        torch.clear_autocast_cache()  # weights may have changed
+
+    def close(self) -> None:
+        """End the function where it stands, and its thread."""
+        if self._thread is None or self._has_ended:
+            return
+        self._is_closed = True
+        self._resumed.release()
+        self._thread.join()
+        self._item = self._error = None
+
+    def _run(self, state: ThreadState) -> None:
+        try:
+            with state.applied():
+                self._body()
+        except BaseException as error:  # any: the caller raises it
+            self._error = error
+        finally:
+            self._has_ended = True
+            self._stopped.release()

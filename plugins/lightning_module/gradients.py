@@ -1,0 +1,126 @@
+"""Keeps account of which losses each optimizer's gradient is made of, between backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor, nn
+
+from worldsize.core import ConfigError
+
+
+@final
+@dataclass
+class _Gradient:
+    """The gradient at the parameters of one optimizer since it was set to zero."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    """Losses that went backward, and by which no optimizer has stepped."""
+    spoiled: str = ""
+    """The reason why it is more than the gradient of these losses, with the remedy; empty: it is not."""
+
+
+@final
+class Gradients:
+    """The gradients of one training step, as the losses that they are those of.
+
+    Args:
+        parameters: Identities of the parameters of each optimizer, by its name.
+        known: Identities of all parameters of the model.
+        left: The reason why the gradient of an optimizer, as the step before left it, cannot be added to.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Collection[int]], known: Collection[int], left: Mapping[str, str]
+    ) -> None:
+        self._parameters, self._known = parameters, known
+        self._gradients = {name: _Gradient(spoiled=left.get(name, "")) for name in parameters}
+
+    def zero(self, name: str) -> None:
+        """Forget the gradient of an optimizer."""
+        self._gradients[name] = _Gradient()
+
+    def add(self, loss: Tensor, names: Collection[str]) -> None:
+        """Add the gradient of ``loss`` to those of the optimizers ``names``."""
+        for name in names:
+            self._gradients[name].losses.append(loss)
+
+    def taken(self, name: str) -> Tensor:
+        """Return the loss by whose gradient an optimizer steps now; that of others may be lost by it.
+
+        Raises:
+            ConfigError: there is no such loss.
+        """
+        own = self._gradients[name]
+        if own.spoiled:
+            raise ConfigError(own.spoiled)
+        if not own.losses:
+            raise ConfigError(
+                f"step() of the optimizer {name!r} without a manual_backward since its zero_grad(): there is no "
+                "gradient. Call self.manual_backward(loss) before; loss.backward() does not count."
+            )
+        losses, own.losses = own.losses, []
+        own.spoiled = (
+            f"the optimizer {name!r} steps again without zero_grad(), and worldsize keeps no gradient beyond a step. "
+            "Call its zero_grad() before manual_backward."
+        )
+        for other, gradient in self._gradients.items():
+            if other != name:
+                self._part_from(gradient, losses, name, other)
+        return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
+
+    def _part_from(self, gradient: _Gradient, used: list[Tensor], name: str, other: str) -> None:
+        """Take out of the gradient of ``other`` what is gone after the step of ``name`` by the losses ``used``."""
+        for loss in gradient.losses:
+            is_used = any(loss is each for each in used)
+            if is_used and self._reaches(loss, other):
+                gradient.spoiled = (
+                    f"a loss reaches the parameters of two optimizers, {name!r} has stepped by it, and its gradient is "
+                    f"gone for {other!r}. Call zero_grad() of {other!r} before its own manual_backward, or "
+                    "toggle_optimizer; if both shall step by one loss, give all parameters to one optimizer."
+                )
+            elif not is_used and self._reaches(loss, name):
+                gradient.spoiled = (
+                    f"the optimizer {other!r} steps by a loss that was computed before {name!r} has stepped, and its "
+                    f"gradient is taken at the step. Compute the loss of {other!r} after that step, or step before it."
+                )
+        gradient.losses = [loss for loss in gradient.losses if all(loss is not each for each in used)]
+
+    def left(self) -> dict[str, str]:
+        """Return why the gradients that are there at the end cannot be added to, by names of optimizers."""
+        reasons = {name: each.spoiled for name, each in self._gradients.items()}
+        for name, each in self._gradients.items():
+            if each.losses and not each.spoiled:
+                reasons[name] = (
+                    f"the optimizer {name!r} adds up gradients of several batches, which worldsize does not keep. Step "
+                    "in every batch after a manual_backward, and set batch_size N times as large and logical_ranks=N."
+                )
+        return reasons
+
+    def _reaches(self, loss: Tensor, name: str) -> bool:
+        """Tell whether the gradient of ``loss`` at the parameters of an optimizer may be another than zero.
+
+        Parameters that are not the model's, such as those that FSDP gathers, may be anyone's.
+        """
+        own = self._parameters[name]
+        return any(
+            id(leaf) in own or (isinstance(leaf, nn.Parameter) and id(leaf) not in self._known)
+            for leaf in leaves_of(loss)
+        )
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the tensors at which a backward pass of ``loss`` adds up gradients."""
+    leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        nodes += [before for before, _ in node.next_functions]
+    return leaves

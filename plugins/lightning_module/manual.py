@@ -1,0 +1,244 @@
+"""What a module under manual optimization finds in its training step: its optimizers, their gradients and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plugins.lightning_module.gradients import Gradients
+from plugins.lightning_module.optimization import ManualSchedule
+from plugins.lightning_module.step_log import StepLog
+from worldsize.core import ConfigError, Update
+
+_IN_PROGRESS: ContextVar[ManualStep] = ContextVar("manual step")
+
+
+@final
+@dataclass
+class ManualOptimizers:
+    """The optimizers and schedules of one model, and what its last step left of gradients."""
+
+    optimizers: Mapping[str, Optimizer]
+    """Those that step, in the module's order; a strategy may have divided them."""
+    parameters: Mapping[str, frozenset[int]]
+    """Identities of the parameters of each optimizer, as the module has them."""
+    known: frozenset[int]
+    """Identities of all parameters of the model."""
+    schedules: Mapping[str, ManualSchedule] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+    """Why the gradient of an optimizer cannot be added to in the next step; see :meth:`Gradients.left`."""
+    first_step: int | None = None
+    """The first step that this process takes, in which more is checked."""
+
+
+@final
+class ManualStep:
+    """One training step of a module on one micro-batch, which steps the optimizers itself.
+
+    Args:
+        made: The optimizers.
+        give: Takes each update, and returns when the optimizer has stepped.
+        step: Number of the step in the run; None: nothing is trained, and schedules stand still.
+    """
+
+    def __init__(self, made: ManualOptimizers, give: Callable[[Update], None], step: int | None) -> None:
+        self._made, self._give, self._step = made, give, step
+        self.log = StepLog()
+        self.optimizers = [StepOptimizer(self, name, each) for name, each in made.optimizers.items()]
+        self.schedulers = [StepScheduler(each, step) for each in made.schedules.values()]
+        self._gradients = Gradients(made.parameters, made.known, made.left if step is not None else {})
+        self._toggled: str | None = None
+        self._is_toggle_unused = False  # since it was last toggled, nothing went backward
+        self._updates = 0
+        self._is_epoch_end = False
+
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """Let the functions of the module that :func:`attach_step` adds mean this step."""
+        token = _IN_PROGRESS.set(self)
+        try:
+            yield
+        finally:
+            _IN_PROGRESS.reset(token)
+
+    def toggle(self, optimizer: Any) -> None:
+        """Let the losses that go backward from here on have gradients for one optimizer alone."""
+        self._toggled, self._is_toggle_unused = self._name_of(optimizer), True
+
+    def untoggle(self, optimizer: Any) -> None:
+        """End what :meth:`toggle` began."""
+        self._toggled = None
+
+    def backward(self, loss: Any, *args: Any, **options: Any) -> None:
+        """Note that a loss goes backward; its gradient is taken when an optimizer steps by it.
+
+        Raises:
+            ConfigError: it is no scalar, or more is asked for than its gradient.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError("self.manual_backward takes a scalar loss, such as its mean().")
+        options.pop("retain_graph", None)  # each backward pass goes to the parameters of one optimizer
+        if args or options:
+            raise ConfigError(
+                "self.manual_backward takes the loss alone in worldsize. Leave its other arguments out; "
+                "torch.autograd.grad gives the gradient of a part of the loss."
+            )
+        if self._toggled is None and self._is_toggle_unused:
+            raise ConfigError(
+                "self.manual_backward comes after untoggle_optimizer. Call it while the optimizer is toggled, or do "
+                "not toggle it."
+            )
+        self._is_toggle_unused = False
+        self._gradients.add(loss.reshape(()), list(self._made.optimizers) if self._toggled is None else [self._toggled])
+
+    def take_step(self, name: str) -> None:
+        """Let an optimizer step by the losses that went backward since its gradient was set to zero.
+
+        Raises:
+            ConfigError: its gradient is not that of these losses.
+        """
+        if self._is_epoch_end:
+            raise ConfigError("on_train_epoch_end steps an optimizer. Step it in training_step.")
+        self._updates += 1
+        self._give((name, self._gradients.taken(name)))
+
+    def zero_gradient(self, name: str) -> None:
+        """Forget what went backward for an optimizer."""
+        self._gradients.zero(name)
+
+    def finish(self, end_epoch: Callable[[], Any] | None) -> None:
+        """End the step, and the epoch if it is its last one.
+
+        Raises:
+            ConfigError: no optimizer has stepped, or schedules have not advanced as in another micro-batch.
+        """
+        if not self._updates:
+            raise ConfigError(
+                f"training_step steps no optimizer in step {self._step}, and worldsize keeps no gradient from one step "
+                "to the next. Step one in every batch; instead of adding up gradients of N batches set batch_size N "
+                "times as large and logical_ranks=N."
+            )
+        self._made.left = self._gradients.left()
+        if end_epoch is not None:
+            self._is_epoch_end = True
+            self.log.close("on_train_epoch_end")
+            end_epoch()
+        for schedule in self.schedulers:
+            schedule.finish()
+
+    def _name_of(self, optimizer: Any) -> str:
+        wanted = optimizer.optimizer if isinstance(optimizer, StepOptimizer) else optimizer
+        for name, each in self._made.optimizers.items():
+            if each is wanted:
+                return name
+        raise ConfigError("toggle_optimizer takes one of the optimizers that self.optimizers() returns.")
+
+
+@final
+class StepOptimizer:
+    """An optimizer as ``self.optimizers()`` returns it in a training step; what it is else is that of ``optimizer``."""
+
+    def __init__(self, step: ManualStep, name: str, optimizer: Optimizer) -> None:
+        self._step, self._name, self.optimizer = step, name, optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Let the optimizer step, after ``closure`` has computed the gradient if there is one."""
+        if options:
+            raise ConfigError(f"step({', '.join(options)}=...) of an optimizer takes no more than a closure here.")
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._step.take_step(self._name)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradient at the optimizer's parameters."""
+        self._step.zero_gradient(self._name)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let losses have gradients for this optimizer alone."""
+        self._step.toggle(self)
+        yield
+        self._step.untoggle(self)
+
+
+@final
+class StepScheduler:
+    """A schedule as ``self.lr_schedulers()`` returns it; micro-batches of one step advance it once together."""
+
+    def __init__(self, schedule: ManualSchedule, step: int | None) -> None:
+        self._schedule, self._step, self._count = schedule, step, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule.scheduler, name)
+
+    def step(self, *args: Any, **options: Any) -> None:
+        """Advance the schedule by one."""
+        if args or options:
+            raise ConfigError(
+                "step() of a schedule takes no argument in worldsize, where rates follow from the number of the step "
+                "alone. Call it without, and choose another schedule than ReduceLROnPlateau."
+            )
+        self._count += 1
+        if self._step is not None:
+            self._schedule.advance(self._step, self._count)
+
+    def finish(self) -> None:
+        """Refuse a schedule that other micro-batches of the step have advanced more or less often."""
+        if self._step is not None:
+            self._schedule.check(self._step, self._count)
+
+
+def attach_step(part: Any, log: StepLog) -> None:
+    """Give a LightningModule the functions by which it trains; outside of training steps it logs in ``log``."""
+    own = {
+        "log": lambda *args, **options: _log(log)(*args, **options),
+        "optimizers": _optimizers,
+        "lr_schedulers": _schedulers,
+        "manual_backward": lambda *args, **options: _current("manual_backward").backward(*args, **options),
+        "toggle_optimizer": lambda optimizer: _current("toggle_optimizer").toggle(optimizer),
+        "untoggle_optimizer": lambda optimizer: _current("untoggle_optimizer").untoggle(optimizer),
+        "clip_gradients": _refuse_clipping,
+    }
+    for name, function in own.items():
+        object.__setattr__(part, name, function)
+
+
+def _current(name: str) -> ManualStep:
+    try:
+        return _IN_PROGRESS.get()
+    except LookupError:
+        raise ConfigError(
+            f"self.{name}() is called outside of training_step. Call it there, where optimizers step."
+        ) from None
+
+
+def _log(outside: StepLog) -> Callable[..., None]:
+    step = _IN_PROGRESS.get(None)
+    return outside.log if step is None else step.log.log
+
+
+def _optimizers(use_pl_optimizer: bool = True) -> StepOptimizer | list[StepOptimizer]:
+    own = _current("optimizers").optimizers
+    return own[0] if len(own) == 1 else own
+
+
+def _schedulers() -> StepScheduler | list[StepScheduler] | None:
+    own: Sequence[StepScheduler] = _current("lr_schedulers").schedulers
+    return None if not own else own[0] if len(own) == 1 else list(own)
+
+
+def _refuse_clipping(*args: Any, **options: Any) -> NoReturn:
+    raise ConfigError("self.clip_gradients comes before the gradient is there. Leave it out, and set clip_norm.")

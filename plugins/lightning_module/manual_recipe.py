@@ -1,0 +1,146 @@
+"""Train a LightningModule that steps its optimizers itself: manual optimization, as GANs use it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from plugins.lightning_module.coroutine import Coroutine
+from plugins.lightning_module.gradient_guard import GradientGuard
+from plugins.lightning_module.manual import ManualOptimizers, ManualStep
+from plugins.lightning_module.optimization import Configured, ManualSchedule, configured
+from plugins.lightning_module.program import LightningProgram
+from plugins.lightning_module.step_log import mean_over, training_metrics
+from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
+from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, Update
+
+
+@final
+class ManualLightningRecipe(MultiUpdateRecipe):
+    """Trains a module with ``automatic_optimization = False``, whose ``training_step`` steps the optimizers.
+
+    It runs in a thread that waits wherever an optimizer steps, until all ranks have agreed on the gradient.
+    """
+
+    def __init__(self, program: LightningProgram) -> None:
+        self._program = program
+        self._configured: Configured | None = None  # by the last call of configure_optimizers, for the model below
+        self._latest: ManualOptimizers | None = None
+        self._made: WeakKeyDictionary[nn.Module, ManualOptimizers] = WeakKeyDictionary()
+
+    def model(self) -> nn.Module:
+        """Return the module as strategies see it."""
+        return self._program.new_module()
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        """Return the optimizers of ``configure_optimizers``, named after the parts of the module that they train."""
+        assert isinstance(model, StepModule)
+        model.attach(is_manual=True)
+        made = configured(model.lightning)
+        for optimizer in made.optimizers:
+            if isinstance(optimizer, LBFGS):
+                raise ConfigError(
+                    f"{type(model.lightning).__name__}.configure_optimizers returns LBFGS, which computes several "
+                    "gradients in a step; worldsize agrees on one. Choose an optimizer that takes one, such as Adam."
+                )
+        named = dict(zip(_names(model, made.optimizers), made.optimizers, strict=True))
+        parameters = {name: frozenset(map(id, _parameters(each))) for name, each in named.items()}
+        known = frozenset(map(id, model.parameters()))
+        self._configured, self._latest = made, ManualOptimizers(named, parameters, known)
+        self._made[model] = self._latest
+        return named
+
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        """Return the module's schedules, which it advances itself."""
+        made, latest = self._configured, self._latest
+        assert made is not None, "optimizers comes before schedules"
+        assert latest is not None
+        schedules = {}
+        for name, optimizer in latest.optimizers.items():
+            if (own := made.of(optimizer)) is not None:
+                schedules[name] = ManualSchedule(own, optimizers[name])
+        latest.optimizers, latest.schedules = dict(optimizers), schedules
+        return schedules
+
+    def data(self, split: str) -> Any:
+        """Return the data sets of the DataLoaders, as a module under automatic optimization has them."""
+        return self._program.data(split)
+
+    def collate(self, samples: list[Any]) -> Batch:
+        """Make a batch of samples of a stream; other data sets have the way of their DataLoader."""
+        return self._program.collate(samples)
+
+    def updates(self, model: nn.Module, batch: Batch, step: int) -> Generator[Update, None, Metrics]:
+        """Yield each step of an optimizer that ``training_step`` takes, and return what it logs."""
+        assert isinstance(model, StepModule)
+        made = self._made[model]
+        if made.first_step is None:
+            made.first_step = step
+        coroutine = Coroutine(lambda: self._train(current, model, batch, step))
+        current = ManualStep(made, coroutine.give, step)
+        try:
+            while coroutine.advance():
+                yield coroutine.take()
+        finally:
+            coroutine.close()
+        return training_metrics(current.log.taken())
+
+    def _train(self, current: ManualStep, model: StepModule, batch: Batch, step: int) -> None:
+        """Call the module's training step, and the end of its epoch where that is one."""
+        made, positions = self._made[model], self._program.positions
+        with current.in_progress(), GradientGuard(made.known) if step == made.first_step else nullcontext():
+            _call_step(current, model, batch, index=positions.batch_index(step), step=step)
+            current.finish(model.lightning.on_train_epoch_end if positions.ends_epoch(step) else None)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
+        """Return what ``validation_step`` or ``test_step`` logs; without one, the losses of a step without training."""
+        assert isinstance(model, StepModule)
+        if (name := self._program.evaluation_step) is not None:
+            return evaluation_metrics(model, name, batch, step=self._program.run.steps)
+        losses: dict[str, Tensor] = {}
+
+        def add(update: Update) -> None:
+            name, loss = update
+            assert isinstance(loss, Tensor)
+            losses[name] = losses.get(name, torch.zeros_like(loss)) + loss.detach()
+
+        current = ManualStep(self._made[model], add, None)
+        with current.in_progress():
+            _call_step(current, model, batch, index=0, step=self._program.run.steps)
+        return {f"loss_of_first_training_samples/{name}": mean_over(batch, loss) for name, loss in losses.items()}
+
+
+def _call_step(current: ManualStep, model: StepModule, batch: Batch, *, index: int, step: int) -> None:
+    method = model.begin("training_step", batch, step=step)
+    current.log.begin(batch)
+    moved = model.transferred(batch)
+    if takes_index(method):
+        method(moved, index)
+    else:
+        method(moved)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Name each optimizer after the part of ``model`` that has its parameters; if that is not clear, by its place."""
+    paths = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = [_part([paths.get(id(each), "") for each in _parameters(optimizer)]) for optimizer in optimizers]
+    is_clear = all(names) and max(Counter(names).values()) == 1
+    return names if is_clear else [f"optimizer{place}" for place in range(len(optimizers))]
+
+
+def _part(paths: Sequence[str]) -> str:
+    """Return the part of a model that all ``paths`` of parameters begin with; empty: there is none."""
+    parts = {path.partition(".")[0] for path in paths}
+    return parts.pop() if len(parts) == 1 else ""
