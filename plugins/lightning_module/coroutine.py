@@ -36,6 +36,7 @@ class ThreadState:
     def current() -> ThreadState:
         """Return the settings of the calling thread."""
         kinds = ("cpu", "cuda")
+        is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return ThreadState(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -44,7 +45,7 @@ class ThreadState:
             device=torch.get_default_device(),
             saved_tensors=torch._C._autograd._top_saved_tensors_default_hooks(False),
             threads=torch.get_num_threads(),
-            stream=torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+            stream=torch.cuda.current_stream() if is_cuda else None,
         )
 
     @contextmanager

@@ -10,8 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from worldsize.core import ConfigError
 
-_READ: Any = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_WRITTEN: Any = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_GRADIENT: Any = torch.Tensor.grad
 
 
 @final
@@ -33,7 +32,7 @@ class GradientGuard(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in (_READ, _WRITTEN) and id(args[0]) in self._parameters:
+        if func in (_GRADIENT.__get__, _GRADIENT.__set__) and id(args[0]) in self._parameters:
             raise ConfigError(
                 "training_step reads or changes the gradient of a parameter, which worldsize computes at the step of "
                 "its optimizer. Set clip_norm to clip, call zero_grad() of the optimizer itself, and leave the rest to "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plugins.lightning_module.gradients import Gradients
-from plugins.lightning_module.optimization import ManualSchedule
+from plugins.lightning_module.optimization import Configured, ManualSchedule
 from plugins.lightning_module.step_log import StepLog
 from worldsize.core import ConfigError, Update
 
@@ -31,6 +31,8 @@ class ManualOptimizers:
     """Identities of the parameters of each optimizer, as the module has them."""
     known: frozenset[int]
     """Identities of all parameters of the model."""
+    configured: Configured
+    """The optimizers and schedules that the module has made."""
     schedules: Mapping[str, ManualSchedule] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     """Why the gradient of an optimizer cannot be added to in the next step; see :meth:`Gradients.left`."""
@@ -96,7 +98,8 @@ class ManualStep:
                 "not toggle it."
             )
         self._is_toggle_unused = False
-        self._gradients.add(loss.reshape(()), list(self._made.optimizers) if self._toggled is None else [self._toggled])
+        names = list(self._made.optimizers) if self._toggled is None else [self._toggled]
+        self._gradients.add(loss.sum() if loss.ndim else loss, names)
 
     def take_step(self, name: str) -> None:
         """Let an optimizer step by the losses that went backward since its gradient was set to zero.

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from plugins.lightning_module.coroutine import Coroutine
 from plugins.lightning_module.gradient_guard import GradientGuard
 from plugins.lightning_module.manual import ManualOptimizers, ManualStep
-from plugins.lightning_module.optimization import Configured, ManualSchedule, configured
+from plugins.lightning_module.optimization import ManualSchedule, configured
 from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import mean_over, training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
@@ -32,8 +32,6 @@ class ManualLightningRecipe(MultiUpdateRecipe):
 
     def __init__(self, program: LightningProgram) -> None:
         self._program = program
-        self._configured: Configured | None = None  # by the last call of configure_optimizers, for the model below
-        self._latest: ManualOptimizers | None = None
         self._made: WeakKeyDictionary[nn.Module, ManualOptimizers] = WeakKeyDictionary()
 
     def model(self) -> nn.Module:
@@ -54,20 +52,17 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         named = dict(zip(_names(model, made.optimizers), made.optimizers, strict=True))
         parameters = {name: frozenset(map(id, _parameters(each))) for name, each in named.items()}
         known = frozenset(map(id, model.parameters()))
-        self._configured, self._latest = made, ManualOptimizers(named, parameters, known)
-        self._made[model] = self._latest
+        self._made[model] = ManualOptimizers(named, parameters, known, made)
         return named
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
         """Return the module's schedules, which it advances itself."""
-        made, latest = self._configured, self._latest
-        assert made is not None, "optimizers comes before schedules"
-        assert latest is not None
-        schedules = {}
-        for name, optimizer in latest.optimizers.items():
-            if (own := made.of(optimizer)) is not None:
-                schedules[name] = ManualSchedule(own, optimizers[name])
-        latest.optimizers, latest.schedules = dict(optimizers), schedules
+        parameters = {name: frozenset(map(id, _parameters(each))) for name, each in optimizers.items()}
+        (made,) = (each for each in self._made.values() if each.parameters == parameters)
+        configured = zip(optimizers.items(), made.configured.optimizers, strict=True)
+        pairs = {name: (made.configured.of(own), optimizer) for (name, optimizer), own in configured}
+        schedules = {name: ManualSchedule(own, each) for name, (own, each) in pairs.items() if own is not None}
+        made.optimizers, made.schedules = dict(optimizers), schedules
         return schedules
 
     def data(self, split: str) -> Any:

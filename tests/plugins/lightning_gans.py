@@ -65,12 +65,12 @@ class _Networks(L.LightningModule):
 
 
 class DCGAN(_Networks):
-    """Trains as Lightning's documentation shows it; the generator in every second batch, and in the last of an epoch."""
+    """Trains as Lightning's documentation shows it; the generator in every second batch, and at the end of an epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         (real,) = batch
-        optimizer_g, optimizer_d = self.optimizers()  # type: ignore[misc, attr-defined]
-        schedule_g, schedule_d = self.lr_schedulers()  # type: ignore[misc, attr-defined]
+        optimizer_g, optimizer_d = self.optimizers()  # type: ignore[attr-defined]
+        _, schedule_d = self.lr_schedulers()  # type: ignore[misc]
         fake = self(self.noise(real))
         for label, images in ((1.0, real), (0.0, fake.detach())):
             loss_d = self.judged(images, label)
@@ -90,7 +90,7 @@ class DCGAN(_Networks):
             schedule_d.step()
 
     def on_train_epoch_end(self) -> None:
-        self.lr_schedulers()[0].step()  # type: ignore[index, union-attr, call-arg]
+        self.lr_schedulers()[0].step()  # type: ignore[index]
 
 
 class ToggledGAN(_Networks):
@@ -98,7 +98,7 @@ class ToggledGAN(_Networks):
 
     def training_step(self, batch: Any) -> None:
         (real,) = batch
-        optimizer_g, optimizer_d = self.optimizers()  # type: ignore[misc, attr-defined]
+        optimizer_g, optimizer_d = self.optimizers()  # type: ignore[attr-defined]
         self.toggle_optimizer(optimizer_g)
         loss_g = self.judged(self(self.noise(real)), 1.0)
         self.manual_backward(loss_g)
@@ -118,3 +118,46 @@ class ToggledGAN(_Networks):
             loss_d = optimizer_d.step(closure=closure)
             optimizer_d.zero_grad()
         self.log_dict({"loss_g": loss_g, "loss_d": loss_d})
+
+
+class Pairs(L.LightningDataModule):
+    """Points with the noise that each is to be told from."""
+
+    def setup(self, stage: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.dataset = TensorDataset(*(torch.randn(SAMPLES, size, generator=generator) for size in (6, NOISE)))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_size=BATCH, shuffle=True)
+
+
+class PlainGAN(L.LightningModule):
+    """Draws nothing by itself and has no BatchNorm, so that parts of a batch have the gradients of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(NOISE, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor]:
+        real, noise = batch
+        fake = self.generator(noise)
+        loss_critic = self.critic(fake.detach()).square().mean() + (self.critic(real) - 1).square().mean()
+        return loss_critic, (self.critic(fake) - 1).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()  # type: ignore[misc, attr-defined]
+        for _ in range(2):
+            loss_critic, _ = self.losses(batch)
+            critic.zero_grad()
+            self.manual_backward(loss_critic)
+            critic.step()
+        loss_generator = self.losses(batch)[1]
+        generator.zero_grad()
+        self.manual_backward(loss_generator)
+        generator.step()
+        self.log("distance", loss_generator)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.generator, self.critic)]

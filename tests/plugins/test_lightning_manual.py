@@ -1,27 +1,139 @@
-"""A LightningModule under manual optimization trains as under Lightning, or is refused in a sentence."""
+"""A LightningModule under manual optimization trains as under Lightning."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from plugins.lightning_module.positions import RunValues
 from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.recipe import lightning_recipe
-from tests.plugins.lightning_gans import BATCH, DCGAN, Images, ToggledGAN
-from tests.plugins.lightning_reference import fitted
-from worldsize.core import Recipe
+from tests.plugins.lightning_gans import BATCH, DCGAN, SAMPLES, Images, Pairs, PlainGAN, ToggledGAN
+from tests.plugins.lightning_reference import Losses, fitted
+from worldsize.core import EvaluationBatches, Recipe, RunContext, World
+from worldsize.data.loader import evaluation_batches
+from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.strategies.alone import alone
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.single import Single
+from worldsize.strategies.zero import ZeRO
 from worldsize.testing import PortConfig, same_losses
+from worldsize.testing.port_processes import trained_in_processes
+from worldsize.testing.port_runs import initial_model, recipe_trained, reference_trained, steps_of
+from worldsize.testing.worlds import run_in_worlds
 
-CONFIG = PortConfig(batch_size=BATCH, steps=24)
+ALONE = World.alone(torch.device("cpu"))
+STEPS = 24
+CONFIG = PortConfig(batch_size=BATCH, steps=STEPS)
 
 
-def recipe(module: Any) -> Recipe:
-    run = RunValues(steps=24, batch_size=BATCH, evaluate_batch_size=32, seed=0)
-    return lightning_recipe(LightningProgram(module, Images, run))
+def recipe(module: Any, datamodule: Any = Images) -> Recipe:
+    run = RunValues(steps=STEPS, batch_size=BATCH, evaluate_batch_size=32, seed=0)
+    return lightning_recipe(LightningProgram(module, datamodule, run))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("module", [DCGAN, ToggledGAN])
 def test_a_gan_trains_as_under_lightning(module: Any) -> None:
-    same_losses(recipe(module), fitted(module, steps=24), CONFIG)
+    """Noise, dropout, BatchNorm's statistics, schedules, conditional steps and losses that are added up included."""
+    same_losses(recipe(module), fitted(module, steps=STEPS), CONFIG)
+
+
+def whole_batches(model: nn.Module, batches: Iterator[Any]) -> Losses:
+    """Let Lightning train on two micro-batches at once."""
+    pairs = (tuple(map(torch.cat, zip(one, next(batches), strict=True))) for one in batches)
+    return fitted(PlainGAN, steps=STEPS)(model, pairs)
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [(Single(), 1), (DDP(), 2)], ids=["single", "ddp"])
+def test_weights_under_a_strategy_are_those_of_lightning(strategy: Any, processes: int) -> None:
+    config = PortConfig(batch_size=BATCH, steps=STEPS, micro_batches=processes)
+    reference = fitted(PlainGAN, steps=STEPS) if processes == 1 else whole_batches
+    own = recipe(PlainGAN, Pairs)
+    expected = reference_trained(own, reference, config).weights
+    trained = trained_in_processes(own, config, strategy, processes)
+    assert trained.weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(trained.weights[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("strategy", [FSDP(), ZeRO(), DDP()], ids=str)
+def test_every_step_of_two_processes_is_that_of_one(strategy: Any) -> None:
+    own, config = recipe(DCGAN), PortConfig(batch_size=BATCH, micro_batches=2, steps=8)
+    expected = recipe_trained(own, config)
+    trained = trained_in_processes(own, config, strategy, 2)
+    assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(trained.weights[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_ordered_sums_have_the_same_bits_on_one_process_and_on_two() -> None:
+    own, config = recipe(DCGAN), PortConfig(batch_size=BATCH, micro_batches=2, steps=8)
+
+    def alone_in_a_process(world: World) -> dict[str, Tensor]:
+        seed_generators(stream(config.seed, "init"), world.device)
+        replica = DDP(reduce="ordered").replica(own, RunContext(world, logical_ranks=2))
+        for step in steps_of(own, config):
+            replica.step(step)
+        return dict(replica.state()["model"])
+
+    two = trained_in_processes(own, config, DDP(reduce="ordered"), 2)
+    (one,) = run_in_worlds(alone_in_a_process, 1)
+    assert [name for name, tensor in one.items() if not torch.equal(tensor, two.weights[name])] == []
+
+
+def test_a_gan_goes_on_where_it_was_saved() -> None:
+    """Its schedules too, which it advances itself within steps and at the ends of epochs."""
+    own = recipe(DCGAN)
+    config = PortConfig(batch_size=BATCH, micro_batches=2, steps=9)
+    whole, second = (alone(own, initial_model(own, config), RunContext(ALONE, logical_ranks=2)) for _ in range(2))
+    for number, step in enumerate(steps_of(own, config), 1):
+        result = whole.step(step)
+        if number == 5:
+            saved = {name: torch.utils._pytree.tree_map(_copied, part) for name, part in whole.state().items()}
+            second.load(saved)
+        elif number > 5:
+            assert torch.equal(torch.stack([*second.step(step).losses]), torch.stack([*result.losses]))
+    for name, tensor in whole.state()["model"].items():
+        assert torch.equal(second.state()["model"][name], tensor)
+    rates = [group["lr"] for group in whole.state()["optimizer"]["param_groups"]]
+    assert rates == pytest.approx([0.002 * 0.9**2, 0.002 * 0.9**5])  # two epochs; batches 0 and 3 of these, and 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def test_what_a_training_step_logs_and_its_losses_are_metrics_of_the_step() -> None:
+    own = recipe(PlainGAN, Pairs)
+    replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
+    result = replica.step(next(steps_of(own, CONFIG)))
+    assert sorted(result.metrics) == ["distance", "loss/critic", "loss/generator", "lr/critic"]
+    ((total, count),) = result.metrics["distance"].tolist()
+    ((loss, updates),) = result.metrics["loss/generator"].tolist()
+    assert count == BATCH
+    assert updates == 1
+    assert total / count == pytest.approx(loss)
+    assert result.metrics["loss/critic"][0, 1] == 2
+
+
+def test_without_a_validation_step_the_losses_of_training_samples_are_evaluated() -> None:
+    own = recipe(PlainGAN, Pairs)
+    model = initial_model(own, CONFIG)
+    replica = alone(own, model, RunContext(ALONE))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batches = evaluation_batches(own.data("test"), ALONE, batch_size=SAMPLES)
+    evaluated = replica.evaluate(EvaluationBatches(lambda: batches))
+    module = PlainGAN()
+    module.load_state_dict(before)
+    data = own.data("test")
+    critic, generator = module.losses(data.load_batch(torch.arange(32)))
+    assert evaluated["loss_of_first_training_samples/critic"] == pytest.approx(2 * critic.item())
+    assert evaluated["loss_of_first_training_samples/generator"] == pytest.approx(generator.item())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -292,16 +292,6 @@ def test_optimizers_that_do_not_come_along_are_refused(optimizers: Any, message:
         own.optimizer(own.model())
 
 
-def test_a_module_that_steps_its_optimizers_itself_is_refused() -> None:
-    class Manual(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(ConfigError, match=r"Manual.automatic_optimization = False .* MultiUpdateRecipe"):
-        recipe(Manual)
-
-
 def test_facts_of_the_run_that_are_missing_have_a_name() -> None:
     own = recipe(changed(training_step=lambda self, batch: self.trainer.strategy))
     with pytest.raises(ConfigError, match=r"self.trainer.strategy does not come along .*; known: .*current_epoch"):

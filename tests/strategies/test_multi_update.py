@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,10 +197,21 @@ class TakesName(Two):
         yield "a", LossOutput(model["a"](batch[0]).mean(), {"loss/b": (torch.ones(()), torch.ones(()))})  # type: ignore[index]
 
 
+class Returning(Two):
+    def __init__(self, returned: Any) -> None:
+        self._returned = returned
+
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Generator[Update, None, Any]:
+        yield from super().updates(model, batch, step)
+        return self._returned
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
         (TakesName(), "name a metric loss/b or lr/b, which each logged step has of the optimizer 'b'. Rename it."),
+        (Returning(3), "Returning.updates returned a int at its end. Return metrics by their names"),
+        (Returning({"a": 3}), "the recipe's loss must give its metric 'a' as (sum, count)"),
         (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', no scalar. Yield its mean()"),
         (Detached(), "Detached.updates yielded a loss for 'a' that depends on no trained parameter."),
         (Misspelt(), "Misspelt.updates: no optimizer 'aa'; did you mean 'a'? Known: a, b."),
@@ -215,6 +226,11 @@ class TakesName(Two):
 def test_a_step_that_cannot_be_taken_is_refused_in_a_sentence(recipe: MultiUpdateRecipe, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         replica_of(recipe).step(batches_of(2))
+
+
+def test_metrics_that_a_generator_returns_are_those_of_the_step() -> None:
+    result = replica_of(Returning({"seen": (torch.tensor(6.0), 2)})).step(batches_of(2))
+    assert result.metrics["seen"].tolist() == [[6.0, 2.0]] * 2
 
 
 def test_ranks_whose_sequences_differ_are_refused_in_a_sentence() -> None:

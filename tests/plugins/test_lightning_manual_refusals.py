@@ -1,0 +1,239 @@
+"""What a module under manual optimization does that does not come along is refused with a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from tests.plugins.lightning_gans import BATCH, Pairs, PlainGAN
+from tests.plugins.test_lightning_manual import recipe
+from worldsize.core import ConfigError, RunContext, World
+from worldsize.planning.construction import check_trainable
+from worldsize.strategies.alone import alone
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.testing import PortConfig
+from worldsize.testing.port_runs import initial_model, steps_of
+
+ALONE = World.alone(torch.device("cpu"))
+
+
+def changed(**names: Any) -> Any:
+    return type("Changed", (PlainGAN,), names)
+
+
+def trained(module: Any, *, micro_batches: int = 1) -> None:
+    own, config = recipe(module, Pairs), PortConfig(batch_size=BATCH, steps=4, micro_batches=micro_batches)
+    replica = alone(own, initial_model(own, config), RunContext(ALONE, logical_ranks=micro_batches))
+    for step in steps_of(own, config):
+        replica.step(step)
+
+
+def no_backward(self: Any, batch: Any) -> None:
+    self.optimizers()[0].step()
+
+
+def own_backward(self: Any, batch: Any) -> None:
+    self.losses(batch)[0].backward()
+
+
+def steps_again(self: Any, batch: Any) -> None:
+    _, critic = self.optimizers()
+    for _ in range(2):
+        self.manual_backward(self.losses(batch)[0])
+        critic.step()
+
+
+def never_zero(self: Any, batch: Any) -> None:
+    self.manual_backward(self.losses(batch)[0])
+    self.optimizers()[1].step()
+
+
+def no_step(self: Any, batch: Any) -> None:
+    self.manual_backward(self.losses(batch)[0])
+
+
+def accumulates(self: Any, batch: Any, batch_idx: int) -> None:
+    generator, critic = self.optimizers()
+    critic.zero_grad()
+    self.manual_backward(self.losses(batch)[0])
+    critic.step()
+    self.toggle_optimizer(generator)
+    self.manual_backward(self.losses(batch)[1])
+    if batch_idx % 2 == 1:
+        generator.step()
+        generator.zero_grad()
+    self.untoggle_optimizer(generator)
+
+
+def one_loss_of_two(self: Any, batch: Any) -> None:
+    self.manual_backward(self.losses(batch)[1])
+    for optimizer in self.optimizers():
+        optimizer.step()
+
+
+def late_step(self: Any, batch: Any) -> None:
+    generator, critic = self.optimizers()
+    for optimizer in (generator, critic):
+        optimizer.zero_grad()
+    loss_critic, loss_generator = self.losses(batch)
+    self.toggle_optimizer(generator)
+    self.manual_backward(loss_generator)
+    self.untoggle_optimizer(generator)
+    self.manual_backward(loss_critic)
+    critic.step()
+    generator.step()
+
+
+def reads_gradient(self: Any, batch: Any) -> None:
+    self.manual_backward(self.losses(batch)[0])
+    self.log("norm", self.critic[0].weight.grad.norm())
+
+
+def sets_module_to_zero(self: Any, batch: Any) -> None:
+    self.zero_grad()
+
+
+def keeps_graph(self: Any, batch: Any) -> None:
+    self.manual_backward(self.losses(batch)[0], create_graph=True)
+
+
+def toggles_too_early(self: Any, batch: Any) -> None:
+    generator, _ = self.optimizers()
+    self.toggle_optimizer(generator)
+    loss = self.losses(batch)[1]
+    self.untoggle_optimizer(generator)
+    self.manual_backward(loss)
+
+
+def no_scalar(self: Any, batch: Any) -> None:
+    self.manual_backward(batch[0])
+
+
+def counts_steps(self: Any, batch: Any) -> None:
+    self.log("step", self.global_step)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (no_backward, "'generator' without a manual_backward since its zero_grad.*: there is no gradient"),
+        (own_backward, r"calls loss.backward\(\). Call self.manual_backward"),
+        (steps_again, r"'critic' steps again without zero_grad\(\)"),
+        (never_zero, r"'critic' steps again without zero_grad\(\)"),
+        (no_step, "steps no optimizer in step 1.*batch_size N times as large and logical_ranks=N"),
+        (accumulates, "'generator' adds up gradients of several batches.*logical_ranks=N"),
+        (one_loss_of_two, "reaches the parameters of two optimizers, 'generator' has stepped by it"),
+        (late_step, "'generator' steps by a loss that was computed before 'critic' has stepped"),
+        (reads_gradient, "reads or changes the gradient of a parameter"),
+        (sets_module_to_zero, r"reads or changes the gradient.*zero_grad\(\) of the optimizer itself"),
+        (keeps_graph, "takes the loss alone"),
+        (toggles_too_early, "comes after untoggle_optimizer"),
+        (no_scalar, "takes a scalar loss"),
+        (counts_steps, "self.global_step counts the steps of all optimizers"),
+    ],
+)
+def test_a_step_that_does_not_come_along_is_refused(step: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trained(changed(training_step=step))
+
+
+def test_a_schedule_that_follows_from_the_data_is_refused() -> None:
+    def configure(self: Any) -> Any:
+        optimizers = PlainGAN.configure_optimizers(self)
+        return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1) for each in optimizers]
+
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
+        PlainGAN.training_step(self, batch, batch_idx)
+        if batch[0].mean() > 0:
+            self.lr_schedulers()[0].step()
+
+    with pytest.raises(ConfigError, match="advances a schedule . times for one micro-batch of step"):
+        trained(changed(training_step=step, configure_optimizers=configure), micro_batches=4)
+
+    def by_metric(self: Any, batch: Any) -> None:
+        self.lr_schedulers()[0].step(0.1)
+
+    with pytest.raises(ConfigError, match=r"step\(\) of a schedule takes no argument"):
+        trained(changed(training_step=by_metric, configure_optimizers=configure))
+
+
+def test_an_end_of_an_epoch_advances_schedules_and_no_more() -> None:
+    def logs(self: Any) -> None:
+        self.log("mean", 1.0)
+
+    with pytest.raises(ConfigError, match="on_train_epoch_end logs 'mean'. Log it in the step itself"):
+        trained(changed(on_train_epoch_end=logs))
+
+    def steps(self: Any) -> None:
+        self.optimizers()[0].step()
+
+    with pytest.raises(ConfigError, match="on_train_epoch_end steps an optimizer"):
+        trained(changed(on_train_epoch_end=steps))
+
+
+def clips(self: Any, batch: Any) -> None:
+    self.clip_gradients(self.optimizers()[0], gradient_clip_val=0.5)
+
+
+def clips_by_torch(self: Any, batch: Any) -> None:
+    clip_grad_norm_(self.critic.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("step", [clips, clips_by_torch])
+def test_clipping_is_refused_before_anything_starts(step: Any) -> None:
+    with pytest.raises(ConfigError, match=r"clips.* calls clip_grad.*Leave it out, and set clip_norm"):
+        recipe(changed(training_step=step), Pairs)
+
+
+def lbfgs(self: Any) -> Any:
+    return torch.optim.LBFGS(self.parameters())
+
+
+def with_frequency(self: Any) -> Any:
+    optimizers = [torch.optim.SGD(part.parameters()) for part in (self.critic, self.generator)]
+    return [{"optimizer": each, "frequency": 2} for each in optimizers]
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [(lbfgs, "returns LBFGS, which computes several gradients"), (with_frequency, "an optimizer with a frequency")],
+)
+def test_optimizers_that_do_not_come_along_are_refused(optimizers: Any, message: str) -> None:
+    own: Any = recipe(changed(configure_optimizers=optimizers), Pairs)
+    with pytest.raises(ConfigError, match=message):
+        own.optimizers(own.model())
+
+
+@pytest.mark.parametrize("strategy", [Mesh(), ParameterServer()], ids=lambda each: type(each).__name__)
+def test_a_strategy_of_one_update_a_step_refuses_it(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match="takes several updates a step"):
+        check_trainable(recipe(PlainGAN, Pairs), strategy)
+
+
+def test_optimizers_are_there_in_training_steps_alone() -> None:
+    own: Any = recipe(PlainGAN, Pairs)
+    model = own.model()
+    own.optimizers(model)
+    with pytest.raises(ConfigError, match=r"self.optimizers\(\) is called outside of training_step"):
+        model.lightning.optimizers()
+
+
+def test_a_loss_that_another_optimizer_does_not_share_need_not_be_set_to_zero() -> None:
+    """The critic's loss ends at detached images; the generator's gradient is set to zero after its step."""
+
+    def step(self: Any, batch: Any) -> None:
+        generator, critic = self.optimizers()
+        critic.zero_grad()
+        self.manual_backward(self.losses(batch)[0])
+        critic.step()
+        loss: Tensor = self.losses(batch)[1]
+        self.manual_backward(loss)
+        generator.step()
+        generator.zero_grad()
+
+    trained(changed(training_step=step))
