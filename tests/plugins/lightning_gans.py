@@ -147,7 +147,7 @@ class PlainGAN(L.LightningModule):
         return loss_critic, (self.critic(fake) - 1).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        generator, critic = self.optimizers()  # type: ignore[misc, attr-defined]
+        generator, critic = self.optimizers()  # type: ignore[attr-defined]
         for _ in range(2):
             loss_critic, _ = self.losses(batch)
             critic.zero_grad()

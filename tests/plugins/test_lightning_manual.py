@@ -89,7 +89,7 @@ def test_ordered_sums_have_the_same_bits_on_one_process_and_on_two() -> None:
 
 
 def test_a_gan_goes_on_where_it_was_saved() -> None:
-    """Its schedules too, which it advances itself within steps and at the ends of epochs."""
+    """This holds for its schedules too, which it advances itself within steps and at the ends of epochs."""
     own = recipe(DCGAN)
     config = PortConfig(batch_size=BATCH, micro_batches=2, steps=9)
     whole, second = (alone(own, initial_model(own, config), RunContext(ALONE, logical_ranks=2)) for _ in range(2))
