@@ -1,7 +1,8 @@
-"""The ports of docs/howto/from-a-script.md are proved by their own tests, and as small as the page says."""
+"""The ports of from-a-script.md and from-accelerate.md pass their own tests, and are as small as the pages say."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 import sys
@@ -13,8 +14,8 @@ import pytest
 
 from tests.docs.blocks import REPOSITORY, files
 
-PAGE = REPOSITORY / "docs" / "howto" / "from-a-script.md"
-FILES = files(PAGE)
+SCRIPTS, ACCELERATE = (REPOSITORY / "docs" / "howto" / name for name in ("from-a-script.md", "from-accelerate.md"))
+FILES = files(SCRIPTS) | files(ACCELERATE)
 NAMES = [Path(name).stem for name in FILES if name.startswith("scripts/")]
 
 
@@ -35,7 +36,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:-1], pytest.param(NAMES[-1], marks=pytest.mark.heavy)])
 def test_a_port_passes_its_own_tests(name: str, project: Path) -> None:
     module = importlib.import_module(f"test_{name}")
     own = [value for key, value in vars(module).items() if key.startswith("test_")]
@@ -45,13 +46,21 @@ def test_a_port_passes_its_own_tests(name: str, project: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_runs(name: str) -> None:
+def test_a_script_runs(name: str, project: Path) -> None:
     exec(compile(FILES[f"scripts/{name}.py"], name, "exec"), {"__name__": "__main__", "print": lambda *_: None})
 
 
 def test_the_page_says_how_large_the_differences_are() -> None:
-    rows = re.findall(r"^\| \[.*\]\(#.*\) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.M)
-    assert [tuple(map(int, row)) for row in rows] == [_sizes(name) for name in NAMES]
+    rows = re.findall(r"^\| \[.*\]\(#.*\) \| (\d+) \| (\d+) \| (\d+) \|$", SCRIPTS.read_text(), re.M)
+    names = [Path(name).stem for name in files(SCRIPTS) if name.startswith("scripts/")]
+    assert [tuple(map(int, row)) for row in rows] == [_sizes(name) for name in names]
+
+
+def test_the_page_on_accelerate_shows_the_whole_difference() -> None:
+    script, recipe = (FILES[name].splitlines() for name in ("scripts/waves.py", "recipes/waves/recipe.py"))
+    difference = list(difflib.unified_diff(script, recipe, n=0, lineterm=""))[2:]
+    (shown,) = re.findall(r"^```diff\n(.*?)\n```", ACCELERATE.read_text(), re.M | re.S)
+    assert shown.splitlines() == [line for line in difference if not line.startswith("@@")]
 
 
 def _sizes(name: str) -> tuple[int, int, int]:
