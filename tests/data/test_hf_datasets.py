@@ -123,7 +123,7 @@ def plain_loop(recipe: Recipe, batches: Callable[[], Iterable[Batch]]) -> Origin
     return original
 
 
-RECIPES = {
+RECIPES: dict[str, Points | Sentences] = {
     "torch": Points(points().with_format("torch")),
     "torch, padded": Sentences(sentences().with_format("torch")),
     "plain, padded": Sentences(sentences()),
@@ -190,8 +190,8 @@ def test_a_stream_trains_as_under_a_data_loader_of_torch(make: Callable[[Path], 
     recipe = Sentences(stream)
 
     def batches() -> Iterable[Batch]:
-        endless = chain.from_iterable(repeat(stream))  # at its end it begins again
-        return DataLoader(list(islice(endless, BATCH * STEPS)), batch_size=BATCH, collate_fn=padded)
+        samples: Any = list(islice(chain.from_iterable(repeat(stream)), BATCH * STEPS))  # at its end it begins again
+        return DataLoader(samples, batch_size=BATCH, collate_fn=padded)
 
     same_losses(recipe, plain_loop(recipe, batches), CONFIG)
 
