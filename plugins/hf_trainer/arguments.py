@@ -17,7 +17,7 @@ _CARRIED = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "label_smoothing_factor"),
     *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     *("activation_checkpointing", "activation_checkpointing_kwargs"),
-    *("remove_unused_columns", "label_names", "use_cache"),
+    *("remove_unused_columns", "label_names", "use_cache", "include_for_metrics"),
 }
 
 # compared with the run's own values in _differences
@@ -62,6 +62,8 @@ _REMEDIES = {
     "load_best_model_at_end": "leave it out, and keep the best checkpoints by checkpoint.keep.best",
     "resume_from_checkpoint": "leave it out, and use worldsize resume",
     "push_to_hub": "leave it out, and upload what the run has saved",
+    "batch_eval_metrics": "leave it out; compute_metrics is called once, with the predictions of all batches",
+    "eval_do_concat_batches": "leave it out; compute_metrics is given the concatenated predictions",
     "bf16_full_eval": "leave it out; evaluation computes in the run's precision",
     "fp16_full_eval": "leave it out; evaluation computes in the run's precision",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from plugins.hf_trainer.predictions import has_metrics
 from worldsize.core import ConfigError
 
 # methods of the Trainer that the recipe calls, and those of which worldsize has its own
@@ -65,5 +66,8 @@ def _parts(trainer: Any) -> Iterator[str]:
         yield "the model is quantized, which does not come along to worldsize: load it without quantization_config."
     if isinstance(trainer.eval_dataset, dict):
         yield "Trainer(eval_dataset={...}) has several data sets: give it one."
-    if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
-        yield "Trainer(compute_metrics=...) does not come along to worldsize: leave it out; the loss is evaluated."
+    if has_metrics(trainer) and getattr(trainer.args, "predict_with_generate", False):
+        yield (
+            "TrainingArguments(predict_with_generate=True) would give compute_metrics generated tokens, and worldsize "
+            "does not generate any: leave it out, and compute_metrics is given logits; or leave compute_metrics out."
+        )

@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from plugins.hf_trainer.arguments import RunValues, check_arguments
 from plugins.hf_trainer.building import built_trainer
 from plugins.hf_trainer.losses import TrainerLoss, rows_of, weighed
+from plugins.hf_trainer.predictions import NAME, PredictionMetrics, has_metrics
 from plugins.hf_trainer.program import check_trainer
-from worldsize.core import Recipe
+from worldsize.core import Recipe, StateMetric
 from worldsize.errors import missing_extra
 
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
@@ -60,6 +61,13 @@ class HFTrainer(Recipe):
     @cached_property
     def _loss(self) -> TrainerLoss:
         return TrainerLoss(self._built)
+
+    @cached_property
+    def _predictions(self) -> PredictionMetrics | None:
+        """Make what calls ``compute_metrics``; return None if the Trainer would not call it."""
+        if not has_metrics(self._built):
+            return None
+        return PredictionMetrics(self._built, casts_halves=self.run.precision != "fp32")
 
     def model(self) -> nn.Module:
         """Return a copy of the Trainer's model, which stays as it was built."""
@@ -119,15 +127,19 @@ class HFTrainer(Recipe):
         mean, count, _ = self._loss.mean(model, batch)
         return weighed(mean, count)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return the Trainer's ``eval_loss``: each batch's own mean, weighed by its samples."""
-        mean, _, _ = self._loss.mean(model, batch)
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, ...]]:
+        """Return the Trainer's ``eval_loss``: each batch's own mean, weighed by its samples; and the predictions."""
+        mean, _, outputs = self._loss.mean(model, batch)
         rows = rows_of(batch)
-        return {self._metric: (mean.double() * rows.to(mean.device), rows)}
+        name = "loss" if self._built.eval_dataset is not None else "loss_of_first_training_samples"
+        metrics: dict[str, tuple[Tensor, ...]] = {name: (mean.double() * rows.to(mean.device), rows)}
+        if self._predictions is not None:
+            metrics[NAME] = self._predictions.inputs(batch, outputs, mean, rows=int(rows))
+        return metrics
 
-    @property
-    def _metric(self) -> str:
-        return "loss" if self._built.eval_dataset is not None else "loss_of_first_training_samples"
+    def metrics(self) -> Mapping[str, StateMetric]:
+        """Return what ``compute_metrics`` computes, if the Trainer has it and an ``eval_dataset``."""
+        return {} if self._predictions is None else {NAME: self._predictions}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the layers that transformers itself keeps on one device."""

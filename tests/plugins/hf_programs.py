@@ -92,6 +92,16 @@ def make_classifier(*, kind: Any = transformers.Trainer, dropout: float = 0.0, *
     return kind(model=model, args=made, train_dataset=rows(), eval_dataset=rows(13, seed=2), data_collator=padded)
 
 
+def accuracy(prediction: Any) -> dict[str, Any]:
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
+
+
+def make_measured() -> Any:
+    trainer = make_classifier()
+    trainer.compute_metrics = accuracy
+    return trainer
+
+
 def make_causal(*, kind: Any = transformers.Trainer, **changes: Any) -> Any:
     return kind(model=causal(), args=arguments(**changes), train_dataset=rows(), data_collator=spoken)
 

@@ -90,6 +90,25 @@ def test_elastic_runs_end_with_the_same_bits_at_every_world_size(program: None, 
     assert len(digests) == 1
 
 
+def test_runs_keep_the_checkpoint_that_the_programs_own_metric_calls_best(program: None, train: Any) -> None:
+    others = [option for option in OPTIONS if not option.startswith(("recipe.trainer", "log_every"))]
+    best = ("checkpoint.every=5", "checkpoint.keep.best=accuracy", "checkpoint.keep.direction=max")
+    options = (
+        *others,
+        *best,
+        "recipe.trainer=hf_programs.make_measured",
+        "evaluate_every=5",
+        "reproducibility=elastic",
+    )
+    metrics = []
+    for processes in (1, 2):
+        run = train(*options, f"cluster.processes={processes}")
+        assert run.code == 0, run.error
+        metrics.append(run.json("result.json")["metrics"])
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["accuracy"] * 13 == pytest.approx(round(metrics[0]["accuracy"] * 13))  # of 13 samples
+
+
 def test_servers_hold_the_parameters_and_the_losses_are_those_of_one_process(program: None, train: Any) -> None:
     alone = train(*OPTIONS, "strategy=single", "cluster.processes=1")
     served = train(*OPTIONS, "strategy=parameter_server", "cluster.processes=3", "strategy.servers=1")

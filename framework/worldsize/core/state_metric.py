@@ -28,5 +28,8 @@ class StateMetric(ABC):
         """Say how part ``name`` of the states of two batches is merged; "cat" concatenates in the order of batches."""
 
     @abstractmethod
-    def compute(self, state: Mapping[str, Tensor]) -> float:
-        """Return the metric's value, given the merged state on the CPU."""
+    def compute(self, state: Mapping[str, Tensor]) -> float | Mapping[str, float]:
+        """Return the metric's value, given the merged state on the CPU.
+
+        A metric that computes several values at once returns each under a name of its own, in place of the metric's.
+        """

@@ -51,7 +51,11 @@ class MetricCollector:
             self._states[name][batch.index] = metric.state(*metrics[name])
 
     def reduce(self, world: World) -> dict[str, float]:
-        """Return the metrics over the batches of all processes of ``world``, equal on each of them."""
+        """Return the metrics over the batches of all processes of ``world``, equal on each of them.
+
+        Raises:
+            ConfigError: two metrics have computed values of one name.
+        """
         values = reduce_metrics(self.sums, self.names, world)
         if not self._metrics:
             return values
@@ -65,8 +69,16 @@ class MetricCollector:
             ordered.setdefault(name, {}).setdefault(key, []).append(part)
         for name, metric in self._metrics.items():
             merged = {key: _merged(metric.reduction(key), each) for key, each in ordered[name].items()}
-            values[name] = float(metric.compute(merged))
+            _add(values, name, metric.compute(merged))
         return values
+
+
+def _add(values: dict[str, float], name: str, value: float | Mapping[str, float]) -> None:
+    """Add what the metric ``name`` has computed, one value or several that it names."""
+    computed = value if isinstance(value, Mapping) else {name: float(value)}
+    if double := computed.keys() & values.keys():
+        raise ConfigError(f"an evaluation has two metrics that are called {min(double)!r}. Rename one of them.")
+    values.update(computed)
 
 
 def _pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
