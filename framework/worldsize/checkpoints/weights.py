@@ -12,18 +12,10 @@ from typing import Any, final
 import numpy
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
 
 from worldsize.checkpoints.format import MANIFEST, Checkpoint, complete, read, verify
 from worldsize.checkpoints.safetensors import Entry, read_entries
 from worldsize.checkpoints.shards import DTYPES, box_of
-from worldsize.checkpoints.storage import PlannedReader, part_of
 from worldsize.checkpoints.validation import Box, is_shard
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.files import is_file, is_folder, read_regular
@@ -191,32 +183,6 @@ class TorchWeights(Weights):
 
     def tensor(self, name: str) -> Tensor:
         return self._state[name]
-
-
-@final
-class WeightsReader(PlannedReader):
-    """Lets torch's planners read the parts that this rank holds of each tensor.
-
-    Args:
-        weights: The source.
-        names: Name in the source, by the name that is asked for.
-    """
-
-    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
-        self._weights, self._names = weights, names
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        entries = {name: self._weights.entries[source] for name, source in self._names.items()}
-        return Metadata({name: _whole(entry) for name, entry in entries.items()})
-
-    def values(self, item: ReadItem) -> Tensor:
-        return self._weights.part(self._names[item.storage_index.fqn], part_of(item))
-
-
-def _whole(entry: Entry) -> TensorStorageMetadata:
-    shape = torch.Size(entry.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-    return TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])
 
 
 def source_of(path: Path) -> Path:

@@ -10,10 +10,9 @@ from typing import final
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
 
 from worldsize.checkpoints.tree import join, split
-from worldsize.checkpoints.weights import Weights, WeightsReader, open_weights
+from worldsize.checkpoints.weights import Weights, open_weights
 from worldsize.core import ConfigError, Recipe, StateDict
 from worldsize.errors import neighbours
 from worldsize.reproducibility.seeds import generators_kept
@@ -62,13 +61,16 @@ class InitialWeights:
 
     def loaded(self, recipe: Recipe, state: StateDict) -> StateDict:
         """Return ``state`` with the weights in place of its model's; each rank reads the parts that it holds."""
+        # imports half of torch.distributed, which a process that only launches does without
+        from worldsize.checkpoints.weights_reader import read_into
+
         tensors, values = split({"model": state["model"]})
         model = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
         weights = open_weights(self.path)
         ties = {} if model.keys() <= weights.entries.keys() else tied_names(built_empty(recipe))
         sources = self._sources({name: tuple(tensor.shape) for name, tensor in model.items()}, weights, ties)
         held = {name: model[name].detach() for name in sources if not model[name].is_meta}
-        state_dict_loader.load(dict(held), storage_reader=WeightsReader(weights, sources), no_dist=True)
+        read_into(held, weights, sources)
         return {**state, **join(values, tensors)}
 
     def _sources(

@@ -1,0 +1,53 @@
+"""Reads weights that lie in files into the tensors of a rank, by torch.distributed.checkpoint's planners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from worldsize.checkpoints.safetensors import Entry
+from worldsize.checkpoints.storage import PlannedReader, part_of
+from worldsize.checkpoints.weights import Weights
+
+
+def read_into(held: Mapping[str, Tensor], weights: Weights, names: Mapping[str, str]) -> None:
+    """Fill the tensors that this rank holds, whole or in part, with the values that ``weights`` has.
+
+    Args:
+        held: The tensors, by name; a DTensor takes its own part.
+        weights: The source.
+        names: Name in the source, by the name in ``held``.
+    """
+    state_dict_loader.load(dict(held), storage_reader=_WeightsReader(weights, names), no_dist=True)
+
+
+@final
+class _WeightsReader(PlannedReader):
+    """Lets torch's planners read the parts that this rank holds of each tensor."""
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        self._weights, self._names = weights, names
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        entries = {name: self._weights.entries[source] for name, source in self._names.items()}
+        return Metadata({name: _whole(entry) for name, entry in entries.items()})
+
+    def values(self, item: ReadItem) -> Tensor:
+        return self._weights.part(self._names[item.storage_index.fqn], part_of(item))
+
+
+def _whole(entry: Entry) -> TensorStorageMetadata:
+    shape = torch.Size(entry.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    return TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])
