@@ -21,6 +21,7 @@ from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import mean_over, training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
 from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, Update
+from worldsize.reproducibility.seeds import GeneratorStates, seed_generators, stream
 
 
 @final
@@ -96,8 +97,20 @@ class ManualLightningRecipe(MultiUpdateRecipe):
             current.finish(model.lightning.on_train_epoch_end if positions.ends_epoch(step) else None)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
-        """Return what ``validation_step`` or ``test_step`` logs; without one, the losses of a step without training."""
+        """Return what ``validation_step`` or ``test_step`` logs; without one, the losses of a step without training.
+
+        Each batch draws the same random numbers, whichever process evaluates it.
+        """
         assert isinstance(model, StepModule)
+        device = next(model.parameters()).device
+        states = GeneratorStates.of(device)
+        seed_generators(stream(self._program.run.seed, "evaluation"), device)
+        try:
+            return self._evaluated(model, batch)
+        finally:
+            states.restore(device)
+
+    def _evaluated(self, model: StepModule, batch: Batch) -> Metrics:
         if (name := self._program.evaluation_step) is not None:
             return evaluation_metrics(model, name, batch, step=self._program.run.steps)
         losses: dict[str, Tensor] = {}

@@ -137,3 +137,17 @@ def test_without_a_validation_step_the_losses_of_training_samples_are_evaluated(
     assert evaluated["loss_of_first_training_samples/critic"] == pytest.approx(2 * critic.item())
     assert evaluated["loss_of_first_training_samples/generator"] == pytest.approx(generator.item())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_evaluation_draws_the_same_noise_each_time() -> None:
+    """A world of another size has drawn other numbers before it; training goes on with those that it would have had."""
+    own = recipe(DCGAN)
+    replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
+    batches = list(evaluation_batches(own.data("test"), ALONE, batch_size=32))
+    values = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        values.append(replica.evaluate(EvaluationBatches(lambda: iter(batches))))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert values[0] == values[1]

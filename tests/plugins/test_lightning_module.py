@@ -154,6 +154,9 @@ def test_weights_of_a_checkpoint_of_lightning_can_begin_a_run(tmp_path: Path) ->
         fit.fit(module, train_dataloaders=DataLoader(points(), batch_size=BATCH))
     torch.use_deterministic_algorithms(False)
     fit.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["hyper_parameters"]["hidden"] == 16
+    assert saved["optimizer_states"]
     weights = open_weights(tmp_path / "last.ckpt")
     assert {name: tuple(entry.shape) for name, entry in weights.entries.items()} == {
         name: tuple(tensor.shape) for name, tensor in recipe(Classifier).model().state_dict().items()
