@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from plugins.lightning_module.module_metrics import is_metric
 from worldsize.core import ConfigError
 
 # what the recipe calls
@@ -131,14 +132,10 @@ def _clips(module: Any) -> Iterator[str]:
 
 
 def _metrics(module: nn.Module) -> Iterator[str]:
-    """Say which parts keep sums over batches of their own."""
+    """Say which metrics share their states."""
     for name, part in module.named_modules():
-        if type(part).__module__.split(".")[0] == "torchmetrics" or _derives_from_metric(part):
+        if type(part).__module__.split(".")[0] == "torchmetrics" and not is_metric(part):
             yield (
-                f"{type(module).__name__}.{name} is a metric of torchmetrics, which adds up batches in one process: "
-                "log the value of each batch instead, as torchmetrics.functional computes it."
+                f"{type(module).__name__}.{name} is a {type(part).__name__}, whose metrics share what they add up: "
+                "make each of its metrics a part of the module by itself."
             )
-
-
-def _derives_from_metric(part: object) -> bool:
-    return any(f"{kind.__module__}.{kind.__name__}" == "torchmetrics.metric.Metric" for kind in type(part).__mro__)

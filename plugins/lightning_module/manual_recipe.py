@@ -20,7 +20,7 @@ from plugins.lightning_module.optimization import ManualSchedule, configured
 from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import mean_over, training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
-from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, Update
+from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, StateMetric, Update
 from worldsize.reproducibility.seeds import GeneratorStates, seed_generators, stream
 
 
@@ -94,9 +94,14 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         made, positions = self._made[model], self._program.positions
         with current.in_progress(), GradientGuard(made.known) if step == made.first_step else nullcontext():
             _call_step(current, model, batch, index=positions.batch_index(step), step=step)
+            current.log.check_numbers()
             current.finish(model.lightning.on_train_epoch_end if positions.ends_epoch(step) else None)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
+    def metrics(self) -> Mapping[str, StateMetric]:
+        """Return the metrics of torchmetrics that are parts of the module, by their paths."""
+        return self._program.metrics
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         """Return what ``validation_step`` or ``test_step`` logs; without one, the losses of a step without training.
 
         Each batch draws the same random numbers, whichever process evaluates it.
@@ -110,9 +115,9 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         finally:
             states.restore(device)
 
-    def _evaluated(self, model: StepModule, batch: Batch) -> Metrics:
+    def _evaluated(self, model: StepModule, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         if (name := self._program.evaluation_step) is not None:
-            return evaluation_metrics(model, name, batch, step=self._program.run.steps)
+            return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=self._program.run.steps)
         losses: dict[str, Tensor] = {}
 
         def add(update: Update) -> None:

@@ -19,6 +19,7 @@ from plugins.lightning_module.loaders import (
     same_collate,
     single_loader,
 )
+from plugins.lightning_module.module_metrics import ModuleMetric, metrics_in
 from plugins.lightning_module.positions import Positions, RunValues
 from plugins.lightning_module.stand_in import RunFacts
 from plugins.lightning_module.step_module import StepModule
@@ -80,6 +81,13 @@ class LightningProgram:
                 if self.evaluates == "test":
                     owner.setup("test")
         return module, datamodule
+
+    @cached_property
+    def metrics(self) -> Mapping[str, ModuleMetric]:
+        """Return the metrics of torchmetrics that are parts of the module, by their paths, if a step evaluates."""
+        if self.evaluation_step is None:
+            return {}
+        return {path: ModuleMetric(metric) for path, metric in metrics_in(self._sources[0])}
 
     @cached_property
     def positions(self) -> Positions:

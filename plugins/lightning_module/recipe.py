@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -14,7 +15,7 @@ from plugins.lightning_module.optimization import PositionSchedule, Scheduled, c
 from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import mean_over, training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, loss_of
-from worldsize.core import Batch, ConfigError, LossOutput, Metrics, Recipe
+from worldsize.core import Batch, ConfigError, LossOutput, Recipe, StateMetric
 
 if find_spec("lightning") is None:
     raise ConfigError(
@@ -82,15 +83,21 @@ class LightningRecipe(Recipe):
 
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> LossOutput:
         """Return what ``training_step`` returns, with what it logs."""
+        assert isinstance(model, StepModule)
         index = self._program.positions.batch_index(step)
         output, logged = model("training_step", batch, index=index, step=step)
+        model.step_log.check_numbers()
         return LossOutput(loss_of(output, "training_step"), training_metrics(logged))
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Metrics:
+    def metrics(self) -> Mapping[str, StateMetric]:
+        """Return the metrics of torchmetrics that are parts of the module, by their paths."""
+        return self._program.metrics
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         """Return what ``validation_step`` or ``test_step`` logs, or its loss where it logs nothing."""
         assert isinstance(model, StepModule)
         run, name = self._program.run, self._program.evaluation_step
         if name is not None:
-            return evaluation_metrics(model, name, batch, step=run.steps)
+            return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=run.steps)
         output, _ = model("training_step", batch, index=0, step=run.steps)
         return {"loss_of_first_training_samples": mean_over(batch, loss_of(output, "training_step"))}

@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from plugins.lightning_module.module_metrics import is_metric
 from worldsize.core import ConfigError, Metrics
 from worldsize.strategies.loss_record import STEP_FIGURES
 
@@ -19,17 +20,26 @@ class StepLog:
         self._batch: Any = None
         self._samples: int | None = None  # of the batch; None: not counted yet
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.objects: dict[str, Any] = {}
+        """Metrics of torchmetrics by the names under which they were logged."""
         self._closed_for = ""  # the hook that may not log; empty: it is open
 
     def begin(self, batch: Any) -> None:
         """Forget what was logged, before a step on ``batch``."""
-        self._batch, self._samples, self._sums = batch, None, {}
+        self._batch, self._samples, self._sums, self.objects = batch, None, {}, {}
 
     def taken(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return what was logged since, by name, and keep nothing."""
-        sums = self._sums
-        self.begin(None)
+        sums, self._sums, self._batch = self._sums, {}, None
         return sums
+
+    def check_numbers(self) -> None:
+        """Raise ConfigError if a metric was logged in training, where values are means over batches."""
+        for name, metric in self.objects.items():
+            raise ConfigError(
+                f"training_step logs {name!r} as a {type(metric).__name__}, whose value is that of a whole epoch. Log "
+                "the value of each batch, as the metric's forward pass returns it: self.log(name, metric(...))."
+            )
 
     def close(self, hook: str) -> None:
         """Refuse what is logged from here on, in ``hook``."""
@@ -43,6 +53,9 @@ class StepLog:
         """
         if self._closed_for:
             raise ConfigError(f"{self._closed_for} logs {name!r}. Log it in the step itself, each name in every step.")
+        if is_metric(value):
+            self.objects[name] = value
+            return
         if args:
             options = {
                 **dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plugins.lightning_module.loaders import default_device
 from plugins.lightning_module.manual import attach_step
+from plugins.lightning_module.module_metrics import ModuleMetric, metrics_in, reset_metrics
 from plugins.lightning_module.stand_in import RunFacts
 from plugins.lightning_module.step_log import StepLog, mean_over
 from worldsize.core import ConfigError, Metrics
@@ -81,6 +82,7 @@ class StepModule(nn.Module):
         """Prepare step number ``step`` of the run; return the method of the module that takes it."""
         self._facts.at(step, name)
         self._log.begin(batch)
+        reset_metrics(self.lightning)
         device = default_device(batch)
         if self.lightning.device != device and device.type != "cpu":
             self.lightning.to(device)
@@ -100,7 +102,9 @@ def takes_index(method: Any) -> bool:
     return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
-def evaluation_metrics(model: StepModule, name: str, batch: Any, *, step: int) -> Metrics:
+def evaluation_metrics(
+    model: StepModule, name: str, batch: Any, *, step: int, metrics: Mapping[str, ModuleMetric]
+) -> Mapping[str, tuple[Tensor, ...]]:
     """Evaluate one batch by the step ``name`` of the module: what it logs, or the loss that it returns.
 
     Raises:
@@ -108,11 +112,15 @@ def evaluation_metrics(model: StepModule, name: str, batch: Any, *, step: int) -
     """
     logged: Metrics
     output, logged = model(name, batch, index=0, step=step)
-    if logged:
-        return logged
+    objects = {id(metric): name for name, metric in model.step_log.objects.items()}
+    states = {
+        path: metrics[path].inputs(metric, objects.get(id(metric), "")) for path, metric in metrics_in(model.lightning)
+    }
+    if logged or objects:
+        return {**logged, **states}
     if output is None:
         raise ConfigError(f"{name} logs nothing. Call self.log(name, value) in it.")
-    return {"loss": mean_over(batch, loss_of(output, name))}
+    return {"loss": mean_over(batch, loss_of(output, name)), **states}
 
 
 def loss_of(output: Any, name: str) -> Tensor:

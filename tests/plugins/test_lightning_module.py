@@ -316,18 +316,6 @@ def test_values_that_are_no_means_are_refused() -> None:
         own.evaluate(own.model(), next(iter(DataLoader(points()))))
 
 
-def test_a_metric_that_adds_up_batches_is_refused() -> None:
-    import torchmetrics
-
-    class Measured(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
-
-    with pytest.raises(ConfigError, match=r"Measured.accuracy is a metric of torchmetrics, .* torchmetrics.functional"):
-        recipe(Measured)
-
-
 def test_arguments_are_those_of_the_class() -> None:
     with pytest.raises(ConfigError, match="no key 'recipe.module_args.hiden'; did you mean 'hidden'"):
         recipe(Classifier, module_args={"hiden": 3})
