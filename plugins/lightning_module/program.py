@@ -96,18 +96,13 @@ class LightningProgram:
         return Positions(None if is_iterable(data) else len(data), self.run.batch_size)  # type: ignore[arg-type]
 
     @property
-    def facts(self) -> RunFacts:
-        """Make what a module finds as ``self.trainer``."""
-        return RunFacts(self.run, self.positions, is_manual=self.is_manual)
-
-    @property
     def is_manual(self) -> bool:
         """Whether the module steps its optimizers itself."""
         return not self._sources[0].automatic_optimization
 
     def new_module(self) -> StepModule:
         """Make a module as the strategies see it, with weights drawn anew."""
-        module, facts = _made(self), self.facts
+        module, facts = _made(self), RunFacts(self.run, self.positions, is_manual=self.is_manual)
         module.trainer = facts
         module.setup("fit")
         module.configure_model()

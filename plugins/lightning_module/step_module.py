@@ -76,6 +76,8 @@ class StepModule(nn.Module):
         method = self.begin(name, batch, step=step)
         moved = self.transferred(batch)
         output = method(moved, index) if takes_index(method) else method(moved)
+        if name == "training_step":
+            self._log.check_numbers()
         return output, self._log.taken()
 
     def begin(self, name: str, batch: Any, *, step: int) -> Any:
