@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from worldsize.core import World
+
+Result = TypeVar("Result")
+_END = -1  # where a place among names stands otherwise
 
 
 def holders(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
@@ -25,14 +29,73 @@ def holders(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]
     return ranks_by_name
 
 
+def use_full(
+    tensors: Mapping[str, Tensor], world: World, use: Callable[[Mapping[str, Tensor]], Result]
+) -> Result | None:
+    """Call ``use`` on rank 0 with tensors that are gathered in full as it asks for them, by all ranks.
+
+    No rank holds more than one whole tensor beside what ``use`` keeps. All ranks must call it, with the same names; a
+    tensor on the meta device is held by others.
+
+    Returns:
+        What ``use`` returned, on rank 0; None on the others.
+    """
+    names = sorted(tensors)
+    sources = _sources([tensors[name] for name in names], world)
+    if world.rank == 0:
+        full = _Asked(names, lambda place: _full(tensors[names[place]].detach(), sources[place], world), world)
+        try:
+            return use(full)
+        finally:
+            full.close()
+    while (place := _told(_END, world)) != _END:
+        _full(tensors[names[place]].detach(), sources[place], world)
+    return None
+
+
 def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return all of ``tensors`` in full on rank 0, and nothing on the others, which must call it too."""
-    full = {}
-    for name, ranks in holders(tensors, world).items():
-        tensor = _full(tensors[name].detach(), ranks[0], world)
-        if world.rank == 0:
-            full[name] = tensor
-    return full
+    return use_full(tensors, world, dict) or {}
+
+
+@final
+class _Asked(Mapping[str, Tensor]):
+    """Tensors that are gathered whenever one is asked for; the other ranks are told its place among the names."""
+
+    def __init__(self, names: Sequence[str], gather: Callable[[int], Tensor], world: World) -> None:
+        self._places = {name: place for place, name in enumerate(names)}
+        self._gather, self._world = gather, world
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._gather(_told(self._places[name], self._world))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def close(self) -> None:
+        """Let the other ranks go on."""
+        _told(_END, self._world)
+
+
+def _told(place: int, world: World) -> int:
+    """Return what rank 0 says."""
+    if world.group is None:
+        return place
+    said = torch.tensor(place, device=world.device)
+    dist.broadcast(said, group=world.group, group_src=0)
+    return int(said.item())
+
+
+def _sources(tensors: Sequence[Tensor], world: World) -> list[int]:
+    """Return the lowest rank that holds each tensor."""
+    lowest = torch.tensor([world.size if tensor.is_meta else world.rank for tensor in tensors], device=world.device)
+    if world.group is not None:
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=world.group)
+    ranks: list[int] = lowest.tolist()
+    return ranks
 
 
 def _full(tensor: Tensor, source: int, world: World) -> Tensor:

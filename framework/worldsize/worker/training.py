@@ -18,7 +18,7 @@ from torch import Tensor
 
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.save import Saver
-from worldsize.collectives.gather_full import gather_full
+from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
 from worldsize.core import (
@@ -29,7 +29,6 @@ from worldsize.core import (
     Replica,
     RunEnded,
     RunStarted,
-    StateDict,
     StepDone,
     World,
 )
@@ -122,8 +121,7 @@ class Training:
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
-        model = gather_full(replica.state()["model"], self._world)
-        summary = self._result(model, last) if self._world.rank == 0 else {}
+        summary = use_full(replica.state()["model"], self._world, partial(self._result, last=last)) or {}
         if summary:
             write_result(self._run, summary)
         self._emit(RunEnded(last.step, "completed", summary))
@@ -249,7 +247,7 @@ class Training:
         if not progress.evaluated:
             self._emit(*self._saver.finish())  # before the evaluation, which may fail
 
-    def _result(self, model: StateDict, last: TrainingProgress) -> dict[str, Any]:
+    def _result(self, model: Mapping[str, Tensor], *, last: TrainingProgress) -> dict[str, Any]:
         tensors, batch_size = tensor_digests(model), self._settings.training.batch_size
         seconds = time.perf_counter() - self._history.started
         steps = last.step - self._history.first
