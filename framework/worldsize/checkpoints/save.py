@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from worldsize.checkpoints import retention
 from worldsize.checkpoints.format import folder_name, read, sync_folder, verify
+from worldsize.checkpoints.holders import partly_held, written_here
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
-from worldsize.collectives.gather_full import holders
 from worldsize.collectives.per_rank import local
 from worldsize.core import CheckpointSaved, StateDict, World
 from worldsize.errors import CheckpointError
@@ -60,7 +60,8 @@ class Saver:
         self._root, self._world, self._group = root, world, group
         self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
         self._buffers: dict[str, Tensor] = {}
-        self._holders: dict[str, list[int]] = {}
+        self._names: set[str] = set()  # of the tensors of the save before
+        self._partly: dict[str, Tensor] = {}  # of these, those that not all ranks hold, and which do
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._pending: Future[CheckpointSaved | None] | None = None
 
@@ -75,9 +76,9 @@ class Saver:
         ended = self.finish()
         self._at("checkpoint:begin")
         tensors, values = split(state)
-        if self._holders.keys() != tensors.keys():
-            self._holders = holders(tensors, self._world)
-        mine = self._copied(dict(_shares(tensors, self._holders, self._world)))
+        if self._names != tensors.keys():
+            self._names, self._partly = set(tensors), partly_held(tensors, self._world)
+        mine = self._copied(dict(written_here(tensors, self._partly, self._world)))
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
         self._pending = self._thread.submit(self._write, mine, head, step, _outline(tensors))
         return ended
@@ -195,22 +196,6 @@ def _reasons(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
-
-
-def _shares(
-    tensors: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]], world: World
-) -> Iterator[tuple[str, Tensor]]:
-    """Return what this rank writes: its shards of sharded tensors, and its share, by bytes, of replicated ones."""
-    loads = [0] * world.size
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        tensor = tensors[name]
-        if isinstance(tensor, DTensor):
-            yield name, tensor
-            continue
-        least = min(holders[name], key=lambda rank: (loads[rank], rank))
-        loads[least] += tensor.nbytes
-        if least == world.rank:
-            yield name, tensor
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from worldsize.checkpoints.format import SCHEMA_VERSION, Checkpoint, seal
+from worldsize.checkpoints.holders import DIFFERENT
 from worldsize.checkpoints.safetensors import CODES, header
 from worldsize.checkpoints.shards import DTYPES, box_of, entry_of, is_cut, metadata
 from worldsize.checkpoints.validation import Box
@@ -90,7 +91,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if len({plan.storage_data for plan in plans}) > 1:
-            raise CheckpointError("the ranks' tensors differ in names, dtypes or shapes; give all ranks the same")
+            raise CheckpointError(DIFFERENT)
         return plans
 
     @classmethod

@@ -16,19 +16,6 @@ Result = TypeVar("Result")
 _END = -1  # where a place among names stands otherwise
 
 
-def holders(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
-    """The ranks that hold each tensor; where it is on the meta device, others do."""
-    mine = [name for name, tensor in tensors.items() if not tensor.is_meta]
-    held: list[list[str]] = [mine] * world.size
-    if world.group is not None:
-        dist.all_gather_object(held, mine, group=world.group)
-    ranks_by_name: dict[str, list[int]] = {name: [] for name in sorted(tensors)}
-    for rank, names in enumerate(held):
-        for name in names:
-            ranks_by_name.setdefault(name, []).append(rank)
-    return ranks_by_name
-
-
 def use_full(
     tensors: Mapping[str, Tensor], world: World, use: Callable[[Mapping[str, Tensor]], Result]
 ) -> Result | None:

@@ -1,0 +1,73 @@
+"""Decides which rank writes a tensor of a checkpoint that several of them hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from worldsize.core import World
+from worldsize.errors import CheckpointError
+
+DIFFERENT = "the ranks' tensors differ in names, dtypes or shapes; give all ranks the same"
+
+
+def partly_held(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return which ranks hold each tensor that not all of them hold, bool [ranks]; others have it on meta.
+
+    Every rank must call it.
+
+    Raises:
+        CheckpointError: the ranks' tensors have other names.
+    """
+    names = sorted(tensors)
+    if world.group is None:
+        return {}
+    _check_same(names, world)
+    mine_n = torch.tensor([not tensors[name].is_meta for name in names], dtype=torch.int32, device=world.device)
+    counts_n = mine_n.clone()
+    dist.all_reduce(counts_n, group=world.group)
+    partly_n = counts_n < world.size
+    if not bool(partly_n.any()):
+        return {}
+    part_m = mine_n[partly_n].to(torch.uint8)
+    held_pm = part_m.new_empty(world.size, len(part_m))
+    dist.all_gather_into_tensor(held_pm.view(-1), part_m, group=world.group)
+    partly = [name for name, is_partly in zip(names, partly_n.tolist(), strict=True) if is_partly]
+    return dict(zip(partly, held_pm.T.bool().cpu(), strict=True))
+
+
+def _check_same(names: Collection[str], world: World) -> None:
+    number = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
+    bounds = torch.tensor([number, -number], device=world.device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=world.group)
+    greatest, least_negated = bounds.tolist()
+    if greatest != -least_negated:
+        raise CheckpointError(DIFFERENT)
+
+
+def written_here(
+    tensors: Mapping[str, Tensor], partly: Mapping[str, Tensor], world: World
+) -> Iterator[tuple[str, Tensor]]:
+    """Return what this rank writes: its shards of sharded tensors, and its share, by bytes, of replicated ones.
+
+    Args:
+        tensors: All of the state; what this rank does not hold is on the meta device.
+        partly: What :func:`partly_held` said of them.
+        world: The ranks that write.
+    """
+    loads_p = torch.zeros(world.size, dtype=torch.int64)
+    full = torch.iinfo(torch.int64).max
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor):
+            yield name, tensor
+            continue
+        least = int((torch.where(partly[name], loads_p, full) if name in partly else loads_p).argmin())  # the lowest
+        loads_p[least] += tensor.nbytes
+        if least == world.rank:
+            yield name, tensor
