@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
@@ -107,23 +108,26 @@ def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -
 def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
     """Call ``task`` with each configuration, and hand its values to the sweeper; return the largest exit code.
 
-    A sweep's launcher may call ``task`` in processes of its own, which a pickle of it reaches: exit codes come back
-    through a file.
+    A sweep's launcher may call ``task`` in processes of its own, which a pickle of it reaches: exit codes of a sweep
+    come back through a file.
     """
+    from worldsize.config.command_line import wants_sweep
     from worldsize.config.compose import compose_and_call
     from worldsize.config.objective import Trial, TrialFailedError, is_search
 
-    with temporary_folder() as folder:
-        codes = folder / "exit_codes"
-        codes.write_text("0\n")
+    codes = [0]
+    with temporary_folder() if wants_sweep(arguments) else nullcontext() as folder:
+        file = folder and folder / "exit_codes"
 
         def guarded(cfg: DictConfig) -> float | None:
             try:
                 trial = task(cfg)
             except WorldsizeError as error:  # Hydra would print where it was raised
                 trial = Trial(refuse(error))
-            with codes.open("a") as file:  # one write of a line, so that those of several processes do not mix
-                file.write(f"{trial.exit_code}\n")
+            codes.append(trial.exit_code)
+            if file is not None:
+                with file.open("a") as lines:  # one write of a line, so that those of several processes do not mix
+                    lines.write(f"{trial.exit_code}\n")
             if trial.exit_code and is_search():
                 raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
             return trial.value
@@ -134,7 +138,9 @@ def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -
             return refuse(error)
         except TrialFailedError:
             pass  # its own error has been shown
-        return max(map(int, codes.read_text().split()))
+        if file is not None and file.exists():
+            codes.extend(map(int, file.read_text().split()))
+    return max(codes)
 
 
 def refuse(error: WorldsizeError) -> int:

@@ -51,6 +51,12 @@ def normalised(arguments: Sequence[str]) -> list[str]:
     return [signs[_choice(word)] + word.lstrip("+") if _choice(word) in signs else word for word in words]
 
 
+def wants_sweep(arguments: Sequence[str]) -> bool:
+    """Tell whether the words ask Hydra for the runs of a sweep instead of one run."""
+    flags, _ = get_args_parser().parse_known_args(list(arguments))
+    return flags.multirun or any(word.startswith("hydra.mode=") for word in arguments)
+
+
 def _check_flags(flags: Namespace) -> None:
     if flags.experimental_rerun is not None:
         raise ConfigError(
