@@ -18,6 +18,10 @@ class CheckpointError(WorldsizeError):
     """A checkpoint cannot be written, is damaged, or does not fit the run."""
 
 
+class OtherSchemaError(CheckpointError):
+    """A checkpoint is of a schema that this worldsize does not read: it may well be good."""
+
+
 class RunFolderError(WorldsizeError):
     """The folder of a run was deleted, or takes nothing more."""
 

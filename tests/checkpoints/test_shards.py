@@ -274,6 +274,14 @@ def cut_in_two(manifest: dict[str, Any]) -> None:
             r"has x as F32\[4\] at byte (\d+) in its header, expected x as F32\[4\] at byte (?!\1)\d+,",
         ),
         (b'"x":{', b'"x":[', nothing, r"is no safetensors file, or damaged \("),
+        (
+            b'"step":"3"',
+            b'"step":"9"',
+            nothing,
+            "has other metadata in its header, expected what",
+        ),
+        (b'"step":"3"', b'"step":3', nothing, "has other metadata in its header, expected what"),
+        (b'"shape":[4]', b'"shape":""', nothing, r"is no safetensors file, or damaged \(the shape of x is no list"),
     ],
 )
 def test_a_header_that_disagrees_with_the_manifest_is_damage_though_all_digests_are_right(
@@ -289,6 +297,23 @@ def test_a_header_that_disagrees_with_the_manifest_is_damage_though_all_digests_
     with pytest.raises(CheckpointError) as refused:
         verify(read(folder))
     assert re.match(rf"the checkpoint is damaged: {re.escape(str(file))} {said}", str(refused.value))
+
+
+def test_a_header_that_is_far_too_long_is_not_looked_into(folder: Path) -> None:
+    file = folder / "rank_00000.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].rstrip()[:-1] + b', "__metadata__": {"a": [' + b"[]," * 30_000 + b"[]]}}"
+    text = text.ljust(-(-len(text) // 16) * 16 + 8)
+    added = len(text) - length
+
+    def later(manifest: dict[str, Any]) -> None:
+        for name in "xy":
+            manifest["tensors"][name]["chunks"][0]["offset"] += added
+
+    sealed_again(folder, len(text).to_bytes(8, "little") + text + data[8 + length :], later)
+    with pytest.raises(CheckpointError, match=f"its header is said to have {len(text)} bytes"):
+        verify(read(folder))
 
 
 def test_a_manifest_that_gives_a_tensor_the_bytes_of_the_header_or_leaves_some_to_nobody_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event as Flag
@@ -39,21 +40,29 @@ def stuck() -> Listener:
 def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
     tmp_path: Path, shown: pytest.CaptureFixture[str]
 ) -> None:
+    os.mkfifo(tmp_path / "door")
+
+    def slow() -> Listener:
+        (tmp_path / "door").open().close()  # waits until somebody opens it to write
+        return Recorder(folder=tmp_path, file="fourth")
+
     makers: dict[str, Callable[[], Listener]] = {
         "listener first": lambda: Recorder(folder=tmp_path, file="first", fails_at="Evaluated"),
         "listener second": impossible,
         "listener third": stuck,
-        "listener fourth": lambda: Recorder(folder=tmp_path, file="fourth"),
+        "listener fourth": slow,
     }
-    listener = SubprocessListeners(makers, timeout=2.0)
-    for event in (Evaluated(1, {}), Evaluated(2, {}), RunEnded(2, "completed")):
-        listener(event)
-    assert (tmp_path / "fourth").read_text().split() == ["Evaluated", "Evaluated", "RunEnded"]
+    listener = SubprocessListeners(makers, timeout=4.0)
+    for number in range(1, 3001):  # more than fit into a pipe
+        listener(Evaluated(number, {}))
+    (tmp_path / "door").open("w").close()
+    listener(RunEnded(3000, "completed"))
+    assert (tmp_path / "fourth").read_text().split() == ["Evaluated"] * 3000 + ["RunEnded"]
     assert not (tmp_path / "first").exists()
     assert sorted(shown.readouterr().err.splitlines()) == [
         "warning: the listener first failed and is off for the rest of the run: OSError: no network",
         "warning: the listener second failed and is off for the rest of the run: ValueError: no key",
-        "warning: the listener third did not finish within 2.0 s; what it has not sent yet is lost",
+        "warning: the listener third did not finish within 4.0 s; what it has not sent yet is lost",
     ]
 
 

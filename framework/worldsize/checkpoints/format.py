@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worldsize.checkpoints.safetensors import CODES, Entry, read_entries
-from worldsize.checkpoints.shards import DTYPES, entries_by_file
+from worldsize.checkpoints.safetensors import CODES, Entry, header, read_header
+from worldsize.checkpoints.shards import DTYPES, contents_of
 from worldsize.checkpoints.validation import check_count, check_manifest, is_shard
-from worldsize.errors import CheckpointError
+from worldsize.errors import CheckpointError, OtherSchemaError
 from worldsize.files import read_regular
 from worldsize.strict_json import parse
 
@@ -31,6 +31,7 @@ HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")
 _LARGEST = 1 << 30  # bytes of a manifest
+_SLACK = 8  # how much longer than the right header one may be that is read to say what is wrong with it
 _DEEPEST = 400  # levels of a manifest: a level of a state takes up to four (see checkpoints/tree.py)
 _PIECE = 8 << 20  # bytes that are hashed at once
 
@@ -68,7 +69,8 @@ def read(path: Path) -> Checkpoint:
     """Read the manifest of the checkpoint in ``path``; its shards are not looked at.
 
     Raises:
-        CheckpointError: it is incomplete, not as it was written, or of another schema.
+        CheckpointError: it is incomplete, or not as it was written.
+        OtherSchemaError: it is of a schema that this worldsize does not read.
     """
     text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
     expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
@@ -84,7 +86,7 @@ def read(path: Path) -> Checkpoint:
 def _parsed(path: Path, manifest: Any) -> Checkpoint:
     if (version := check_count(manifest["schema_version"], "schema_version")) != SCHEMA_VERSION:
         remedy = "Upgrade worldsize." if version > SCHEMA_VERSION else "Use the worldsize that wrote it."
-        raise CheckpointError(
+        raise OtherSchemaError(
             f"{path} has schema version {version}; this worldsize reads version {SCHEMA_VERSION}. {remedy}"
         )
     check_manifest(manifest, {name: dtype.itemsize for name, dtype in DTYPES.items()})
@@ -106,10 +108,11 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     for name in sorted(present ^ files.keys()):
         known = "a file that the manifest lists" if name in files else "no such file"
         raise CheckpointError(_differs(path / name, known, "a file" if name in present else "none"))
-    entries = entries_by_file(checkpoint.tensors)
-    for name in sorted(files if names is None else names):
+    facts = {"schema_version": SCHEMA_VERSION, "step": checkpoint.step, "world_size": checkpoint.world_size}
+    for name, contents in sorted(contents_of(checkpoint.tensors, list(files if names is None else names)).items()):
         _verify_file(path / name, files[name])
-        _verify_header(path / name, entries.get(name, {}))
+        told = contents.metadata(rank=int(name.removeprefix("rank_").partition(".")[0]), **facts)
+        _verify_header(path / name, contents.entries, told)
 
 
 def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
@@ -121,15 +124,18 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
         raise CheckpointError(_differs(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {actual}"))
 
 
-def _verify_header(path: Path, expected: Mapping[str, Entry]) -> None:
+def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str, str]) -> None:
     try:
-        actual = read_entries(path)
+        right = header(list(expected.values()), told)  # with other numbers where the order is another
+        actual, metadata = read_header(path, at_most=_SLACK * len(right))
     except CheckpointError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from None
     for name in sorted(expected.keys() | actual.keys()):
         if (wanted := expected.get(name)) != (present := actual.get(name)):
             known = f"{_described(name, wanted)}, as {MANIFEST} says"
             raise CheckpointError(_differs(path, known, f"{_described(name, present)} in its header"))
+    if metadata != told:
+        raise CheckpointError(_differs(path, f"what follows from {MANIFEST}", "other metadata in its header"))
 
 
 def _described(name: str, entry: Entry | None) -> str:

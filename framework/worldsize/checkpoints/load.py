@@ -17,7 +17,7 @@ from worldsize.checkpoints.shards import DTYPES
 from worldsize.checkpoints.storage import Reader
 from worldsize.checkpoints.tree import join, ordered_like, split
 from worldsize.core import StateDict, World
-from worldsize.errors import CheckpointError
+from worldsize.errors import CheckpointError, OtherSchemaError
 
 _logger = logging.getLogger(__name__)
 
@@ -28,27 +28,34 @@ def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint
     """Find the newest complete checkpoint that verifies; each rank hashes its share of the files, and all agree.
 
     Raises:
-        CheckpointError: the newest one is damaged and ``allow_older`` does not let an older one stand in for it.
+        CheckpointError: the newest one is damaged and ``allow_older`` does not let an older one stand in for it, or all
+            are damaged.
+        OtherSchemaError: it is of a schema that this worldsize does not read; no older one stands in for it.
     """
     folders: list[Path] = _agreed(lambda: complete(root), world)[0]
     for path in reversed(folders):
         errors = [error for error in _agreed(lambda: _damage(path, world), world) if error]  # noqa: B023
         if not errors:
             return read(path)
+        for error in errors:
+            if isinstance(error, OtherSchemaError):
+                raise error
         if not allow_older:
             raise CheckpointError(f"{errors[0]} An older checkpoint is used with --allow-older.")
         _logger.warning("%s Trying an older one.", errors[0])
+    if folders:
+        raise CheckpointError(f"no checkpoint in {root} can be used. To begin anew, remove them or start another run.")
     return None
 
 
-def _damage(path: Path, world: World) -> str | None:
+def _damage(path: Path, world: World) -> CheckpointError | None:
     try:
         checkpoint = read(path)
         verify(checkpoint, sorted(checkpoint.files)[world.rank :: world.size])
     except CheckpointError as error:
-        return str(error)
+        return error.with_traceback(None)
     except OSError as error:
-        return f"the checkpoint cannot be read: {error.filename or path}: {error.strerror}."
+        return CheckpointError(f"the checkpoint cannot be read: {error.filename or path}: {error.strerror}.")
     return None
 
 

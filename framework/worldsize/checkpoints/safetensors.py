@@ -92,14 +92,30 @@ def read_entries(path: Path) -> dict[str, Entry]:
         CheckpointError: it is no safetensors file, or damaged.
         OSError: it cannot be read.
     """
+    return read_header(path)[0]
+
+
+def read_header(path: Path, *, at_most: int = _LARGEST_HEADER) -> tuple[dict[str, Entry], Any]:
+    """Read what :func:`read_entries` does, and the file's metadata.
+
+    Args:
+        path: The file.
+        at_most: Bytes of a header that is looked into.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or damaged.
+        OSError: it cannot be read.
+    """
     try:
-        return _entries(path)
+        return _header(path, at_most)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no safetensors file, or damaged ({error}).") from None
 
 
-def _shape(sizes: Sequence[Any], name: str) -> tuple[int, ...]:
+def _shape(sizes: Any, name: str) -> tuple[int, ...]:
     """Return the sizes of a tensor, if torch could have so many elements in so many dimensions."""
+    if not isinstance(sizes, list):
+        raise ValueError(f"the shape of {name} is no list")
     if len(sizes) > MOST_DIMENSIONS:
         raise ValueError(f"{name} has {len(sizes)} dimensions, which is more than {MOST_DIMENSIONS}")
     shape = tuple(check_count(each, f"a size of {name}") for each in sizes)
@@ -107,14 +123,14 @@ def _shape(sizes: Sequence[Any], name: str) -> tuple[int, ...]:
     return shape
 
 
-def _entries(path: Path) -> dict[str, Entry]:
+def _header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= _LARGEST_HEADER:
+        if not 2 <= length <= at_most:
             raise ValueError(f"its header is said to have {length} bytes")
-        described = parse(file.read(length), at_most=_LARGEST_HEADER, deepest=8)
+        described = parse(file.read(length), at_most=at_most, deepest=8)
         size = file.seek(0, 2)
-    described.pop("__metadata__", None)
+    metadata = described.pop("__metadata__", None)
     entries, end = {}, 8 + length
     for name, facts in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
         if facts["dtype"] in _UNREAD:
@@ -124,10 +140,10 @@ def _entries(path: Path) -> dict[str, Entry]:
             )
         shape = _shape(facts["shape"], name)
         entry = Entry(name, _DTYPES[facts["dtype"]], shape, end)
-        begin, after = (check_count(each, f"an offset of {name}") for each in facts["data_offsets"])
-        if (begin + 8 + length, after - begin) != (end, entry.nbytes):
+        first, after = (check_count(each, f"an offset of {name}") for each in facts["data_offsets"])
+        if (first + 8 + length, after - first) != (end, entry.nbytes):
             raise ValueError(f"the bytes of {name} are not where they should be")
         entries[name], end = entry, end + entry.nbytes
     if end != size:
         raise ValueError(f"it has {size} bytes, and its tensors need {end}")
-    return entries
+    return entries, metadata

@@ -30,7 +30,7 @@ from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.per_rank import local
 from worldsize.core import CheckpointSaved, StateDict, World
-from worldsize.errors import CheckpointError
+from worldsize.errors import CheckpointError, OtherSchemaError
 
 
 def _nothing(point: str) -> None: ...
@@ -185,8 +185,11 @@ def _give_way() -> None:
 
 
 def _stands(path: Path) -> bool:
+    """Whether the folder has a good checkpoint; one of another schema is nobody's to judge, and the error goes on."""
     try:
         verify(read(path))
+    except OtherSchemaError:
+        raise
     except CheckpointError:
         return False
     return True

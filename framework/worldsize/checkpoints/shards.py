@@ -8,8 +8,9 @@ bytes, in one more dimension. The file's metadata has the shapes of the tensors 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 
@@ -50,32 +51,52 @@ def is_cut(shape: Sequence[int], box: Box) -> bool:
     return any(side != (0, size) for side, size in zip(box, shape, strict=True))
 
 
-def entries_by_file(tensors: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
-    """Return what the header of each file must hold, by file and name, if the ``tensors`` of a manifest are right."""
-    entries: dict[str, dict[str, Entry]] = {}
-    for name, tensor in tensors.items():
-        dtype, shape = DTYPES[tensor["dtype"]], tensor["shape"]
-        for chunk in tensor["chunks"]:
-            box = box_of(chunk["offsets"], chunk["sizes"])
-            entry = entry_of(name, dtype, shape, box, offset=chunk["offset"])
-            entries.setdefault(chunk["file"], {})[entry.name] = entry
-    return entries
+@final
+@dataclass(frozen=True)
+class Contents:
+    """What the header of a shard says of its tensors.
 
-
-def metadata(
-    facts: Mapping[str, int], *, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, str]:
-    """Return what a shard tells a reader that has no manifest, in the strings that the format asks for.
-
-    Args:
-        facts: Numbers such as the step and the rank.
-        shapes: Shapes of the whole tensors of which the file has parts.
-        dtypes: Dtypes of the tensors that are stored as bytes.
+    Attributes:
+        entries: Those that it lists, by name.
+        shapes: Shapes of the whole tensors of which the file has parts, by path.
+        dtypes: Dtypes of the tensors that are stored as bytes, by path.
     """
-    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
-    told = {"shapes": {name: list(shape) for name, shape in shapes.items()}, "dtypes": names}
-    return {
-        "format": "pt",  # what transformers asks of a file with tensors of torch
-        **{key: str(value) for key, value in facts.items()},
-        **{key: json.dumps(value, sort_keys=True) for key, value in told.items() if value},
-    }
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    shapes: dict[str, Sequence[int]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> None:
+        """Add a part of a tensor; the arguments are those of :func:`entry_of`."""
+        entry = entry_of(name, dtype, shape, box, offset=offset)
+        self.entries[entry.name] = entry
+        if is_cut(shape, box):
+            self.shapes[name] = list(shape)
+        if dtype not in CODES:
+            self.dtypes[name] = dtype
+
+    def metadata(self, **facts: int) -> dict[str, str]:
+        """Return what a shard tells a reader that has no manifest, in the strings that the format asks for.
+
+        Args:
+            facts: Numbers such as the step and the rank.
+        """
+        names = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
+        told = {"shapes": self.shapes, "dtypes": names}
+        return {
+            "format": "pt",  # what transformers asks of a file with tensors of torch
+            **{key: str(value) for key, value in facts.items()},
+            **{key: json.dumps(value, sort_keys=True) for key, value in told.items() if value},
+        }
+
+
+def contents_of(tensors: Mapping[str, Any], files: Collection[str]) -> dict[str, Contents]:
+    """Return what each of ``files`` must hold if the ``tensors`` of a manifest are right."""
+    contents = {file: Contents() for file in files}
+    for name, tensor in tensors.items():
+        for chunk in tensor["chunks"]:
+            if chunk["file"] in contents:
+                box = box_of(chunk["offsets"], chunk["sizes"])
+                dtype = DTYPES[tensor["dtype"]]
+                contents[chunk["file"]].add(name, dtype, tensor["shape"], box, offset=chunk["offset"])
+    return contents

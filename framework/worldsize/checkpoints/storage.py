@@ -27,8 +27,8 @@ from torch.futures import Future
 
 from worldsize.checkpoints.format import SCHEMA_VERSION, Checkpoint, seal
 from worldsize.checkpoints.holders import DIFFERENT
-from worldsize.checkpoints.safetensors import CODES, header
-from worldsize.checkpoints.shards import DTYPES, box_of, entry_of, is_cut, metadata
+from worldsize.checkpoints.safetensors import header
+from worldsize.checkpoints.shards import DTYPES, Contents, box_of
 from worldsize.checkpoints.validation import Box
 from worldsize.errors import CheckpointError
 
@@ -119,12 +119,12 @@ class Writer(StorageWriter):
 
     def _header(self, parts: Sequence[_Part]) -> bytes:
         """Return the first bytes of the file, before any of its tensors is written."""
-        facts = {"schema_version": SCHEMA_VERSION, "rank": self._rank}
-        facts |= {key: self._head[key] for key in ("step", "world_size")}
-        entries = [entry_of(part.name, part.tensor.dtype, part.shape, part.box) for part in parts]
-        shapes = {part.name: part.shape for part in parts if is_cut(part.shape, part.box)}
-        dtypes = {part.name: part.tensor.dtype for part in parts if part.tensor.dtype not in CODES}
-        return header(entries, metadata(facts, shapes=shapes, dtypes=dtypes))
+        contents = Contents()
+        for part in parts:
+            contents.add(part.name, part.tensor.dtype, part.shape, part.box)
+        facts = {key: self._head[key] for key in ("step", "world_size")}
+        told = contents.metadata(schema_version=SCHEMA_VERSION, rank=self._rank, **facts)
+        return header(list(contents.entries.values()), told)
 
     def _stream(self, contents: Sequence[memoryview], total: int) -> str:
         """Write the header and all tensors through to the disk; return their SHA-256."""

@@ -52,12 +52,24 @@ class SubprocessListeners:
             self._ended = True
             complete = isinstance(event, RunEnded) and event.exit_reason == "completed"
             seconds = self._timeout if complete else min(_HURRIED, self._timeout)
-            deadline = time.monotonic() + seconds
-            for process in self._processes:
-                if not process.finish(deadline):
-                    _logger.warning(
-                        "the %s did not finish within %s s; what it has not sent yet is lost", process.name, seconds
-                    )
+            self._finish(seconds)
+
+    def _finish(self, seconds: float) -> None:
+        """Send each listener the rest as fast as it takes it, and wait for all until the time is over."""
+        deadline = time.monotonic() + seconds
+        behind = {process.sender: process for process in self._processes if process.is_behind}
+        while behind and (left := deadline - time.monotonic()) > 0:
+            for sender in select([], list(behind), [], left)[1]:
+                behind[sender].send(b"")
+                if not behind[sender].is_behind:
+                    behind.pop(sender).close()
+        for process in self._processes:
+            process.close()
+        for process in self._processes:
+            if not process.has_ended(deadline):
+                _logger.warning(
+                    "the %s did not finish within %s s; what it has not sent yet is lost", process.name, seconds
+                )
 
 
 @final
@@ -66,10 +78,11 @@ class _ListenerProcess:
 
     def __init__(self, name: str, make: Callable[[], Listener], before: Sequence[_ListenerProcess]) -> None:
         self.name = name
-        receiver, self._sender = os.pipe()
-        os.set_blocking(self._sender, False)
+        receiver, self.sender = os.pipe()
+        os.set_blocking(self.sender, False)
         self._unsent = bytearray()
-        senders = [self._sender, *(each._sender for each in before)]
+        self._is_closed = False
+        senders = [self.sender, *(each.sender for each in before)]
         self._process = get_context("fork").Process(target=_serve, args=(name, make, receiver, senders), daemon=True)
         self._process.start()
         os.close(receiver)
@@ -79,18 +92,25 @@ class _ListenerProcess:
         self._unsent += message
         try:
             while self._unsent:
-                del self._unsent[: os.write(self._sender, self._unsent)]
+                del self._unsent[: os.write(self.sender, self._unsent)]
         except BlockingIOError:
             pass
         except BrokenPipeError:
             self._unsent.clear()  # it has said why, and ended
 
-    def finish(self, deadline: float) -> bool:
-        """Send the rest and wait for the process until ``deadline``; kill it then and return False."""
-        while self._unsent and (left := deadline - time.monotonic()) > 0:
-            select([], [self._sender], [], left)
-            self.send(b"")
-        os.close(self._sender)
+    @property
+    def is_behind(self) -> bool:
+        """Whether something has not been sent yet."""
+        return bool(self._unsent)
+
+    def close(self) -> None:
+        """Let the process see the end of what is sent."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.sender)
+
+    def has_ended(self, deadline: float) -> bool:
+        """Wait for the process until ``deadline``; kill it then and return False."""
         self._process.join(max(0.0, deadline - time.monotonic()))
         if not self._process.is_alive():
             return True
