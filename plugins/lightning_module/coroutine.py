@@ -77,7 +77,7 @@ class Coroutine:
     """
 
     def __init__(self, body: Callable[[], None]) -> None:
-        self._body = body
+        self._body: Callable[[], None] | None = body
         self._thread: threading.Thread | None = None
         self._resumed, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._item: Any = None
@@ -123,6 +123,7 @@ class Coroutine:
     def close(self) -> None:
         """End the function where it stands, and its thread."""
         if self._thread is None or self._has_ended:
+            self._body = None
             return
         self._is_closed = True
         self._resumed.release()
@@ -131,10 +132,12 @@ class Coroutine:
 
     def _run(self, state: ThreadState) -> None:
         try:
+            assert self._body is not None, "it begins once"
             with state.applied():
                 self._body()
         except BaseException as error:  # any: the caller raises it
             self._error = error
         finally:
+            self._body = None  # what it keeps, and what keeps this, goes without a garbage collection
             self._has_ended = True
             self._stopped.release()

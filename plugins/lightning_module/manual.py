@@ -47,19 +47,23 @@ class ManualStep:
     Args:
         made: The optimizers.
         give: Takes each update, and returns when the optimizer has stepped.
-        step: Number of the step in the run; None: nothing is trained, and schedules stand still.
+        step: Number of the step in the run.
     """
 
-    def __init__(self, made: ManualOptimizers, give: Callable[[Update], None], step: int | None) -> None:
+    def __init__(self, made: ManualOptimizers, give: Callable[[Update], None], step: int) -> None:
         self._made, self._give, self._step = made, give, step
         self.log = StepLog()
-        self.optimizers = [StepOptimizer(self, name, each) for name, each in made.optimizers.items()]
         self.schedulers = [StepScheduler(each, step) for each in made.schedules.values()]
-        self._gradients = Gradients(made.parameters, made.known, made.left if step is not None else {})
+        self._gradients = Gradients(made.parameters, made.known, made.left)
         self._toggled: str | None = None
         self._is_toggle_unused = False  # since it was last toggled, nothing went backward
         self._updates = 0
         self._is_epoch_end = False
+
+    @property
+    def optimizers(self) -> list[StepOptimizer]:
+        """The optimizers in the module's order; made anew, so that the step does not refer to itself."""
+        return [StepOptimizer(self, name, each) for name, each in self._made.optimizers.items()]
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
@@ -181,7 +185,7 @@ class StepOptimizer:
 class StepScheduler:
     """A schedule as ``self.lr_schedulers()`` returns it; micro-batches of one step advance it once together."""
 
-    def __init__(self, schedule: ManualSchedule, step: int | None) -> None:
+    def __init__(self, schedule: ManualSchedule, step: int) -> None:
         self._schedule, self._step, self._count = schedule, step, 0
 
     def __getattr__(self, name: str) -> Any:
@@ -195,13 +199,11 @@ class StepScheduler:
                 "alone. Call it without, and choose another schedule than ReduceLROnPlateau."
             )
         self._count += 1
-        if self._step is not None:
-            self._schedule.advance(self._step, self._count)
+        self._schedule.advance(self._step, self._count)
 
     def finish(self) -> None:
         """Refuse a schedule that other micro-batches of the step have advanced more or less often."""
-        if self._step is not None:
-            self._schedule.check(self._step, self._count)
+        self._schedule.check(self._step, self._count)
 
 
 def attach_step(part: Any, log: StepLog) -> None:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,7 +17,7 @@ from plugins.lightning_module.gradient_guard import GradientGuard
 from plugins.lightning_module.manual import ManualOptimizers, ManualStep
 from plugins.lightning_module.optimization import ManualSchedule, configured
 from plugins.lightning_module.program import LightningProgram
-from plugins.lightning_module.step_log import mean_over, training_metrics
+from plugins.lightning_module.step_log import training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
 from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, StateMetric, Update
 from worldsize.reproducibility.seeds import GeneratorStates, seed_generators, stream
@@ -60,9 +59,11 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         """Return the module's schedules, which it advances itself."""
         parameters = {name: frozenset(map(id, _parameters(each))) for name, each in optimizers.items()}
         (made,) = (each for each in self._made.values() if each.parameters == parameters)
-        configured = zip(optimizers.items(), made.configured.optimizers, strict=True)
-        pairs = {name: (made.configured.of(own), optimizer) for (name, optimizer), own in configured}
-        schedules = {name: ManualSchedule(own, each) for name, (own, each) in pairs.items() if own is not None}
+        named = list(zip(optimizers, made.configured.optimizers, strict=True))
+        schedules: dict[str, ManualSchedule] = {}
+        for own in made.configured.schedules:  # lr_schedulers() returns them in this order
+            (name,) = (name for name, optimizer in named if made.configured.of(optimizer) is own)
+            schedules[name] = ManualSchedule(own, optimizers[name])
         made.optimizers, made.schedules = dict(optimizers), schedules
         return schedules
 
@@ -102,37 +103,25 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         return self._program.metrics
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return what ``validation_step`` or ``test_step`` logs; without one, the losses of a step without training.
+        """Return what ``validation_step`` or ``test_step`` logs; without one nothing is evaluated, as under Lightning.
 
         Each batch draws the same random numbers, whichever process evaluates it.
         """
         assert isinstance(model, StepModule)
+        if (name := self._program.evaluation_step) is None:
+            return {}
         device = next(model.parameters()).device
         states = GeneratorStates.of(device)
         seed_generators(stream(self._program.run.seed, "evaluation"), device)
         try:
-            return self._evaluated(model, batch)
+            return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=self._program.run.steps)
         finally:
             states.restore(device)
-
-    def _evaluated(self, model: StepModule, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        if (name := self._program.evaluation_step) is not None:
-            return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=self._program.run.steps)
-        losses: dict[str, Tensor] = {}
-
-        def add(update: Update) -> None:
-            name, loss = update
-            assert isinstance(loss, Tensor)
-            losses[name] = losses.get(name, torch.zeros_like(loss)) + loss.detach()
-
-        current = ManualStep(self._made[model], add, None)
-        with current.in_progress():
-            _call_step(current, model, batch, index=0, step=self._program.run.steps)
-        return {f"loss_of_first_training_samples/{name}": mean_over(batch, loss) for name, loss in losses.items()}
 
 
 def _call_step(current: ManualStep, model: StepModule, batch: Batch, *, index: int, step: int) -> None:
     method = model.begin("training_step", batch, step=step)
+    model.step_log.taken()  # the step has a log of its own
     current.log.begin(batch)
     moved = model.transferred(batch)
     if takes_index(method):

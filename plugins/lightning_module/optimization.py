@@ -67,7 +67,14 @@ def configured(module: Any) -> Configured:
             f"{type(module).__name__}.configure_optimizers returned {what}. Return an optimizer, a list of them, a "
             "pair of lists with their schedules, or dicts with 'optimizer' and 'lr_scheduler'."
         )
-    return Configured(optimizers, [_scheduled(each) for each in schedules])
+    scheduled = [_scheduled(each) for each in schedules]
+    for each in scheduled:
+        if not any(each.scheduler.optimizer is optimizer for optimizer in optimizers):
+            raise ConfigError(
+                "configure_optimizers returns a schedule of an optimizer that it does not return. Return that one too, "
+                "or make the schedule of one that is returned."
+            )
+    return Configured(optimizers, scheduled)
 
 
 def _parts(returned: Any) -> tuple[list[Any], list[Any]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from plugins.lightning_module.positions import RunValues
 from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.recipe import lightning_recipe
-from tests.plugins.lightning_gans import BATCH, DCGAN, SAMPLES, Images, Pairs, PlainGAN, ToggledGAN
+from tests.plugins.lightning_gans import BATCH, DCGAN, Images, Pairs, PlainGAN, ToggledGAN
 from tests.plugins.lightning_reference import Losses, fitted
 from worldsize.core import EvaluationBatches, Recipe, RunContext, World
 from worldsize.data.loader import evaluation_batches
@@ -106,6 +109,48 @@ def test_a_gan_goes_on_where_it_was_saved() -> None:
     assert rates == pytest.approx([0.002 * 0.9**2, 0.002 * 0.9**5])  # two epochs; batches 0 and 3 of these, and 0
 
 
+def test_schedules_come_in_the_order_of_configure_optimizers_as_under_lightning() -> None:
+    """They need not be in the order of their optimizers."""
+    schedules = torch.optim.lr_scheduler
+
+    class Reversed(PlainGAN):
+        def configure_optimizers(self) -> Any:
+            generator, critic = PlainGAN.configure_optimizers(self)
+            return [generator, critic], [schedules.StepLR(critic, 1, 0.5), schedules.StepLR(generator, 1, 0.9)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers()[0].step()  # type: ignore[index]
+            rates.append([each.param_groups[0]["lr"] for each in self.optimizers()])  # type: ignore[union-attr]
+
+    rates: list[list[float]] = []
+    own, config = recipe(Reversed, Pairs), PortConfig(batch_size=BATCH, steps=4)
+    reference_trained(own, fitted(Reversed, steps=4), config)
+    expected, rates = rates, []
+    recipe_trained(own, config)
+    assert expected[-1] == pytest.approx([0.05, 0.05 * 0.5**4])
+    assert rates == expected
+
+
+def test_no_batch_outlives_its_step() -> None:
+    """Nothing that a step leaves refers to itself, so that batches go without a garbage collection."""
+    own = recipe(PlainGAN, Pairs)
+    replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
+    steps, batches = steps_of(own, CONFIG), []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step = next(steps)
+            batches.append(weakref.ref(step[0].data[0]))
+            replica.step(step)
+            del step
+        next(steps)
+        assert [each() for each in batches] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -123,25 +168,35 @@ def test_what_a_training_step_logs_and_its_losses_are_metrics_of_the_step() -> N
     assert result.metrics["loss/critic"][0, 1] == 2
 
 
-def test_without_a_validation_step_the_losses_of_training_samples_are_evaluated() -> None:
+def evaluated_alone(world: World) -> dict[str, float]:
     own = recipe(PlainGAN, Pairs)
-    model = initial_model(own, CONFIG)
-    replica = alone(own, model, RunContext(ALONE))
+    model = own.model()
+    replica = (Single() if world.size == 1 else DDP()).replica(own, RunContext(world, logical_ranks=world.size))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches = evaluation_batches(own.data("test"), ALONE, batch_size=SAMPLES)
-    evaluated = replica.evaluate(EvaluationBatches(lambda: batches))
-    module = PlainGAN()
-    module.load_state_dict(before)
-    data = own.data("test")
-    critic, generator = module.losses(data.load_batch(torch.arange(32)))
-    assert evaluated["loss_of_first_training_samples/critic"] == pytest.approx(2 * critic.item())
-    assert evaluated["loss_of_first_training_samples/generator"] == pytest.approx(generator.item())
+    batches = list(evaluation_batches(own.data("test"), world, batch_size=8))
+    assert batches
+    metrics = replica.evaluate(EvaluationBatches(lambda: iter(batches)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    return dict(metrics)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_without_a_validation_step_nothing_is_evaluated_as_under_lightning(processes: int) -> None:
+    assert run_in_worlds(evaluated_alone, processes) == [{}] * processes
 
 
 def test_an_evaluation_draws_the_same_noise_each_time() -> None:
     """A world of another size has drawn other numbers before it; training goes on with those that it would have had."""
-    own = recipe(DCGAN)
+
+    class Noisy(PlainGAN):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("noise", torch.randn(()))
+
+    class Validated(Pairs):
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.dataset, batch_size=32)
+
+    own = recipe(Noisy, Validated)
     replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
     batches = list(evaluation_batches(own.data("test"), ALONE, batch_size=32))
     values = []
@@ -150,4 +205,5 @@ def test_an_evaluation_draws_the_same_noise_each_time() -> None:
         before = torch.get_rng_state()
         values.append(replica.evaluate(EvaluationBatches(lambda: iter(batches))))
         assert torch.equal(torch.get_rng_state(), before)
+    assert values[0].keys() == {"noise"}
     assert values[0] == values[1]

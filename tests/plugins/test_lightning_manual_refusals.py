@@ -199,9 +199,18 @@ def with_frequency(self: Any) -> Any:
     return [{"optimizer": each, "frequency": 2} for each in optimizers]
 
 
+def schedule_of_another(self: Any) -> Any:
+    another = torch.optim.SGD(self.generator.parameters(), lr=0.1)
+    return PlainGAN.configure_optimizers(self), [torch.optim.lr_scheduler.StepLR(another, 1)]
+
+
 @pytest.mark.parametrize(
     ("optimizers", "message"),
-    [(lbfgs, "returns LBFGS, which computes several gradients"), (with_frequency, "an optimizer with a frequency")],
+    [
+        (lbfgs, "returns LBFGS, which computes several gradients"),
+        (with_frequency, "an optimizer with a frequency"),
+        (schedule_of_another, "a schedule of an optimizer that it does not return"),
+    ],
 )
 def test_optimizers_that_do_not_come_along_are_refused(optimizers: Any, message: str) -> None:
     own: Any = recipe(changed(configure_optimizers=optimizers), Pairs)
