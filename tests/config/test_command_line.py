@@ -103,3 +103,15 @@ def test_a_file_that_says_where_hydra_shall_put_a_run_is_refused(project: Path) 
     with pytest.raises(ConfigError, match=r"placed.yaml: hydra.run.dir is not followed"):
         composed("experiment=placed")
     assert not (project / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("word", ["logger=null", "+checkpoint=null"])
+def test_null_as_an_option_of_a_group_that_has_none_names_that(word: str) -> None:
+    group = word.removeprefix("+").removesuffix("=null")
+    with pytest.raises(ConfigError, match=rf"null is no option of the group {group}\. Set {group}=none\.$"):
+        composed(word, "recipe=digits")
+
+
+def test_null_as_an_option_of_a_group_that_needs_one_names_the_options() -> None:
+    with pytest.raises(ConfigError, match=r"null is no option of the group cluster.* Known: .*laptop"):
+        composed("cluster=null", "recipe=digits")

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from worldsize.config.overrides import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import main_conf, options_in, searched
-from worldsize.errors import ConfigError
+from worldsize.errors import ConfigError, neighbours
 
 GROUPS = ("cluster", "strategy", "reproducibility", "optimizer", "schedule", "data", "logger", "checkpoint", "recipe")
 _FOLDER = "worldsize makes a run's folder itself, and stays in the working directory. Set run.root and run.name."
@@ -45,6 +45,9 @@ def normalised(arguments: Sequence[str]) -> list[str]:
     for key in map(key_of, flags.overrides):
         if key in REFUSED:
             raise ConfigError(f"{key} is not followed: {REFUSED[key]}")
+    for word in flags.overrides:
+        if word.lstrip("+").removesuffix("=null") in GROUPS:
+            raise ConfigError(_null_option(flags, word))
     if flags.hydra_help:  # about Hydra alone: our keys are not known there
         return [word for word in words if word not in flags.overrides or key_of(word).startswith("hydra")]
     signs = _signs(flags)
@@ -84,8 +87,7 @@ def _choice(word: str) -> str | None:
 
 def _signs(flags: Namespace) -> dict[str | None, str]:
     """Map the key of each choice of a group to the sign that Hydra wants before it: "+" if it has no option yet."""
-    places = [*searched(), *([Path(flags.config_dir)] if flags.config_dir else [])]
-    groups = {group for conf in places for group, _, _ in options_in(conf)}
+    groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)}
     groups -= {field.name for field in fields(Schema)}
     chosen = {key: word.lstrip("+") for word in flags.overrides if (key := _choice(word))}
     words = {key: word for key, word in chosen.items() if key in GROUPS or not word.endswith("=null")}
@@ -100,6 +102,20 @@ def _signs(flags: Namespace) -> dict[str | None, str]:
             inner |= _chosen(flags, [*usual, f"+{word}"]) - {key}
     signs: dict[str | None, str] = {key: "+" if key in added and key not in inner else "" for key in words}
     return {key: sign for key, sign in signs.items() if key in GROUPS or str(key).partition("@")[0] in groups}
+
+
+def _places(flags: Namespace) -> list[Path]:
+    """Return the folders that offer options of groups."""
+    return [*searched(), *([Path(flags.config_dir)] if flags.config_dir else [])]
+
+
+def _null_option(flags: Namespace, word: str) -> str:
+    """Say which options the group has that ``word``, as ``logger=null``, sets to null."""
+    group = word.lstrip("+").removesuffix("=null")
+    options = {option for conf in _places(flags) for name, option, _ in options_in(conf) if name == group}
+    if "none" in options:
+        return f"{word}: null is no option of the group {group}. Set {group}=none."
+    return f"{word}: null is no option of the group {group}{neighbours('null', options)}"
 
 
 def _chosen(flags: Namespace, words: Sequence[str]) -> set[str]:
