@@ -39,6 +39,20 @@ def test_another_connection_that_breaks_is_an_error() -> None:
         raise BrokenPipeError("a server")
 
 
+def test_a_command_that_exits_leaves_processes_of_others_their_time() -> None:
+    program = """if True:
+        import multiprocessing, time
+        from worldsize.app import exit_process
+        def work():
+            time.sleep(0.5)
+            print("done", flush=True)
+        multiprocessing.get_context("fork").Process(target=work).start()
+        exit_process(3)
+    """
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (3, "done\n")
+
+
 @pytest.mark.parametrize(
     ("environ", "files", "prefix", "wanted"),
     [

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import multiprocessing
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from tests.conftest import folders
-from worldsize.config.objective import ObjectiveCheck, value_of
+from worldsize.app import call_trials
+from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
+from worldsize.errors import ConfigError
 
 RECIPE = '''
 import torch
@@ -130,6 +135,88 @@ def test_joblib_trains_two_runs_side_by_side_and_tells_how_they_ended(train: Any
     assert max(first["start_at"], second["start_at"]) < min(first["end_at"], second["end_at"])
     failed = train(*HILL, *side_by_side, "lr=1,2", "faults=[{action: kill}]")
     assert failed.code == 1, failed.error
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``called(task, *words)`` calls ``task`` with every configuration of ``--multirun`` and these words."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(task: Callable[[DictConfig], Trial], *words: str) -> int:
+        monkeypatch.setattr("sys.argv", ["train.py"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna 2.10 is older than its SQLAlchemy
+            return call_trials(task, ["recipe=digits", *words])
+
+    return call
+
+
+@pytest.mark.parametrize("code", [75, 143])
+@pytest.mark.parametrize("words", [("-m",), (*SEARCH, "sweep.metric=loss", "hydra.sweeper.max_failure_rate=1")])
+def test_a_run_that_is_asked_to_end_ends_its_sweep(
+    called: Callable[..., int], words: Sequence[str], code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[float] = []
+
+    def task(cfg: DictConfig) -> Trial:
+        seen.append(cfg.lr)
+        return Trial(0, 1.0) if len(seen) == 1 else Trial(code)
+
+    assert called(task, *words, "lr=choice(1,2,3,4)") == code
+    assert len(seen) == 2
+    assert "Error executing job" not in capfd.readouterr().err
+
+
+def test_a_search_whose_runs_all_fail_ends_with_the_largest_code(
+    called: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def task(cfg: DictConfig) -> Trial:
+        if cfg.seed == 1:
+            raise ConfigError("seed 1 is refused.")
+        if cfg.seed == 2:
+            raise ArithmeticError("a mistake in the program")
+        return Trial(3)
+
+    words = ("sweep.metric=loss", "hydra.sweeper.max_failure_rate=1", "hydra/sweeper/sampler=grid")
+    assert called(task, *SEARCH[:-1], *words, "seed=choice(1,2,4)") == 3
+    shown = capfd.readouterr().err
+    assert "seed 1 is refused." in shown
+    assert "ArithmeticError: a mistake in the program" in shown
+    assert "No trials are completed yet" not in shown
+
+
+def test_a_refusal_that_ends_a_sweep_hides_no_larger_code(called: Callable[..., int]) -> None:
+    def task(cfg: DictConfig) -> Trial:
+        if cfg.seed == 2:
+            raise SweepEnded(ConfigError("there is no such metric."))
+        return Trial(7)
+
+    assert called(task, "-m", "seed=1,2,3") == 7
+
+
+def test_a_mistake_in_a_sweep_that_is_no_search_is_raised(called: Callable[..., int]) -> None:
+    def task(cfg: DictConfig) -> Trial:
+        if cfg.seed == 2:
+            raise ArithmeticError("a mistake in the program")
+        return Trial(2)
+
+    with pytest.raises(ArithmeticError):
+        called(task, "-m", "seed=1,2,3")
+
+
+@pytest.mark.heavy
+def test_the_processes_of_joblib_show_messages_as_this_one_does_and_end_with_the_sweep(
+    called: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def task(cfg: DictConfig) -> Trial:
+        logging.getLogger("worldsize.trial").warning("run %s\x1b", cfg.seed)
+        return Trial(0)
+
+    assert called(task, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2") == 0
+    assert {"warning: run 1\\x1b", "warning: run 2\\x1b"} <= set(capfd.readouterr().err.splitlines())
+    for each in multiprocessing.active_children():
+        each.join(timeout=10)
+    assert multiprocessing.active_children() == []
 
 
 REFUSALS = {

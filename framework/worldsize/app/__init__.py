@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NoReturn
@@ -108,39 +109,60 @@ def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -
 def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
     """Call ``task`` with each configuration, and hand its values to the sweeper; return the largest exit code.
 
-    A sweep's launcher may call ``task`` in processes of its own, which a pickle of it reaches: exit codes of a sweep
-    come back through a file.
+    A run that was asked to end ends the sweep. A sweep's launcher may call ``task`` in processes of its own, which a
+    pickle of it reaches: exit codes of a sweep come back through a file.
     """
+    from worldsize.app.exit_codes import ExitCodes, ends_sweep
     from worldsize.config.command_line import wants_sweep
     from worldsize.config.compose import compose_and_call
-    from worldsize.config.objective import Trial, TrialFailedError, is_search
+    from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
 
-    codes = [0]
+    alone = [0]
+    here = os.getpid()
+    others = set(multiprocessing.active_children())
     with temporary_folder() if wants_sweep(arguments) else nullcontext() as folder:
-        file = folder and folder / "exit_codes"
+        codes = ExitCodes(folder) if folder else None
 
-        def guarded(cfg: DictConfig) -> float | None:
+        def guarded(cfg: DictConfig) -> float | SweepEnd | None:
+            if os.getpid() != here:
+                show_messages()
+            if codes is not None and any(map(ends_sweep, codes.noted())):
+                return SweepEnd()  # another process waits for those that go on
             try:
                 trial = task(cfg)
             except WorldsizeError as error:  # Hydra would print where it was raised
                 trial = Trial(refuse(error))
-            codes.append(trial.exit_code)
-            if file is not None:
-                with file.open("a") as lines:  # one write of a line, so that those of several processes do not mix
-                    lines.write(f"{trial.exit_code}\n")
+            except Exception:
+                if not is_search():
+                    raise
+                traceback.print_exc()  # the sweeper may go on, and would not show it
+                trial = Trial(1)
+            if codes is None:
+                alone.append(trial.exit_code)
+                return trial.value
+            codes.note(trial.exit_code, of_search=is_search())
+            if ends_sweep(trial.exit_code):
+                if os.getpid() == here:
+                    raise SweepEnded
+                return SweepEnd()
             if trial.exit_code and is_search():
                 raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
             return trial.value
 
+        refused = 0
         try:
             compose_and_call(guarded, arguments)
         except WorldsizeError as error:
-            return refuse(error)
+            refused = refuse(error)
         except TrialFailedError:
             pass  # its own error has been shown
-        if file is not None and file.exists():
-            codes.extend(map(int, file.read_text().split()))
-    return max(codes)
+        except Exception:  # of a sweeper that has no value to go by
+            if codes is None or not codes.is_failed_search():
+                raise
+        finally:
+            for idle in set(multiprocessing.active_children()) - others if codes else ():
+                idle.terminate()  # it is of the sweep's launcher, and would wait for more for minutes
+        return max(refused, *alone, *(codes.noted() if codes else ()))
 
 
 def refuse(error: WorldsizeError) -> int:
@@ -180,8 +202,6 @@ def remove_leftovers() -> None:
 
 def exit_process(code: int) -> NoReturn:
     """Exit without taking apart every imported module, which takes the interpreter 0.8 s once torch is among them."""
-    for idle in multiprocessing.active_children():  # of a sweep's launcher, for whose timeout of minutes it would wait
-        idle.terminate()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

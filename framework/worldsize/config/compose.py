@@ -59,7 +59,8 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, sys.argv[1:]) from error
     except SweepEnded as end:
-        raise end.error from None
+        if end.error is not None:
+            raise end.error from None
 
 
 def compose_only(arguments: Sequence[str]) -> DictConfig:

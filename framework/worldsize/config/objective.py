@@ -34,11 +34,22 @@ class TrialFailedError(Exception):
 
 @final
 class SweepEnded(BaseException):  # no Exception, which a sweeper would count
-    """Ends a sweep at once: Hydra and its plugins catch every Exception. Its argument is the error to be shown."""
+    """Ends a sweep at once: Hydra and its plugins catch every Exception. None: there is no error to be shown."""
 
-    def __init__(self, error: WorldsizeError) -> None:
+    def __init__(self, error: WorldsizeError | None = None) -> None:
         super().__init__(error)
         self.error = error
+
+
+@final
+class SweepEnd:
+    """The value of a run after which a sweep goes no further, where others go on side by side.
+
+    A search that asks for the number gets SweepEnded, once all of them have ended.
+    """
+
+    def __float__(self) -> float:
+        raise SweepEnded
 
 
 @final
