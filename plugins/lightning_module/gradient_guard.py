@@ -1,4 +1,4 @@
-"""Refuses what a training step would do with gradients that are not there yet."""
+"""Refuses what a training step would do with gradients that are not there yet, and with the data of parameters."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from plugins.lightning_module.untouched import PARAMETER_REMEDY
 from worldsize.core import ConfigError
 
 _GRADIENT: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
 
 
 @final
 class GradientGuard(TorchFunctionMode):
-    """Raises ConfigError where the calling thread reads or changes the gradient of a parameter, or makes it itself.
+    """Raises ConfigError where the calling thread reads or changes the gradient of a parameter.
+
+    It notices too where the data of one are changed, when :meth:`check_data` is called.
 
     Args:
         parameters: Identities of the parameters.
@@ -24,6 +29,7 @@ class GradientGuard(TorchFunctionMode):
     def __init__(self, parameters: Collection[int]) -> None:
         super().__init__()
         self._parameters = parameters
+        self._data: list[tuple[Tensor, int]] = []  # which it has read, with their versions
 
     def __torch_function__(
         self,
@@ -38,6 +44,15 @@ class GradientGuard(TorchFunctionMode):
                 "its optimizer. Set clip_norm to clip, call zero_grad() of the optimizer itself, and leave the rest to "
                 "a hook of the optimizer: register_step_pre_hook."
             )
-        if func is torch.Tensor.backward:
-            raise ConfigError("training_step calls loss.backward(). Call self.manual_backward(loss) instead.")
-        return func(*args, **(kwargs or {}))
+        if func == _DATA.__set__ and id(args[0]) in self._parameters:
+            raise ConfigError(f"training_step changes a parameter{PARAMETER_REMEDY}")
+        result = func(*args, **(kwargs or {}))
+        if func == _DATA.__get__ and id(args[0]) in self._parameters:
+            self._data.append((result, result._version))
+        return result
+
+    def check_data(self) -> None:
+        """Raise ConfigError if a parameter has been changed through its ``data``, which counts no changes for it."""
+        data, self._data = self._data, []
+        if any(each._version != version for each, version in data):
+            raise ConfigError(f"training_step changes a parameter{PARAMETER_REMEDY}")

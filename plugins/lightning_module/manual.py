@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plugins.lightning_module.attributes import StepAttributes
+from plugins.lightning_module.gradient_guard import GradientGuard
 from plugins.lightning_module.gradients import Gradients
 from plugins.lightning_module.optimization import Configured, ManualSchedule
 from plugins.lightning_module.step_log import StepLog
+from plugins.lightning_module.untouched import Untouched
 from worldsize.core import ConfigError, Update
 
 _IN_PROGRESS: ContextVar[ManualStep] = ContextVar("manual step")
@@ -36,6 +39,8 @@ class ManualOptimizers:
     schedules: Mapping[str, ManualSchedule] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     """Why the gradient of an optimizer cannot be added to in the next step; see :meth:`Gradients.left`."""
+    attributes: StepAttributes = field(default_factory=StepAttributes)
+    """Those of the module, in the micro-batches of a step."""
     first_step: int | None = None
     """The first step that this process takes, in which more is checked."""
 
@@ -46,15 +51,18 @@ class ManualStep:
 
     Args:
         made: The optimizers.
+        model: The model, whose parameters the training step leaves alone.
         give: Takes each update, and returns when the optimizer has stepped.
         step: Number of the step in the run.
     """
 
-    def __init__(self, made: ManualOptimizers, give: Callable[[Update], None], step: int) -> None:
+    def __init__(self, made: ManualOptimizers, model: nn.Module, give: Callable[[Update], None], step: int) -> None:
         self._made, self._give, self._step = made, give, step
+        self._untouched = Untouched(model, made.optimizers)
         self.log = StepLog()
-        self.schedulers = [StepScheduler(each, step) for each in made.schedules.values()]
+        self.schedulers = [StepScheduler(each, step, self._untouched) for each in made.schedules.values()]
         self._gradients = Gradients(made.parameters, made.known, made.left)
+        self._guard = GradientGuard(made.known) if step == made.first_step else None
         self._toggled: str | None = None
         self._is_toggle_unused = False  # since it was last toggled, nothing went backward
         self._updates = 0
@@ -67,10 +75,12 @@ class ManualStep:
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Let the functions of the module that :func:`attach_step` adds mean this step."""
+        """Let the functions of the module that :func:`attach_step` adds mean this step, which begins."""
         token = _IN_PROGRESS.set(self)
+        self._untouched.begin()
         try:
-            yield
+            with self._guard or nullcontext():
+                yield
         finally:
             _IN_PROGRESS.reset(token)
 
@@ -114,7 +124,9 @@ class ManualStep:
         if self._is_epoch_end:
             raise ConfigError("on_train_epoch_end steps an optimizer. Step it in training_step.")
         self._updates += 1
+        self._check_untouched()
         self._give((name, self._gradients.taken(name)))
+        self._untouched.begin()
 
     def zero_gradient(self, name: str) -> None:
         """Forget what went backward for an optimizer."""
@@ -126,6 +138,7 @@ class ManualStep:
         Raises:
             ConfigError: no optimizer has stepped, or schedules have not advanced as in another micro-batch.
         """
+        self._check_untouched()
         if not self._updates:
             raise ConfigError(
                 f"training_step steps no optimizer in step {self._step}, and worldsize keeps no gradient from one step "
@@ -136,9 +149,17 @@ class ManualStep:
         if end_epoch is not None:
             self._is_epoch_end = True
             self.log.close("on_train_epoch_end")
+            self._untouched.begin()
             end_epoch()
+            self._check_untouched()
         for schedule in self.schedulers:
             schedule.finish()
+
+    def _check_untouched(self) -> None:
+        """Raise ConfigError if the module has changed parameters, gradients or rates since the last update."""
+        self._untouched.end()
+        if self._guard is not None:
+            self._guard.check_data()
 
     def _name_of(self, optimizer: Any) -> str:
         wanted = optimizer.optimizer if isinstance(optimizer, StepOptimizer) else optimizer
@@ -185,8 +206,9 @@ class StepOptimizer:
 class StepScheduler:
     """A schedule as ``self.lr_schedulers()`` returns it; micro-batches of one step advance it once together."""
 
-    def __init__(self, schedule: ManualSchedule, step: int) -> None:
-        self._schedule, self._step, self._count = schedule, step, 0
+    def __init__(self, schedule: ManualSchedule, step: int, untouched: Untouched) -> None:
+        self._schedule, self._step, self._untouched = schedule, step, untouched
+        self._count = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule.scheduler, name)
@@ -199,7 +221,9 @@ class StepScheduler:
                 "alone. Call it without, and choose another schedule than ReduceLROnPlateau."
             )
         self._count += 1
+        self._untouched.check_settings()
         self._schedule.advance(self._step, self._count)
+        self._untouched.begin_settings()
 
     def finish(self) -> None:
         """Refuse a schedule that other micro-batches of the step have advanced more or less often."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -13,7 +12,6 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plugins.lightning_module.coroutine import Coroutine
-from plugins.lightning_module.gradient_guard import GradientGuard
 from plugins.lightning_module.manual import ManualOptimizers, ManualStep
 from plugins.lightning_module.optimization import ManualSchedule, configured
 from plugins.lightning_module.program import LightningProgram
@@ -82,19 +80,27 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         if made.first_step is None:
             made.first_step = step
         coroutine = Coroutine(lambda: self._train(current, model, batch, step))
-        current = ManualStep(made, coroutine.give, step)
-        try:
-            while coroutine.advance():
-                yield coroutine.take()
-        finally:
-            coroutine.close()
+        current = ManualStep(made, model, coroutine.give, step)
+        with made.attributes.of_next(model.lightning) as view:
+            try:
+                while view.during(coroutine.advance):
+                    yield coroutine.take()
+            finally:
+                view.during(coroutine.close)
         return training_metrics(current.log.taken())
 
     def _train(self, current: ManualStep, model: StepModule, batch: Batch, step: int) -> None:
         """Call the module's training step, and the end of its epoch where that is one."""
-        made, positions = self._made[model], self._program.positions
-        with current.in_progress(), GradientGuard(made.known) if step == made.first_step else nullcontext():
-            _call_step(current, model, batch, index=positions.batch_index(step), step=step)
+        positions = self._program.positions
+        method = model.begin("training_step", batch, step=step)
+        model.step_log.taken()  # the step has a log of its own
+        current.log.begin(batch)
+        with current.in_progress():
+            moved = model.transferred(batch)
+            if takes_index(method):
+                method(moved, positions.batch_index(step))
+            else:
+                method(moved)
             current.log.check_numbers()
             current.finish(model.lightning.on_train_epoch_end if positions.ends_epoch(step) else None)
 
@@ -117,17 +123,6 @@ class ManualLightningRecipe(MultiUpdateRecipe):
             return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=self._program.run.steps)
         finally:
             states.restore(device)
-
-
-def _call_step(current: ManualStep, model: StepModule, batch: Batch, *, index: int, step: int) -> None:
-    method = model.begin("training_step", batch, step=step)
-    model.step_log.taken()  # the step has a log of its own
-    current.log.begin(batch)
-    moved = model.transferred(batch)
-    if takes_index(method):
-        method(moved, index)
-    else:
-        method(moved)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from tests.plugins.test_lightning_manual import recipe
 from worldsize.core import ConfigError, RunContext, World
 from worldsize.planning.construction import check_trainable
 from worldsize.strategies.alone import alone
+from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.testing import PortConfig
 from worldsize.testing.port_runs import initial_model, steps_of
+from worldsize.testing.worlds import run_in_worlds
 
 ALONE = World.alone(torch.device("cpu"))
 
@@ -26,11 +30,12 @@ def changed(**names: Any) -> Any:
     return type("Changed", (PlainGAN,), names)
 
 
-def trained(module: Any, *, micro_batches: int = 1) -> None:
+def trained(module: Any, *, micro_batches: int = 1) -> Mapping[str, Tensor]:
     own, config = recipe(module, Pairs), PortConfig(batch_size=BATCH, steps=4, micro_batches=micro_batches)
     replica = alone(own, initial_model(own, config), RunContext(ALONE, logical_ranks=micro_batches))
     for step in steps_of(own, config):
         replica.step(step)
+    return dict(replica.state()["model"])
 
 
 def no_backward(self: Any, batch: Any) -> None:
@@ -39,6 +44,47 @@ def no_backward(self: Any, batch: Any) -> None:
 
 def own_backward(self: Any, batch: Any) -> None:
     self.losses(batch)[0].backward()
+
+
+def late_backward(self: Any, batch: Any, batch_idx: int) -> None:
+    critic = self.optimizers()[1]
+    critic.zero_grad()
+    loss = self.losses(batch)[0]
+    if batch_idx:
+        (100 * loss).backward(retain_graph=True)
+    self.manual_backward(loss)
+    critic.step()
+
+
+def late_autograd(self: Any, batch: Any, batch_idx: int) -> None:
+    PlainGAN.training_step(self, batch, batch_idx)
+    if batch_idx:
+        torch.autograd.backward(self.losses(batch)[0])
+
+
+def clips_weights(self: Any, batch: Any, batch_idx: int) -> None:
+    PlainGAN.training_step(self, batch, batch_idx)
+    if batch_idx:
+        with torch.no_grad():
+            for parameter in self.critic.parameters():
+                parameter.clamp_(-0.01, 0.01)
+
+
+def clips_data(self: Any, batch: Any, batch_idx: int) -> None:
+    for parameter in self.critic.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+    PlainGAN.training_step(self, batch, batch_idx)
+
+
+def replaces_data(self: Any, batch: Any, batch_idx: int) -> None:
+    PlainGAN.training_step(self, batch, batch_idx)
+    self.critic[0].weight.data = self.critic[0].weight.detach() / 2
+
+
+def changes_rate(self: Any, batch: Any, batch_idx: int) -> None:
+    PlainGAN.training_step(self, batch, batch_idx)
+    if batch_idx == 2:
+        self.optimizers()[1].param_groups[0]["lr"] *= 0.5
 
 
 def steps_again(self: Any, batch: Any) -> None:
@@ -122,7 +168,13 @@ def counts_steps(self: Any, batch: Any) -> None:
     ("step", "message"),
     [
         (no_backward, "'generator' without a manual_backward since its zero_grad.*: there is no gradient"),
-        (own_backward, r"calls loss.backward\(\). Call self.manual_backward"),
+        (own_backward, r"calls loss.backward\(\), or changes the gradient.*Call self.manual_backward"),
+        (late_backward, r"calls loss.backward\(\), or changes the gradient of the parameter 'critic.0.weight'"),
+        (late_autograd, r"calls loss.backward\(\), or changes the gradient of the parameter 'critic.0.weight'"),
+        (clips_weights, "changes the parameter 'critic.0.weight'.*optimizer.register_step_post_hook"),
+        (clips_data, "changes a parameter.*optimizer.register_step_post_hook"),
+        (replaces_data, "changes a parameter.*optimizer.register_step_post_hook"),
+        (changes_rate, "changes 'lr' of the optimizer 'critic'.*schedule that does it"),
         (steps_again, r"'critic' steps again without zero_grad\(\)"),
         (never_zero, r"'critic' steps again without zero_grad\(\)"),
         (no_step, "steps no optimizer in step 1.*batch_size N times as large and logical_ranks=N"),
@@ -246,3 +298,36 @@ def test_a_loss_that_another_optimizer_does_not_share_need_not_be_set_to_zero() 
         generator.zero_grad()
 
     trained(changed(training_step=step))
+
+
+def test_weights_that_are_clipped_after_an_optimizer_has_stepped_come_along() -> None:
+    """This is the remedy that a changed parameter is refused with."""
+
+    def configure(self: Any) -> Any:
+        def clip(optimizer: Any, *args: Any) -> None:
+            with torch.no_grad():
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.clamp_(-0.01, 0.01)
+
+        optimizers = PlainGAN.configure_optimizers(self)
+        optimizers[1].register_step_post_hook(clip)
+        return optimizers
+
+    weights = trained(changed(configure_optimizers=configure))
+    assert max(float(weights[name].abs().max()) for name in weights if name.startswith("critic")) <= 0.0101
+
+
+def divided(world: World) -> str:
+    own, config = recipe(changed(training_step=clips_weights), Pairs), PortConfig(batch_size=BATCH, micro_batches=2)
+    replica = FSDP().replica(own, RunContext(world, logical_ranks=2))
+    try:
+        for step in islice(steps_of(own, config), 2):
+            replica.step(step[world.rank : world.rank + 1])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_a_step_clips_are_refused_too_where_they_are_divided() -> None:
+    messages = run_in_worlds(divided, 2)
+    assert [message.startswith("training_step changes the parameter 'critic") for message in messages] == [True, True]
