@@ -6,6 +6,11 @@ import json
 import logging
 import math
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -217,6 +222,48 @@ def test_the_processes_of_joblib_show_messages_as_this_one_does_and_end_with_the
     for each in multiprocessing.active_children():
         each.join(timeout=10)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.heavy
+def test_a_search_side_by_side_ends_with_a_run_that_is_asked_to_end(called: Callable[..., int], tmp_path: Path) -> None:
+    def task(cfg: DictConfig) -> Trial:
+        (tmp_path / f"begun_{cfg.seed}").touch()
+        return Trial(75)
+
+    side_by_side = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2")
+    search = ("-m", "hydra/sweeper=optuna", "sweep.metric=loss", "hydra.sweeper.max_failure_rate=1")
+    assert called(task, *search, *side_by_side, "hydra/sweeper/sampler=grid", "seed=choice(1,2,3,4,5,6)") == 75
+    assert len(list(tmp_path.glob("begun_*"))) in (1, 2)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_lets_the_runs_side_by_side_save_and_begins_no_other(
+    hill: Path, environment_without_wandb: dict[str, str], number: signal.Signals, *, to_group: bool
+) -> None:
+    words = (*HILL[:-1], "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2,3,4")
+    slow = (
+        "launcher.interrupt_grace=60",
+        "steps=100000",
+        "log_every=1",
+        "logger=none",
+        "faults=[{action: slow, seconds: 0.05}]",
+    )
+    line = [sys.executable, "-m", "worldsize", "train", *words, *slow]
+    with subprocess.Popen(line, cwd=hill, env=environment_without_wandb, start_new_session=True) as running:
+        try:
+            deadline = time.monotonic() + 120
+            while len(list(hill.glob("runs/**/metrics.jsonl"))) < 2:
+                assert time.monotonic() < deadline
+                assert running.poll() is None
+                time.sleep(0.05)
+            (os.killpg if to_group else os.kill)(running.pid, number)
+            assert running.wait(timeout=60) == 75
+        finally:
+            running.kill()
+    manifests = [json.loads((each / "run_manifest.json").read_text()) for each in folders(hill / "runs")]
+    assert [each["attempts"][-1]["exit_code"] for each in manifests] == [75, 75]
+    assert all(list((each / "checkpoints").iterdir()) for each in folders(hill / "runs"))
 
 
 REFUSALS = {

@@ -10,10 +10,11 @@ import importlib
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
@@ -113,6 +114,7 @@ def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -
     pickle of it reaches: exit codes of a sweep come back through a file.
     """
     from worldsize.app.exit_codes import ExitCodes, ends_sweep
+    from worldsize.app.side_by_side import SideBySide, is_side_by_side
     from worldsize.config.command_line import wants_sweep
     from worldsize.config.compose import compose_and_call
     from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
@@ -122,11 +124,16 @@ def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -
     others = set(multiprocessing.active_children())
     with temporary_folder() if wants_sweep(arguments) else nullcontext() as folder:
         codes = ExitCodes(folder) if folder else None
+        side_by_side = SideBySide(folder) if folder and is_side_by_side(arguments) else None
 
         def guarded(cfg: DictConfig) -> float | SweepEnd | None:
             if os.getpid() != here:
                 show_messages()
-            if codes is not None and any(map(ends_sweep, codes.noted())):
+                if side_by_side is not None:
+                    side_by_side.join()
+            if codes is not None and (
+                any(map(ends_sweep, codes.noted())) or (side_by_side and side_by_side.is_asked())
+            ):
                 return SweepEnd()  # another process waits for those that go on
             try:
                 trial = task(cfg)
@@ -151,18 +158,26 @@ def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -
 
         refused = 0
         try:
-            compose_and_call(guarded, arguments)
+            with side_by_side.passed_on() if side_by_side else nullcontext():
+                compose_and_call(guarded, arguments)
         except WorldsizeError as error:
             refused = refuse(error)
         except TrialFailedError:
             pass  # its own error has been shown
         except Exception:  # of a sweeper that has no value to go by
-            if codes is None or not codes.is_failed_search():
+            is_asked = side_by_side is not None and side_by_side.is_asked()
+            if codes is None or not (is_asked or codes.is_failed_search()):
                 raise
         finally:
             for idle in set(multiprocessing.active_children()) - others if codes else ():
-                idle.terminate()  # it is of the sweep's launcher, and would wait for more for minutes
-        return max(refused, *alone, *(codes.noted() if codes else ()))
+                # it is of the sweep's launcher, and would wait for more for minutes; SIGTERM waits for a run to take it
+                if idle.pid is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(idle.pid, signal.SIGKILL)
+        noted = codes.noted() if codes else []
+        if side_by_side is not None and not any(map(ends_sweep, noted)):
+            noted.append(side_by_side.exit_code())  # no run was there to take the signal
+        return max(refused, *alone, *noted)
 
 
 def refuse(error: WorldsizeError) -> int:
