@@ -86,8 +86,11 @@ class PredictionMetrics(StateMetric):
         return tuple(leaves)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Flatten the tensors of a batch, whose shapes need not be those of other batches, and keep the shapes."""
-        numbers = {f"{place:03d}/numbers": each.flatten() for place, each in enumerate(inputs)}
+        """Flatten the tensors of a batch, whose shapes need not be those of other batches, and keep the shapes.
+
+        They wait in the memory of the host, as those of a whole split need not fit into that of a GPU.
+        """
+        numbers = {f"{place:03d}/numbers": each.flatten().cpu() for place, each in enumerate(inputs)}
         return numbers | {
             f"{place:03d}/shapes": torch.tensor([each.shape], dtype=torch.int64) for place, each in enumerate(inputs)
         }

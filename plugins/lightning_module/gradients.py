@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 from torch import Tensor, nn
 
@@ -75,13 +75,26 @@ class Gradients:
         """Take out of the gradient of ``other`` what is gone after the step of ``name`` by the losses ``used``."""
         for loss in gradient.losses:
             is_used = any(loss is each for each in used)
-            if is_used and self._reaches(loss, other):
+            reach = self._reach(loss, other if is_used else name)
+            if is_used and reach == "unknown":
+                gradient.spoiled = (
+                    f"{name!r} has stepped by a loss that may reach the parameters of {other!r} too, which cannot be "
+                    "told here, since fsdp has gathered them. Call zero_grad() of each optimizer before its own "
+                    "manual_backward, or toggle_optimizer."
+                )
+            elif reach == "unknown":
+                gradient.spoiled = (
+                    f"the optimizer {other!r} steps by a loss from before the step of {name!r}, and whether that step "
+                    "has changed its gradient cannot be told here, since fsdp has gathered the parameters. Compute the "
+                    f"loss of {other!r} after that step, or step before it."
+                )
+            elif is_used and reach == "yes":
                 gradient.spoiled = (
                     f"a loss reaches the parameters of two optimizers, {name!r} has stepped by it, and its gradient is "
                     f"gone for {other!r}. Call zero_grad() of {other!r} before its own manual_backward, or "
                     "toggle_optimizer; if both shall step by one loss, give all parameters to one optimizer."
                 )
-            elif not is_used and self._reaches(loss, name):
+            elif reach == "yes":
                 gradient.spoiled = (
                     f"the optimizer {other!r} steps by a loss that was computed before {name!r} has stepped, and its "
                     f"gradient is taken at the step. Compute the loss of {other!r} after that step, or step before it."
@@ -99,16 +112,16 @@ class Gradients:
                 )
         return reasons
 
-    def _reaches(self, loss: Tensor, name: str) -> bool:
+    def _reach(self, loss: Tensor, name: str) -> Literal["yes", "no", "unknown"]:
         """Tell whether the gradient of ``loss`` at the parameters of an optimizer may be another than zero.
 
         Parameters that are not the model's, such as those that FSDP gathers, may be anyone's.
         """
-        own = self._parameters[name]
-        return any(
-            id(leaf) in own or (isinstance(leaf, nn.Parameter) and id(leaf) not in self._known)
-            for leaf in leaves_of(loss)
-        )
+        leaves = leaves_of(loss)
+        if any(id(leaf) in self._parameters[name] for leaf in leaves):
+            return "yes"
+        is_gathered = any(isinstance(leaf, nn.Parameter) and id(leaf) not in self._known for leaf in leaves)
+        return "unknown" if is_gathered else "no"
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

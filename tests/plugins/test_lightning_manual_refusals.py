@@ -317,15 +317,42 @@ def test_weights_that_are_clipped_after_an_optimizer_has_stepped_come_along() ->
     assert max(float(weights[name].abs().max()) for name in weights if name.startswith("critic")) <= 0.0101
 
 
-def divided(world: World) -> str:
-    own, config = recipe(changed(training_step=clips_weights), Pairs), PortConfig(batch_size=BATCH, micro_batches=2)
-    replica = FSDP().replica(own, RunContext(world, logical_ranks=2))
+def failure(own: Any, strategy: Any, world: World) -> str:
+    """Return why two processes cannot train; empty: they can."""
+    replica = strategy.replica(own, RunContext(world, logical_ranks=2))
     try:
-        for step in islice(steps_of(own, config), 2):
+        for step in islice(steps_of(own, PortConfig(batch_size=BATCH, micro_batches=2)), 3):
             replica.step(step[world.rank : world.rank + 1])
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def apart(self: Any, batch: Any) -> None:
+    generator, critic = self.optimizers()
+    critic.zero_grad()
+    self.manual_backward(self.losses(batch)[0])
+    critic.step()
+    if self.sets_to_zero:
+        generator.zero_grad()
+    self.manual_backward(self.losses(batch)[1])
+    generator.step()
+    generator.zero_grad()
+
+
+def gathered(world: World) -> list[str]:
+    kinds = [changed(training_step=apart, sets_to_zero=each) for each in (False, True)]
+    return [failure(recipe(kind, Pairs), FSDP(), world) for kind in kinds]
+
+
+def test_where_parameters_are_gathered_a_step_says_whose_loss_it_is() -> None:
+    for refused, trained in run_in_worlds(gathered, 2):
+        assert "may reach the parameters of 'generator' too, which cannot be told here, since fsdp" in refused
+        assert trained == ""
+
+
+def divided(world: World) -> str:
+    return failure(recipe(changed(training_step=clips_weights), Pairs), FSDP(), world)
 
 
 def test_weights_that_a_step_clips_are_refused_too_where_they_are_divided() -> None:
