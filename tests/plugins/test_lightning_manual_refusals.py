@@ -16,6 +16,7 @@ from tests.plugins.test_lightning_manual import recipe
 from worldsize.core import ConfigError, RunContext, World
 from worldsize.planning.construction import check_trainable
 from worldsize.strategies.alone import alone
+from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
@@ -315,6 +316,26 @@ def test_weights_that_are_clipped_after_an_optimizer_has_stepped_come_along() ->
 
     weights = trained(changed(configure_optimizers=configure))
     assert max(float(weights[name].abs().max()) for name in weights if name.startswith("critic")) <= 0.0101
+
+
+def advanced_by_data(world: World) -> str:
+    def configure(self: Any) -> Any:
+        optimizers = PlainGAN.configure_optimizers(self)
+        return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1) for each in optimizers]
+
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
+        PlainGAN.training_step(self, batch, batch_idx)
+        if world.rank == 1 and batch_idx == 1:
+            self.lr_schedulers()[1].step()
+
+    own: Any = recipe(changed(training_step=step, configure_optimizers=configure), Pairs)
+    return failure(own, DDP(), world)
+
+
+def test_a_schedule_that_advances_on_one_rank_alone_is_refused() -> None:
+    messages = run_in_worlds(advanced_by_data, 2)
+    told = "in step 2 the learning rate of 'critic' is 0.05 on rank 0 and 0.005 on rank 1. It may depend on the step"
+    assert [told in message for message in messages] == [True, True]
 
 
 def failure(own: Any, strategy: Any, world: World) -> str:

@@ -94,7 +94,8 @@ class MultiUpdateReplica(ModelReplica):
         first, *others = self._order(len(batches))
         self._advance(passes[first])  # the first in every order of sums: it says which update this is
         if self._group is not None and self.world.device.type == "cpu":  # on a GPU it would wait for the device
-            passes[first].check_same_on(self.world)
+            rates = {name: _group_rates(part.optimizer) for name, part in self._parts.items()}
+            passes[first].check_same_on(self.world, rates)
         name = passes[first].name
         if name is None:
             buffers.add(first)
@@ -180,6 +181,10 @@ def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _rate(optimizer: Optimizer) -> float | None:
     rate: float | None = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)
+
+
+def _group_rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
 
 def _metrics(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -103,21 +103,31 @@ class UpdatePass:
         if self.name != other.name:
             raise self._differs("one micro-batch", other.name, "another", self.name)
 
-    def check_same_on(self, world: World) -> None:
-        """Refuse a sequence that differs between ranks; all of them must call it.
+    def check_same_on(self, world: World, rates: Mapping[str, Sequence[float]]) -> None:
+        """Refuse a sequence, or learning rates of the optimizers, that differ between ranks; all of them must call it.
 
         Raises:
-            ConfigError: a rank that has advanced as often waits for another update.
+            ConfigError: a rank that has advanced as often waits for another update, or has other ``rates``.
         """
         known = [None, *self._names]
-        mine = torch.tensor([known.index(self.name)])
-        rows = mine.new_empty(world.size)
+        owners = [name for name, own in rates.items() for _ in own]
+        mine = torch.tensor(
+            [known.index(self.name), *(rate for own in rates.values() for rate in own)], dtype=torch.float64
+        )
+        rows = mine.new_empty(world.size * len(mine))
         with phase("communication"):
             dist.all_gather_into_tensor(rows, mine, group=world.group)
-        names = [known[place] for place in rows.tolist()]
-        for rank, name in enumerate(names):
-            if name != names[0]:
-                raise self._differs("rank 0", names[0], f"rank {rank}", name)
+        (place, *first), *others = rows.view(world.size, -1).tolist()
+        for rank, (other, *theirs) in enumerate(others, 1):
+            if other != place:
+                raise self._differs("rank 0", known[int(place)], f"rank {rank}", known[int(other)])
+            for owner, one, another in zip(owners, first, theirs, strict=True):
+                if one != another:
+                    raise ConfigError(
+                        f"{self._kind}.updates: in step {self._batch.step} the learning rate of {owner!r} is {one:g} "
+                        f"on rank 0 and {another:g} on rank {rank}. It may depend on the step alone, not on data or "
+                        "random numbers."
+                    )
 
     def _differs(self, one: str, its: str | None, other: str, name: str | None) -> ConfigError:
         return ConfigError(
