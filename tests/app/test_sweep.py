@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from tests.conftest import folders
-from worldsize.app import call_trials
+from worldsize.app.sweep import call_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
 from worldsize.errors import ConfigError
 
@@ -151,7 +151,7 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
         monkeypatch.setattr("sys.argv", ["train.py"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna 2.10 is older than its SQLAlchemy
-            return call_trials(task, ["recipe=digits", *words])
+            return call_sweep(task, ["recipe=digits", *words])
 
     return call
 

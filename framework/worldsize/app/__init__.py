@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
 from worldsize.messages import printable, printable_lines, show_messages, until_output_closes
 from worldsize.reproducibility.checkout import remove_worktree
-from worldsize.world.scratch import leftovers, temporary_folder
+from worldsize.world.scratch import leftovers
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from worldsize.config.objective import Trial
 
 CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
 
@@ -102,82 +96,21 @@ def _usage() -> str:
 
 def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -> int:
     """Call ``task`` with each configuration that ``arguments`` compose to; return the largest exit code."""
-    from worldsize.config.objective import Trial  # imports Hydra, which most commands do without
+    from worldsize.config.compose import compose_and_call  # imports Hydra, which most commands do without
 
-    return call_trials(lambda cfg: Trial(task(cfg)), arguments)
+    codes = [0]
 
-
-def call_trials(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
-    """Call ``task`` with each configuration, and hand its values to the sweeper; return the largest exit code.
-
-    A run that was asked to end ends the sweep. A sweep's launcher may call ``task`` in processes of its own, which a
-    pickle of it reaches: exit codes of a sweep come back through a file.
-    """
-    from worldsize.app.exit_codes import ExitCodes, ends_sweep
-    from worldsize.app.side_by_side import SideBySide, is_side_by_side
-    from worldsize.config.command_line import wants_sweep
-    from worldsize.config.compose import compose_and_call
-    from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
-
-    alone = [0]
-    here = os.getpid()
-    others = set(multiprocessing.active_children())
-    with temporary_folder() if wants_sweep(arguments) else nullcontext() as folder:
-        codes = ExitCodes(folder) if folder else None
-        side_by_side = SideBySide(folder) if folder and is_side_by_side(arguments) else None
-
-        def guarded(cfg: DictConfig) -> float | SweepEnd | None:
-            if os.getpid() != here:
-                show_messages()
-                if side_by_side is not None:
-                    side_by_side.join()
-            if codes is not None and (
-                any(map(ends_sweep, codes.noted())) or (side_by_side and side_by_side.is_asked())
-            ):
-                return SweepEnd()  # another process waits for those that go on
-            try:
-                trial = task(cfg)
-            except WorldsizeError as error:  # Hydra would print where it was raised
-                trial = Trial(refuse(error))
-            except Exception:
-                if not is_search():
-                    raise
-                traceback.print_exc()  # the sweeper may go on, and would not show it
-                trial = Trial(1)
-            if codes is None:
-                alone.append(trial.exit_code)
-                return trial.value
-            codes.note(trial.exit_code, of_search=is_search())
-            if ends_sweep(trial.exit_code):
-                if os.getpid() == here:
-                    raise SweepEnded
-                return SweepEnd()
-            if trial.exit_code and is_search():
-                raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
-            return trial.value
-
-        refused = 0
+    def guarded(cfg: DictConfig) -> None:
         try:
-            with side_by_side.passed_on() if side_by_side else nullcontext():
-                compose_and_call(guarded, arguments)
-        except WorldsizeError as error:
-            refused = refuse(error)
-        except TrialFailedError:
-            pass  # its own error has been shown
-        except Exception:  # of a sweeper that has no value to go by
-            is_asked = side_by_side is not None and side_by_side.is_asked()
-            if codes is None or not (is_asked or codes.is_failed_search()):
-                raise
-        finally:
-            for idle in set(multiprocessing.active_children()) - others if codes else ():
-                # it is of the sweep's launcher, and would wait for more for minutes; SIGTERM waits for a run to take it
-                if idle.pid is not None:
-                    with suppress(ProcessLookupError):
-                        os.kill(idle.pid, signal.SIGKILL)
-        noted = codes.noted() if codes else []
-        if side_by_side is not None and not any(map(ends_sweep, noted)):
-            noted.append(side_by_side.exit_code())  # no run was there to take the signal
-        return max(refused, *alone, *noted)
+            codes.append(task(cfg))
+        except WorldsizeError as error:  # Hydra would print where it was raised
+            codes.append(refuse(error))
+
+    try:
+        compose_and_call(guarded, arguments)
+    except WorldsizeError as error:
+        codes.append(refuse(error))
+    return max(codes)
 
 
 def refuse(error: WorldsizeError) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize.app import call_trials, exit_process, refuse, remove_leftovers
+from worldsize.app import call_composed, exit_process, refuse, remove_leftovers
 from worldsize.errors import WorldsizeError
 from worldsize.messages import show_messages, until_output_closes
 
@@ -35,8 +35,16 @@ def train(arguments: Sequence[str]) -> int:
 
         return execute(cfg, sweep)
 
+    # both import Hydra
+    from worldsize.config.command_line import wants_sweep
+
     try:
-        code = call_trials(task, arguments)
+        if wants_sweep(arguments):
+            from worldsize.app.sweep import call_sweep
+
+            code = call_sweep(task, arguments)
+        else:
+            code = call_composed(lambda cfg: task(cfg).exit_code, arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return code or (_submit(sweep) if sweep else 0)

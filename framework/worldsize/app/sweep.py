@@ -1,0 +1,121 @@
+"""The runs of a sweep: what its sweeper is told of each, when it goes no further, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import final
+
+from omegaconf import DictConfig
+
+from worldsize.app import refuse
+from worldsize.app.exit_codes import ExitCodes, ends_sweep
+from worldsize.app.side_by_side import SideBySide, is_side_by_side
+from worldsize.config.compose import compose_and_call
+from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
+from worldsize.errors import WorldsizeError
+from worldsize.messages import show_messages
+from worldsize.world.scratch import temporary_folder
+
+
+def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
+    """Call ``task`` with each configuration, and hand its values to the sweeper; return the largest exit code.
+
+    A sweep's launcher may call it in processes of its own, which a pickle of it reaches: exit codes come back through
+    files.
+    """
+    with temporary_folder() as folder, _idle_children_ended():
+        sweep = _Sweep(task, ExitCodes(folder), SideBySide(folder) if is_side_by_side(arguments) else None)
+
+        def call(cfg: DictConfig) -> float | SweepEnd | None:
+            return sweep.call(cfg)
+
+        refused = 0
+        try:
+            with sweep.side_by_side.passed_on() if sweep.side_by_side else nullcontext():
+                compose_and_call(call, arguments)
+        except WorldsizeError as error:
+            refused = refuse(error)
+        except TrialFailedError:
+            pass  # its own error has been shown
+        except Exception:  # of a sweeper that has no value to go by
+            if not sweep.has_no_value():
+                raise
+        return max(refused, *sweep.exit_codes())
+
+
+@contextmanager
+def _idle_children_ended() -> Iterator[None]:
+    """Kill the processes that a launcher has started and keeps for more runs; SIGTERM waits for a run to take it."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        for idle in set(multiprocessing.active_children()) - before:
+            if idle.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(idle.pid, signal.SIGKILL)
+
+
+@final
+class _Sweep:
+    """Calls ``task``, in this process or in others; ``side_by_side``: several of these call at once."""
+
+    def __init__(self, task: Callable[[DictConfig], Trial], codes: ExitCodes, side_by_side: SideBySide | None) -> None:
+        self._task, self._codes, self.side_by_side = task, codes, side_by_side
+        self._launching = os.getpid()
+
+    def call(self, cfg: DictConfig) -> float | SweepEnd | None:
+        """Run the next configuration, unless a run was asked to end; return what the sweeper is told.
+
+        Raises:
+            SweepEnded: the run was asked to end, and no other goes on beside it.
+            TrialFailedError: the run of a search has no value.
+        """
+        is_here = os.getpid() == self._launching
+        if not is_here:
+            show_messages()
+            if self.side_by_side is not None:
+                self.side_by_side.join()
+        if self._is_ending():
+            return SweepEnd()  # another process waits for those that go on
+        trial = self._tried(cfg)
+        self._codes.note(trial.exit_code, of_search=is_search())
+        if ends_sweep(trial.exit_code):
+            if is_here:
+                raise SweepEnded
+            return SweepEnd()
+        if trial.exit_code and is_search():
+            raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
+        return trial.value
+
+    def _is_ending(self) -> bool:
+        is_asked = self.side_by_side is not None and self.side_by_side.is_asked()
+        return is_asked or any(map(ends_sweep, self._codes.noted()))
+
+    def _tried(self, cfg: DictConfig) -> Trial:
+        try:
+            return self._task(cfg)
+        except WorldsizeError as error:  # Hydra would print where it was raised
+            return Trial(refuse(error))
+        except Exception:
+            if not is_search():
+                raise
+            traceback.print_exc()  # the sweeper may go on, and would not show it
+            return Trial(1)
+
+    def has_no_value(self) -> bool:
+        """Tell whether the sweeper could not but fail: no run of a search has completed, or a signal has ended it."""
+        is_asked = self.side_by_side is not None and self.side_by_side.is_asked()
+        return is_asked or self._codes.is_failed_search()
+
+    def exit_codes(self) -> list[int]:
+        """Return the code of each run, and that of a signal which no run was there to take."""
+        codes = self._codes.noted()
+        if self.side_by_side is not None and not any(map(ends_sweep, codes)):
+            codes.append(self.side_by_side.exit_code())
+        return codes or [0]
