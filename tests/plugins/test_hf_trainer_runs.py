@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Generator, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from tests.plugins import hf_programs as programs
 from tests.plugins.hf_reference import ACCUMULATED, Make, config, recipe, trained_by_transformers, values
+from worldsize.checkpoints.format import complete, read
 from worldsize.core import Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -92,7 +94,12 @@ def test_elastic_runs_end_with_the_same_bits_at_every_world_size(program: None, 
 
 def test_runs_keep_the_checkpoint_that_the_programs_own_metric_calls_best(program: None, train: Any) -> None:
     others = [option for option in OPTIONS if not option.startswith(("recipe.trainer", "log_every"))]
-    best = ("checkpoint.every=5", "checkpoint.keep.best=accuracy", "checkpoint.keep.direction=max")
+    best = (
+        "checkpoint.every=5",
+        "checkpoint.keep.last=1",
+        "checkpoint.keep.best=accuracy",
+        "checkpoint.keep.direction=max",
+    )
     options = (
         *others,
         *best,
@@ -105,6 +112,11 @@ def test_runs_keep_the_checkpoint_that_the_programs_own_metric_calls_best(progra
         run = train(*options, f"cluster.processes={processes}")
         assert run.code == 0, run.error
         metrics.append(run.json("result.json")["metrics"])
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        measured = {line["step"]: line["metrics"]["accuracy"] for line in lines if line["event"] == "evaluation"}
+        best = max(measured, key=lambda step: (measured[step], step))
+        assert sorted(measured) == [5, 10, 15, 20]
+        assert {read(path).step for path in complete(run.folder / "checkpoints")} == {best, 20}
     assert metrics[0] == metrics[1]
     assert metrics[0]["accuracy"] * 13 == pytest.approx(round(metrics[0]["accuracy"] * 13))  # of 13 samples
 

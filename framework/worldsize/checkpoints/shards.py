@@ -54,7 +54,7 @@ def is_cut(shape: Sequence[int], box: Box) -> bool:
 @final
 @dataclass(frozen=True)
 class Contents:
-    """What the header of a shard says of its tensors.
+    """Collects what the header of a shard says of its tensors.
 
     Attributes:
         entries: Those that it lists, by name.
