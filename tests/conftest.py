@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import warm
 from tests.clusters import slurm as real
@@ -24,6 +25,7 @@ from worldsize.testing import hosts as namespaces
 from worldsize.world.scratch import private_folder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # of this process, which has imported it by now
 REPOSITORY = Path(__file__).parents[1]
 
 
