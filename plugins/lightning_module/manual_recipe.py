@@ -18,7 +18,7 @@ from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
 from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, StateMetric, Update
-from worldsize.reproducibility.seeds import GeneratorStates, seed_generators, stream
+from worldsize.reproducibility.seeds import generators_kept, seed_generators, stream
 
 
 @final
@@ -117,12 +117,9 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         if (name := self._program.evaluation_step) is None:
             return {}
         device = next(model.parameters()).device
-        states = GeneratorStates.of(device)
-        seed_generators(stream(self._program.run.seed, "evaluation"), device)
-        try:
+        with generators_kept(device):
+            seed_generators(stream(self._program.run.seed, "evaluation"), device)
             return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=self._program.run.steps)
-        finally:
-            states.restore(device)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -21,6 +21,7 @@ class ExitCodes:
             lines.write(f"{code}\n")
 
     def noted(self) -> list[int]:
+        """Return the codes of all runs so far."""
         return [*_codes(self._search), *_codes(self._others)]
 
     def is_failed_search(self) -> bool:

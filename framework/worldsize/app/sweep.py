@@ -81,7 +81,7 @@ class _Sweep:
             show_messages()
             if self.side_by_side is not None:
                 self.side_by_side.join()
-        if self._is_ending():
+        if self._is_asked() or any(map(ends_sweep, self._codes.noted())):
             return SweepEnd()  # another process waits for those that go on
         trial = self._tried(cfg)
         self._codes.note(trial.exit_code, of_search=is_search())
@@ -93,9 +93,9 @@ class _Sweep:
             raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
         return trial.value
 
-    def _is_ending(self) -> bool:
-        is_asked = self.side_by_side is not None and self.side_by_side.is_asked()
-        return is_asked or any(map(ends_sweep, self._codes.noted()))
+    def _is_asked(self) -> bool:
+        """Tell whether a signal has come to the launching process, which passes it on."""
+        return self.side_by_side is not None and self.side_by_side.is_asked()
 
     def _tried(self, cfg: DictConfig) -> Trial:
         try:
@@ -110,8 +110,7 @@ class _Sweep:
 
     def has_no_value(self) -> bool:
         """Tell whether the sweeper could not but fail: no run of a search has completed, or a signal has ended it."""
-        is_asked = self.side_by_side is not None and self.side_by_side.is_asked()
-        return is_asked or self._codes.is_failed_search()
+        return self._is_asked() or self._codes.is_failed_search()
 
     def exit_codes(self) -> list[int]:
         """Return the code of each run, and that of a signal which no run was there to take."""

@@ -35,8 +35,7 @@ def train(arguments: Sequence[str]) -> int:
 
         return execute(cfg, sweep)
 
-    # both import Hydra
-    from worldsize.config.command_line import wants_sweep
+    from worldsize.config.command_line import wants_sweep  # imports Hydra, which other commands do without
 
     try:
         if wants_sweep(arguments):

@@ -62,11 +62,15 @@ class GeneratorStates:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave the random numbers of Python, NumPy and torch on the CPU as they were before the context."""
-    cpu = torch.device("cpu")
-    states = GeneratorStates.of(cpu)
+def generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Leave the random numbers as they were before the context.
+
+    Args:
+        device: that of this process, whose generator counts on CUDA too; None: the CPU.
+    """
+    device = device or torch.device("cpu")
+    states = GeneratorStates.of(device)
     try:
         yield
     finally:
-        states.restore(cpu)
+        states.restore(device)
