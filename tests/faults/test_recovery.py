@@ -215,7 +215,7 @@ def test_the_wandb_run_continues_at_the_right_step(
     train: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     wanted = (*OPTIONS, "cluster.processes=2", "log_every=1", fault("terminate", slow=0.1, rank=1, step=5))
-    run = train(*wanted, logger="wandb")
+    run = train(*wanted, "launcher.save_grace=120", logger="wandb")  # for wandb's start where all cores are taken
     assert run.code == 75, run.error
     done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr

@@ -165,6 +165,17 @@ def test_a_listener_that_hangs_does_not_hold_up_the_end(shown: pytest.CaptureFix
     assert "did not finish within 0.1 s" in shown.readouterr().err
 
 
+def test_a_preempted_run_waits_for_a_listener_no_longer_than_its_scheduler_waits_for_it(
+    shown: pytest.CaptureFixture[str],
+) -> None:
+    def hang() -> Listener:
+        Flag().wait()
+        raise AssertionError
+
+    SubprocessListeners({"logger": hang}, grace=lambda: 0.125)(RunEnded(1, "preempted"))
+    assert "the logger did not finish within 0.125 s; what it has not sent yet is lost" in shown.readouterr().err
+
+
 def blocked(door: Path, path: Path) -> Listener:
     """Return a listener that is created only when somebody opens the named pipe ``door`` to write."""
     door.open().close()

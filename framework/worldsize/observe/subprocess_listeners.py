@@ -18,7 +18,6 @@ from worldsize.world.preemption import SIGNALS
 _logger = logging.getLogger(__name__)
 
 _NICENESS = 10  # ranks come first, but where they take every core a listener still starts within its time
-_HURRIED = 30.0  # seconds, where others wait for the end: a scheduler that has asked for it, or what failed
 
 
 @final
@@ -27,16 +26,24 @@ class SubprocessListeners:
 
     Make it before the process group and CUDA exist. In a thread wandb's start and its log calls cost a tiny
     model a third of its speed. A listener that cannot be made or fails is reported once and left alone, and one that is
-    slow holds no other one up: losing a logger must not lose the run. A run that is complete waits at most ``timeout``
-    seconds for the rest to be told, another at most 30; if the training process dies, the listeners are told RunFailed.
+    slow holds no other one up: losing a logger must not lose the run. If the training process dies, the listeners are
+    told RunFailed.
 
     Args:
         makers: Make the listeners, by the name under which a warning speaks of each.
-        timeout: Seconds.
+        timeout: Seconds that a run which has ended waits for the rest to be told.
+        grace: Returns the seconds that a run which was asked to end, or failed, has until it is killed; it waits no
+            longer than that.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], Listener]], *, timeout: float = 120.0) -> None:
-        self._timeout = timeout
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[], Listener]],
+        *,
+        timeout: float = 120.0,
+        grace: Callable[[], float] = lambda: 30.0,
+    ) -> None:
+        self._timeout, self._grace = timeout, grace
         self._ended = False
         self._processes: list[_ListenerProcess] = []
         for name, make in makers.items():
@@ -51,7 +58,7 @@ class SubprocessListeners:
         if isinstance(event, RunEnded | RunFailed):
             self._ended = True
             complete = isinstance(event, RunEnded) and event.exit_reason == "completed"
-            seconds = self._timeout if complete else min(_HURRIED, self._timeout)
+            seconds = self._timeout if complete else min(self._grace(), self._timeout)
             self._finish(seconds)
 
     def _finish(self, seconds: float) -> None:
@@ -68,7 +75,7 @@ class SubprocessListeners:
         for process in self._processes:
             if not process.has_ended(deadline):
                 _logger.warning(
-                    "the %s did not finish within %s s; what it has not sent yet is lost", process.name, seconds
+                    "the %s did not finish within %.3g s; what it has not sent yet is lost", process.name, seconds
                 )
 
 

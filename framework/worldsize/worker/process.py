@@ -84,7 +84,7 @@ def play(run: RunDirectory, placement: Placement) -> int:
         if settings.run.evaluates is not None:
             return _play(settings, run, placement, [], Preemption([]))  # signals end it
         preemption = Preemption(settings.checkpoint.signals)
-        listeners = listeners_of(settings, run, placement.rank)
+        listeners = listeners_of(settings, run, placement.rank, preemption)
         return _play(settings, run, placement, listeners, preemption)
     except BaseException as error:
         _write_error(_error_file(run, placement, settings), error)
@@ -123,7 +123,7 @@ def _play(
         if settings.run.evaluates is not None:
             evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
-        listeners = listeners or listeners_of(settings, run, 0)  # it leads in the place of one that died
+        listeners = listeners or listeners_of(settings, run, 0, preemption)  # it leads in the place of one that died
         return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)
 
 

@@ -50,8 +50,10 @@ from worldsize.world.preemption import PREEMPTED, Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.world import gang_of
 
+_ENDING = 2.0  # seconds in which a process ends that waits for nothing any more
 
-def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> list[Listener]:
+
+def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
     """Make the listeners of a process: each that trains writes its own timing, and the first logs what is global.
 
     Where all serve, the run's first process leads, and logs.
@@ -65,7 +67,10 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int) -> lis
     makers = {
         name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
     }
-    return [*own, JsonLines(run.metrics), EventLog(run.events), SubprocessListeners(makers)]
+    loggers = SubprocessListeners(
+        makers, grace=lambda: max(1.0, preemption.seconds_left(settings.save_grace) - _ENDING)
+    )
+    return [*own, JsonLines(run.metrics), EventLog(run.events), loggers]
 
 
 @final

@@ -30,6 +30,10 @@ class Preemption:
         """Whether a signal has come to this process; the other ranks may not know of it yet."""
         return bool(self._since)
 
+    def seconds_left(self, grace: float) -> float:
+        """Return how much is left of ``grace`` seconds that began when the first signal came to this process."""
+        return grace - (time.monotonic() - min(self._since.values())) if self._since else grace
+
     def want(self) -> None:
         """Ask for the end as if a signal had come."""
         self._since.setdefault(0, time.monotonic())
