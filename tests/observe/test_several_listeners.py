@@ -62,7 +62,7 @@ def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
     assert sorted(shown.readouterr().err.splitlines()) == [
         "warning: the listener first failed and is off for the rest of the run: OSError: no network",
         "warning: the listener second failed and is off for the rest of the run: ValueError: no key",
-        "warning: the listener third did not finish within 4.0 s; what it has not sent yet is lost",
+        "warning: the listener third did not finish within 4 s; what it has not sent yet is lost",
     ]
 
 
