@@ -18,7 +18,6 @@ from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
 from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, StateMetric, Update
-from worldsize.reproducibility.seeds import generators_kept, seed_generators, stream
 
 
 @final
@@ -109,17 +108,11 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         return self._program.metrics
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return what ``validation_step`` or ``test_step`` logs; without one nothing is evaluated, as under Lightning.
-
-        Each batch draws the same random numbers, whichever process evaluates it.
-        """
+        """Return what ``validation_step`` or ``test_step`` logs; nothing if there is none, as under Lightning."""
         assert isinstance(model, StepModule)
         if (name := self._program.evaluation_step) is None:
             return {}
-        device = next(model.parameters()).device
-        with generators_kept(device):
-            seed_generators(stream(self._program.run.seed, "evaluation"), device)
-            return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=self._program.run.steps)
+        return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=self._program.run.steps)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

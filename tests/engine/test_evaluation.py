@@ -44,7 +44,8 @@ class Split(Recipe):
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     def evaluate(self, model, batch):
-        return {"error": ((model(batch[0]) - batch[1]).abs().double().sum(), torch.tensor(len(batch[1])))}
+        error = (model(batch[0]) - batch[1]).abs().double().sum()
+        return {"error": (error, torch.tensor(len(batch[1]))), "noise": (torch.randn(()), torch.tensor(1))}
 """
 YAML = """# @package _global_
 # A recipe with three splits
@@ -91,7 +92,7 @@ def test_each_split_is_evaluated_under_its_name_and_checkpoints_are_kept_by_it(t
     kept = ("checkpoint.every=2", "checkpoint.keep.last=1", "checkpoint.keep.direction=min")
     run = train(*WORDS, *kept, "checkpoint.keep.best=validation/error", "cluster.processes=2", "strategy=ddp")
     metrics = evaluations(run)
-    assert all(each.keys() == {"error", "validation/error"} for each in metrics.values())
+    assert all(each.keys() == {"error", "noise", "validation/error", "validation/noise"} for each in metrics.values())
     names: dict[str, Any] = {}
     exec(RECIPE, names)
     for path in complete(run.folder / "checkpoints"):
@@ -113,7 +114,8 @@ def test_batches_drawn_anew_are_the_same_at_every_world_size_and_after_a_resume(
     alone = train(*drawn, "cluster.processes=1", "strategy=single", "checkpoint.keep.last=9")
     expected = evaluations(alone)
     assert expected.keys() == {2, 4, 6, 8}
-    assert expected[8].keys() == {"validation/error", "train/error"}
+    assert expected[8].keys() == {"validation/error", "validation/noise", "train/error", "train/noise"}
+    assert len({each["train/noise"] for each in expected.values()} | {expected[8]["validation/noise"]}) == 5
     names: dict[str, Any] = {}
     exec(RECIPE, names)
     weights = weights_of(alone, 6)

@@ -79,11 +79,6 @@ class Settings:
         return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
     @property
-    def save_grace(self) -> float:
-        """Seconds that a run which is asked to end has until it is killed; 30 if its launcher does not say."""
-        return float(getattr(self.launcher, "save_grace", 30.0))
-
-    @property
     def loop(self) -> LoopConfig:
         """The length of the run, and the intervals at which it logs, evaluates and saves."""
         return LoopConfig(

@@ -101,6 +101,7 @@ class LaunchMethod(ABC):
     """The base of every way to start a run. Derive from one of the three below."""
 
     max_restarts: int = 0  # times that a gang that failed is started again from its last checkpoint
+    save_grace: float = 30.0  # seconds that a run which is asked to save and to end has until it is killed
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
         """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""

@@ -197,3 +197,4 @@ class EvaluationBatch:
     index: int
     data: Batch
     counted: bool = True
+    seed: int = 0  # of the random numbers that its evaluation draws, whichever process evaluates it

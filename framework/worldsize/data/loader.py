@@ -257,11 +257,13 @@ def evaluation_batches(
     batch_size: int,
     collate: Collate = default_collate,
     drawn: RandomBatches | None = None,
+    seed: int = 0,
 ) -> Iterator[EvaluationBatch]:
     """Yield this rank's share of the evaluation set, which is cut into the same batches at every world size.
 
     Batch b goes to rank b mod size. All ranks yield equally many: one that is short repeats its last batch, or takes
     the set's first, with ``counted=False``. With ``drawn`` those batches make up the evaluation, not the whole set.
+    What a batch's evaluation draws follows from ``seed`` and its number.
     """
     if drawn is not None:
         numbered = _random(dataset, batch_size, collate, drawn)
@@ -270,7 +272,7 @@ def evaluation_batches(
     spare, index = None, -1
     for index, load in numbered:
         if index % world.size == world.rank:
-            yield EvaluationBatch(index, to_device(load(), world.device))
+            yield EvaluationBatch(index, to_device(load(), world.device), seed=stream(seed, "evaluation", index))
             spare = load
         spare = spare or load
     if spare is None:

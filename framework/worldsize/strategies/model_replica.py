@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from worldsize.core import EvaluationBatch, Precision, Recipe, Replica, RunContext, StateDict
 from worldsize.metrics.collector import MetricCollector
+from worldsize.reproducibility.seeds import generators_kept, seed_generators
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import fp16_share, weight_factor
@@ -33,12 +34,22 @@ def collected_metrics(
     model: nn.Module,
     batches: Iterable[EvaluationBatch],
     *,
+    device: torch.device,
     call: Callable[[Callable[[], _Metrics]], _Metrics] | None = None,
 ) -> MetricCollector:
-    """Evaluate ``batches`` without gradients; ``call``, if there is one, calls what computes with the model."""
+    """Evaluate ``batches`` without gradients, each with random numbers of its own.
+
+    Args:
+        recipe: Evaluates a batch.
+        model: Where this process keeps it, or its part of it.
+        batches: Those of this process.
+        device: That of this process, whose generators go on afterwards as if nothing had been drawn.
+        call: Calls what computes with the model.
+    """
     collector = MetricCollector(recipe)
-    with torch.no_grad(), evaluating([model]):
+    with torch.no_grad(), evaluating([model]), generators_kept(device):
         for batch in batches:
+            seed_generators(batch.seed, device)
             evaluated = partial(recipe.evaluate, model, batch.data)
             collector.add(batch, evaluated() if call is None else call(evaluated))
     return collector
@@ -84,7 +95,7 @@ class ModelReplica(Replica):
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with self._autocast():
-            collector = collected_metrics(self.recipe, self.model, batches, call=self._call)
+            collector = collected_metrics(self.recipe, self.model, batches, device=self.world.device, call=self._call)
         return collector.reduce(self.world)
 
     def _call(self, action: Callable[[], _T]) -> _T:

@@ -44,6 +44,7 @@ class EvaluationData:
             batch_size=self._training.evaluate_batch_size,
             collate=collate_of(self._recipe),
             drawn=None if self._batches is None else RandomBatches(self._batches, seed),
+            seed=seed,
         )
 
 

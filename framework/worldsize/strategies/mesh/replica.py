@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics.collector import MetricCollector
+from worldsize.reproducibility.seeds import generators_kept, seed_generators
 from worldsize.strategies.mesh.pipeline import Pipeline
 from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.model_replica import autocast, evaluating
@@ -44,9 +45,11 @@ class PipelineReplica(Replica):
         with (
             torch.no_grad(),
             evaluating(self._pipeline.stages),
+            generators_kept(self._data.device),
             autocast(self._data.device, self._inner.numerics.precision),
         ):
             for batch in batches:
+                seed_generators(batch.seed, self._data.device)
                 output = self._pipeline.output(batch.data)
                 if output is not None:
                     collector.add(batch, self._recipe.evaluate(KnownOutput(output), batch.data))

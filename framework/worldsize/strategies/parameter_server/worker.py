@@ -198,7 +198,7 @@ class Worker:
         self._tables.oldest = None
         batches = self._context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
         with autocast(self._context.world.device, self._context.numerics.precision):
-            collector = collected_metrics(self._recipe, self._model, batches)
+            collector = collected_metrics(self._recipe, self._model, batches, device=self._context.world.device)
         sums_by_index = {
             i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in collector.sums.items()
         }
