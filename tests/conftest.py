@@ -112,6 +112,7 @@ HEAVY = (
     "faults/test_recovery.py",
     "plugins/test_contract.py",
     "plugins/test_hf_trainer_runs.py",
+    "plugins/test_mlflow.py",
     "plugins/test_runs.py",
     "recipes",
     "strategies/parameter_server/test_runs.py",

@@ -37,7 +37,7 @@ class TensorBoard:
             case RunStarted(first=first):
                 self._open(first)
             case StepDone():
-                for name, value in _figures(event).items():
+                for name, value in event.figures().items():
                     self._writer.add_scalar(f"train/{name}", value, event.step)
             case Evaluated(step=step, metrics=metrics):
                 for name, value in metrics.items():
@@ -53,19 +53,6 @@ class TensorBoard:
         self._writer = SummaryWriter(self._folder, purge_step=first + 1 if first else None)
         if first == 0:
             self._writer.add_text("config", _markdown(self._config))
-
-
-def _figures(event: StepDone) -> dict[str, float]:
-    figures = {
-        "loss": event.loss,
-        "lr": event.lr,
-        "grad_norm": event.grad_norm,
-        "samples_per_second": event.samples_per_second,
-        "data_seconds": event.data_seconds,
-        "step_seconds": max(event.step_seconds),
-        **event.metrics,
-    }
-    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _markdown(config: Mapping[str, Any]) -> str:

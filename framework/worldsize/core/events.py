@@ -69,6 +69,20 @@ class StepDone:
     metrics: Mapping[str, float] = field(default_factory=dict)
     splits: Sequence[Sequence[Sequence[float]]] = ()
 
+    def figures(self) -> dict[str, float]:
+        """Return what loggers show of the step, by name; what was not computed or measured is left out."""
+        figures = {
+            "loss": self.loss,
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            "samples": self.samples,
+            "samples_per_second": self.samples_per_second,
+            "data_seconds": self.data_seconds,
+            "step_seconds": max(self.step_seconds),
+            **self.metrics,
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
 
 @dataclass(frozen=True)
 class Evaluated:

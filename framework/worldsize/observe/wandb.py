@@ -49,7 +49,7 @@ class WandbListener:
     def __call__(self, event: Event) -> None:
         match event:
             case StepDone():
-                self._run.log(_step_metrics(event), step=event.step)
+                self._run.log({f"train/{name}": value for name, value in event.figures().items()}, step=event.step)
             case Evaluated(step=step, metrics=metrics):
                 self._run.log({logged_name(name): value for name, value in metrics.items()}, step=step)
             case Straggling(rank=rank):
@@ -71,17 +71,3 @@ def _place(run: wandb.Run) -> str:
 def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the manifest says of the run beyond its configuration and its attempts."""
     return {key: value for key, value in manifest.items() if key not in ("config", "attempts", "results")}
-
-
-def _step_metrics(event: StepDone) -> dict[str, float]:
-    metrics = {
-        "train/loss": event.loss,
-        "train/lr": event.lr,
-        "train/grad_norm": event.grad_norm,
-        "train/samples": event.samples,
-        "train/samples_per_second": event.samples_per_second,
-        "train/data_seconds": event.data_seconds,
-        "train/step_seconds": max(event.step_seconds),
-        **{f"train/{name}": value for name, value in event.metrics.items()},
-    }
-    return {name: value for name, value in metrics.items() if value is not None}

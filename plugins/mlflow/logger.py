@@ -1,0 +1,109 @@
+"""MLflow: metrics of a run on a tracking server or in a database, written by MLflow's own client."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling, logged_name
+from worldsize.errors import missing_extra
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+if find_spec("mlflow") is None:  # told before a process starts; the library itself is imported beside the training
+    raise missing_extra("logger=mlflow", package="mlflow", extra="mlflow")
+
+_TAG = "worldsize.run"  # has the run's id, by which a later attempt finds it
+_AT_ONCE = 100  # parameters that a server takes in one request
+_LONGEST = 500  # characters of a parameter that every server takes
+
+
+@final
+class MLflow:
+    """Logs to one MLflow run per run, which later attempts go on with."""
+
+    def __init__(
+        self,
+        *,
+        tracking_uri: str | None,
+        experiment: str,
+        run_id: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        manifest: Mapping[str, Any],
+        folder: Path,
+    ) -> None:
+        from mlflow import MlflowClient  # takes seconds
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
+        self._client = MlflowClient(tracking_uri=tracking_uri)
+        place = _experiment(self._client, experiment)
+        found = self._client.search_runs([place], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
+        self._last = _last_steps(self._client, found[0]) if found else {}  # what earlier attempts have logged
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        tags = {_TAG: run_id, "mlflow.source.git.commit": str(manifest["code"]["commit"])}
+        if group is not None:
+            tags["worldsize.group"] = group
+        self._run = self._client.create_run(place, run_name=run_id, tags=tags).info.run_id
+        self._log_parameters(config)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepDone(step=step):
+                self._log({f"train/{name}": value for name, value in event.figures().items()}, step)
+            case Evaluated(step=step, metrics=metrics):
+                self._log({logged_name(name): value for name, value in metrics.items()}, step)
+            case Straggling(rank=rank, step=step, cause=cause):
+                self._client.set_tag(self._run, f"worldsize.slow_rank.{rank}", f"{cause}, noticed at step {step}")
+            case RunEnded(exit_reason="preempted"):
+                self._client.set_terminated(self._run, status="KILLED")
+            case RunEnded():
+                self._client.set_terminated(self._run, status="FINISHED")
+            case RunFailed():
+                self._client.set_terminated(self._run, status="FAILED")
+
+    def _log(self, metrics: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        new = {name: value for name, value in metrics.items() if step > self._last.get(name, -1)}
+        if new:
+            self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in new.items()])
+
+    def _log_parameters(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        parameters = [Param(key, str(value)[:_LONGEST]) for key, value in _leaves(config)]
+        for start in range(0, len(parameters), _AT_ONCE):
+            self._client.log_batch(self._run, params=parameters[start : start + _AT_ONCE])
+
+
+def _experiment(client: MlflowClient, name: str) -> str:
+    """Return the id of the experiment; make it if there is none."""
+    found = client.get_experiment_by_name(name)
+    return str(found.experiment_id if found else client.create_experiment(name))
+
+
+def _last_steps(client: MlflowClient, run: Run) -> dict[str, int]:
+    """Return, for each metric of the run, the last step of which it has a value."""
+    return {
+        name: max(each.step for each in client.get_metric_history(run.info.run_id, name)) for name in run.data.metrics
+    }
+
+
+def _leaves(config: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield every value of a nested configuration under its key: ``strategy.reduce``."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, str(key)))
+        else:
+            yield ".".join((*path, str(key))), value
