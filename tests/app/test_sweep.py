@@ -84,7 +84,6 @@ def rates(folder: Path) -> list[float]:
     return [each["config"]["lr"] for each in sorted(manifests, key=lambda each: each["attempts"][0]["start_at"])]
 
 
-@pytest.mark.heavy
 def test_optuna_finds_the_planted_best_as_it_does_in_plain_python(train: Any, hill: Path) -> None:
     words = ("hydra.sweeper.sampler.seed=3", "hydra.sweeper.n_trials=10", "lr=interval(0.0,4.0)")
     run = train(*HILL, *SEARCH, *words, "sweep.metric=test/loss")
@@ -101,7 +100,6 @@ def test_optuna_finds_the_planted_best_as_it_does_in_plain_python(train: Any, hi
     assert rates(hill) == pytest.approx([trial.params["lr"] for trial in study.trials])
 
 
-@pytest.mark.heavy
 def test_the_direction_of_the_sweep_is_that_of_the_sweeper(train: Any, hill: Path) -> None:
     words = ("hydra.sweeper.n_trials=3", "lr=interval(0.0,4.0)", "sweep.metric=weight", "sweep.direction=maximize")
     run = train(*HILL, *SEARCH, *words)
@@ -119,7 +117,6 @@ def test_an_unknown_metric_ends_the_sweep_after_its_first_run(train: Any, hill: 
     assert len(folders(hill / "runs")) == 1
 
 
-@pytest.mark.heavy
 def test_a_run_that_is_refused_ends_the_search(train: Any, hill: Path) -> None:
     run = train(*HILL, *SEARCH, "hydra.sweeper.n_trials=3", "sweep.metric=loss", "lr=choice(-1,-2)")
     assert run.code == 2
@@ -128,7 +125,6 @@ def test_a_run_that_is_refused_ends_the_search(train: Any, hill: Path) -> None:
     assert folders(hill / "runs") == []
 
 
-@pytest.mark.heavy
 def test_joblib_trains_two_runs_side_by_side_and_tells_how_they_ended(train: Any, hill: Path) -> None:
     side_by_side = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     run = train(*HILL, *side_by_side, "lr=1,2", "faults=[{action: sleep, seconds: 5}]")
@@ -209,7 +205,6 @@ def test_a_mistake_in_a_sweep_that_is_no_search_is_raised(called: Callable[..., 
         called(task, "-m", "seed=1,2,3")
 
 
-@pytest.mark.heavy
 def test_the_processes_of_joblib_show_messages_as_this_one_does_and_end_with_the_sweep(
     called: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,7 +219,6 @@ def test_the_processes_of_joblib_show_messages_as_this_one_does_and_end_with_the
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.heavy
 def test_a_search_side_by_side_ends_with_a_run_that_is_asked_to_end(called: Callable[..., int], tmp_path: Path) -> None:
     def task(cfg: DictConfig) -> Trial:
         (tmp_path / f"begun_{cfg.seed}").touch()
@@ -236,7 +230,6 @@ def test_a_search_side_by_side_ends_with_a_run_that_is_asked_to_end(called: Call
     assert len(list(tmp_path.glob("begun_*"))) in (1, 2)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_a_signal_lets_the_runs_side_by_side_save_and_begins_no_other(
     hill: Path, environment_without_wandb: dict[str, str], number: signal.Signals, *, to_group: bool

@@ -87,7 +87,6 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
         assert "25% slower" in alert.text
 
 
-@pytest.mark.heavy  # it waits for a server
 def test_auto_with_a_key_and_no_server_keeps_an_offline_run(train: Any, home: Path) -> None:
     closed = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online", "WANDB_API_KEY": CANARY}
     run = train("recipe=digits", "recipe.width=4", "steps=3", logger="wandb", HOME=str(home), **closed)
