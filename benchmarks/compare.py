@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -75,13 +76,20 @@ def ours(processes: int, steps: int, logger: str = "wandb") -> Figures:
         (result,) = folder.rglob("result.json")
         lines = [json.loads(line) for line in (result.parent / "metrics.jsonl").read_text().splitlines()]
         measured = [line for line in lines if line["event"] == "step" and line["step"] > 200]
-        rate = statistics.mean(32 * processes / line["samples_per_second"] for line in measured) if measured else 0.0
         figures = json.loads(result.read_text())
         return {
-            "microseconds_per_step": rate * 1e6,
+            "microseconds_per_step": _mean_step(measured, processes),
+            "microseconds_per_late_step": _mean_step(
+                [line for line in measured if line["step"] > steps / 2], processes
+            ),
             "peak_megabytes": figures["peak_memory_bytes"] / 2**20,
             "first_step_seconds": figures["first_step_at"] - begun,
         }
+
+
+def _mean_step(lines: Sequence[dict[str, Any]], processes: int) -> float:
+    """Return the mean time of a step in microseconds; 0 if none was measured."""
+    return 1e6 * statistics.mean(32 * processes / line["samples_per_second"] for line in lines) if lines else 0.0
 
 
 def alternately(contenders: dict[str, Callable[[], Figures]], rounds: int) -> dict[str, Figures]:
@@ -140,7 +148,7 @@ def logger(rounds: int = 5, steps: int = 10_000) -> None:
         "worldsize and wandb": partial(ours, 2, steps),
     }
     figures = alternately(contenders, rounds)
-    columns = {"microseconds_per_step": "µs a step"}
+    columns = {"microseconds_per_step": "µs a step", "microseconds_per_late_step": "µs a step in the second half"}
     show(f"2 processes, {steps} steps, median of {rounds}", figures, columns, base_name="worldsize")
 
 

@@ -66,6 +66,8 @@ def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
     Raises:
         ConfigError: a metric has a name that cannot be logged or is another figure's, or is no pair of real scalars.
     """
+    if isinstance(loss, Tensor):
+        return loss, LossRecord(loss.detach())
     output = LossOutput.of(loss)
     scalar = output.loss if isinstance(output.loss, Tensor) else output.loss[0]
     metrics = {name: _metric(name, pair, scalar.device) for name, pair in output.metrics.items()}

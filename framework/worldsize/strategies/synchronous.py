@@ -33,15 +33,15 @@ class SynchronousReplica(ModelReplica):
         super().__init__(recipe, context, train_state=train_state, reducer=reducer, sums_alone=sums_alone)
         self.module = module or train_state.model
         self._part, self.optimizer = train_state, train_state.optimizer
+        self._parameters = list(self.model.parameters())  # which takes torch a walk over all modules
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self.optimizer.zero_grad()
         records = self.reducer.run(micro_batches, self._backward)
-        parameters = list(self.model.parameters())
-        losses = self._weighed(parameters, records)
+        losses = self._weighed(self._parameters, records)
         lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
-            norm, skipped = self._stepped(self._part, parameters)
+            norm, skipped = self._stepped(self._part, self._parameters)
         return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
