@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from worldsize.core import Evaluated, Event, Listener, RunEnded, RunFailed, StepDone
+from worldsize.core import CheckpointSaved, Evaluated, Event, Listener, RunEnded, RunFailed, StepDone
+from worldsize.observe import subprocess_listeners
 from worldsize.observe.progress import Progress, Tail
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
@@ -131,6 +132,21 @@ def test_a_subprocess_listener_yields_the_processor_to_those_who_train(tmp_path:
     SubprocessListeners({"logger": lambda: niceness})(RunEnded(1, "completed"))
     assert int((tmp_path / "niceness").read_text()) == min(mine + 10, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
+
+
+def test_steps_that_follow_each_other_fast_are_told_of_together_and_before_what_happens_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess_listeners, "_INTERVAL", 1e9)  # the test may be slow, the steps are fast
+    listener = SubprocessListeners({"logger": lambda: Recorder(tmp_path / "events")})
+    for number in (1, 2, 3):
+        listener(step(number))
+    while not (tmp_path / "events").exists() or not events(tmp_path / "events"):
+        pass
+    assert events(tmp_path / "events") == ["StepDone"]
+    listener(CheckpointSaved(3, tmp_path))
+    listener(RunEnded(3, "completed"))
+    assert events(tmp_path / "events") == ["StepDone"] * 3 + ["CheckpointSaved", "RunEnded"]
 
 
 def test_a_subprocess_listener_learns_that_its_run_died(tmp_path: Path) -> None:

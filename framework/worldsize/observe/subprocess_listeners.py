@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import signal
@@ -12,12 +13,13 @@ from multiprocessing import get_context
 from select import select
 from typing import BinaryIO, final
 
-from worldsize.core import Event, Listener, RunEnded, RunFailed
+from worldsize.core import Event, Listener, RunEnded, RunFailed, StepDone
 from worldsize.world.preemption import SIGNALS
 
 _logger = logging.getLogger(__name__)
 
 _NICENESS = 10  # ranks come first, but where they take every core a listener still starts within its time
+_INTERVAL = 1.0  # seconds in which steps are told of once; what else happens is told at once, such as a checkpoint
 
 
 @final
@@ -45,6 +47,8 @@ class SubprocessListeners:
     ) -> None:
         self._timeout, self._grace = timeout, grace
         self._ended = False
+        self._unsent = b""
+        self._sent = -math.inf  # when something was sent
         self._processes: list[_ListenerProcess] = []
         for name, make in makers.items():
             self._processes.append(_ListenerProcess(name, make, self._processes))
@@ -52,9 +56,13 @@ class SubprocessListeners:
     def __call__(self, event: Event) -> None:
         if self._ended:
             return  # a failure after the end: they have been told the end already
-        message = pickle.dumps(event)
+        self._unsent += pickle.dumps(event)
+        if isinstance(event, StepDone) and time.monotonic() < self._sent + _INTERVAL:
+            return  # each message wakes a process that then wants a core of those who train
+        self._sent = time.monotonic()
         for process in self._processes:
-            process.send(message)
+            process.send(self._unsent)
+        self._unsent = b""
         if isinstance(event, RunEnded | RunFailed):
             self._ended = True
             complete = isinstance(event, RunEnded) and event.exit_reason == "completed"
