@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # tests that take minutes together and are run by the gate: real clusters, commands of the documentation, whole recipes,
 # installations, every strategy killed on a heap in disorder, the contract of each strategy and plugin at many sizes,
-# searches, and what imports other people's large libraries in processes of its own
+# what trains under every strategy, searches, and what imports other people's large libraries in processes of its own
 HEAVY = (
     "app/test_evaluate.py",
     "app/test_export.py",
@@ -113,11 +113,14 @@ HEAVY = (
     "clusters",
     "contract",
     "docs/test_commands.py",
+    "engine/test_averaging.py",
     "faults/test_recovery.py",
     "launch/test_own_launcher.py",
     "launch/test_torchrun.py",
     "observe/test_wandb.py",
+    "plugins/test_agreement.py",
     "plugins/test_contract.py",
+    "plugins/test_easgd.py",
     "plugins/test_hf_trainer_runs.py",
     "plugins/test_mlflow.py",
     "plugins/test_runs.py",
@@ -126,6 +129,7 @@ HEAVY = (
     "strategies/parameter_server/test_runs.py",
     "strategies/parameter_server/test_standby.py",
     "strategies/parameter_server/test_tables.py",
+    "strategies/test_frozen_parameters.py",
     "strategies/test_mesh.py",
     "strategies/test_stdlib_lm.py",
     "strategies/test_wrapping.py",
