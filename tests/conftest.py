@@ -24,9 +24,7 @@ from tests.clusters import slurm as real
 from worldsize.testing import hosts as namespaces
 from worldsize.world.scratch import private_folder
 
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # set in many containers: each process would compile all that it imports
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many containers set it: each process would compile its imports
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # of this process, which has imported it by now
 REPOSITORY = Path(__file__).parents[1]
@@ -124,7 +122,6 @@ HEAVY = (
     "plugins/test_hf_trainer_runs.py",
     "plugins/test_mlflow.py",
     "plugins/test_runs.py",
-    "ports",
     "recipes",
     "strategies/parameter_server/test_runs.py",
     "strategies/parameter_server/test_standby.py",

@@ -50,10 +50,9 @@ class MLflow:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
-        tags = {_TAG: run_id, "mlflow.source.git.commit": str(manifest["code"]["commit"])}
-        if group is not None:
-            tags["worldsize.group"] = group
-        self._run = self._client.create_run(place, run_name=run_id, tags=tags).info.run_id
+        tags = {_TAG: run_id, "mlflow.source.git.commit": manifest["code"]["commit"], "worldsize.group": group}
+        known = {name: value for name, value in tags.items() if value is not None}
+        self._run = self._client.create_run(place, run_name=run_id, tags=known).info.run_id
         self._log_parameters(config)
 
     def __call__(self, event: Event) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from worldsize.checkpoints.format import complete, read
 from worldsize.core import ConfigError, World, logged_name, metric_key, split_of, spoken_name
-from worldsize.data.loader import RandomBatches, evaluation_batches
+from worldsize.data.loader import evaluation_batches
 
 RECIPE = """
 import torch
@@ -131,7 +131,7 @@ def test_drawn_batches_are_of_the_whole_set_in_the_end_and_others_each_time() ->
 
     def drawn(seed: int, size: int) -> dict[int, list[int]]:
         worlds = [World("worker", rank, size, rank, size, rank, 0, torch.device("cpu")) for rank in range(size)]
-        shares = [evaluation_batches(dataset, w, batch_size=8, drawn=RandomBatches(5, seed)) for w in worlds]
+        shares = [evaluation_batches(dataset, w, batch_size=8, drawn=5, seed=seed) for w in worlds]
         return {each.index: each.data[0].tolist() for share in shares for each in share if each.counted}
 
     assert drawn(1, 1) == drawn(1, 2) == drawn(1, 4)
@@ -143,7 +143,7 @@ def test_drawn_batches_are_of_the_whole_set_in_the_end_and_others_each_time() ->
 def test_a_stream_cannot_be_drawn_from() -> None:
     world = World.alone(torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"Set evaluation\.batches=null"):
-        list(evaluation_batches(iter([1, 2]), world, batch_size=1, drawn=RandomBatches(1, 0)))
+        list(evaluation_batches(iter([1, 2]), world, batch_size=1, drawn=1))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ import pytest
 import plugins.mlflow.logger
 from worldsize.core import ConfigError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The ``noload`` loader strategy is deprecated"
-)  # of sqlalchemy, in mlflow
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # mlflow's use of it
 OPTIONS = ("recipe=digits", "recipe.width=4", "steps=6", "log_every=1", "evaluate_every=2", "checkpoint.every=2")
 TWO = ("cluster.processes=2", "cluster.threads=1", "logger.experiment=digits")
 

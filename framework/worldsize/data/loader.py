@@ -236,37 +236,24 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-@final
-@dataclass(frozen=True)
-class RandomBatches:
-    """The choice of ``count`` batches that are drawn anew, with replacement, wherever ``seed`` is another."""
-
-    count: int
-    seed: int
-
-    def indices(self, index: int, length: int, batch_size: int) -> Tensor:
-        """Return the samples of batch ``index``, int64 [batch_size], of a data set of ``length`` samples."""
-        generator = torch.Generator().manual_seed(stream(self.seed, "batch", index))
-        return torch.randint(length, (batch_size,), generator=generator)
-
-
 def evaluation_batches(
     dataset: Any,
     world: World,
     *,
     batch_size: int,
     collate: Collate = default_collate,
-    drawn: RandomBatches | None = None,
+    drawn: int | None = None,
     seed: int = 0,
 ) -> Iterator[EvaluationBatch]:
     """Yield this rank's share of the evaluation set, which is cut into the same batches at every world size.
 
     Batch b goes to rank b mod size. All ranks yield equally many: one that is short repeats its last batch, or takes
-    the set's first, with ``counted=False``. With ``drawn`` those batches make up the evaluation, not the whole set.
-    What a batch's evaluation draws follows from ``seed`` and its number.
+    the set's first, with ``counted=False``. With ``drawn``, that many batches of samples drawn with replacement make up
+    the evaluation, not the whole set. These, and what a batch's evaluation draws, follow from ``seed`` and the batch's
+    number.
     """
     if drawn is not None:
-        numbered = _random(dataset, batch_size, collate, drawn)
+        numbered = _random(dataset, batch_size, collate, drawn, seed)
     else:
         numbered = (_cut_stream if is_iterable(dataset) else _cut)(dataset, batch_size, collate)
     spare, index = None, -1
@@ -282,7 +269,7 @@ def evaluation_batches(
 
 
 def _random(
-    dataset: Any, batch_size: int, collate: Collate, drawn: RandomBatches
+    dataset: Any, batch_size: int, collate: Collate, count: int, seed: int
 ) -> Iterator[tuple[int, Callable[[], Batch]]]:
     if is_iterable(dataset):
         raise ConfigError(
@@ -290,8 +277,10 @@ def _random(
         )
     if len(dataset) == 0:
         return
-    for index in range(drawn.count):
-        yield index, partial(fetch, dataset, drawn.indices(index, len(dataset), batch_size), collate)
+    for index in range(count):
+        generator = torch.Generator().manual_seed(stream(seed, "batch", index))
+        indices = torch.randint(len(dataset), (batch_size,), generator=generator)
+        yield index, partial(fetch, dataset, indices, collate)
 
 
 def _cut(dataset: Any, batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], Batch]]]:

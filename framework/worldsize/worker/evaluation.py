@@ -12,7 +12,7 @@ from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import load
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key
-from worldsize.data.loader import RandomBatches, collate_of, evaluation_batches
+from worldsize.data.loader import collate_of, evaluation_batches
 from worldsize.engine.averaging import evaluate_all
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import write_result
@@ -37,14 +37,13 @@ class EvaluationData:
     def batches(self, split: str, step: int, part: World) -> Iterator[EvaluationBatch]:
         """Yield the share of the process that ``part`` places among the parts of the data."""
         self.build([split])
-        seed = stream(self._training.seed, f"evaluation/{split}", step)
         return evaluation_batches(
             self._datasets[split],
             part,
             batch_size=self._training.evaluate_batch_size,
             collate=collate_of(self._recipe),
-            drawn=None if self._batches is None else RandomBatches(self._batches, seed),
-            seed=seed,
+            drawn=self._batches,
+            seed=stream(self._training.seed, f"evaluation/{split}", step),
         )
 
 
