@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from worldsize.config.compose import compose_and_call, compose_only, task_overrides
@@ -68,6 +70,29 @@ def test_what_is_recorded_composes_again() -> None:
     assert words == ["+experiment=short", "seed=5"]
     (cfg,) = composed(*words)
     assert (cfg.steps, cfg.seed) == (3, 5)
+
+
+@pytest.mark.parametrize("words", [[], ["experiment=text", "seed=5"], ["~schedule", "+sweep.a=1"]])
+def test_a_single_run_has_the_configuration_that_hydras_command_line_gives(words: Sequence[str]) -> None:
+    def seen(*flags: str) -> list[Any]:
+        found: list[Any] = []
+        said = [*flags, *words, "hydra.job.name=app"]  # else it is the name of the module that has the function below
+        compose_and_call(lambda cfg: found.extend([cfg, OmegaConf.to_container(HydraConfig.get())]), said)
+        found[1]["mode"] = None  # Hydra's command line names it, and among the overrides
+        found[1]["overrides"]["hydra"] = [word for word in found[1]["overrides"]["hydra"] if "mode" not in word]
+        return found
+
+    assert seen() == seen("--run")
+
+
+def test_hydra_is_asked_for_what_only_its_command_line_does(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OF_THE_JOB", raising=False)
+    values = [os.environ.get("OF_THE_JOB") for _ in composed()]
+    compose_and_call(lambda cfg: values.append(os.environ.get("OF_THE_JOB")), ["+hydra.job.env_set.OF_THE_JOB=x"])
+    assert values == [None, "x"]
+    sweep = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
+    (project / "conf" / "experiment" / "swept.yaml").write_text(sweep)
+    assert [cfg.seed for cfg in composed("experiment=swept")] == [1, 2]
 
 
 def test_a_group_of_an_additional_folder_needs_no_plus(tmp_path: Path) -> None:
