@@ -135,18 +135,44 @@ HEAVY = (
 )
 
 
+# what a file says in which some test, but not each, has a mark
+SAYS = {"heavy": ("mark.heavy",), "slow": ("mark.slow",), "bits": ("mark.bits", "Contract")}
+
+
+def is_heavy(path: Path) -> bool:
+    return any(path.is_relative_to(Path(__file__).parent.joinpath(*each.split("/"))) for each in HEAVY)
+
+
+def may_have(mark: str, path: Path) -> bool:
+    return (mark == "heavy" and is_heavy(path)) or any(words in path.read_text() for words in SAYS[mark])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of which ``-m`` chooses no test: each process would import all of them."""
+    marks = config.getoption("markexpr")
+    if not collection_path.match("test_*.py"):
+        return None
+    if marks == "not slow and not heavy":
+        return is_heavy(collection_path) or None
+    return (marks in SAYS and not may_have(marks, collection_path)) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and put clusters first: their tests are the longest, and must not come last.
+    """Mark tests by their folder, and put first those that may take minutes, of clusters and with a limit of their own.
 
     The contract's own tests of bits are marked here, since projects that use the contract do not have this mark.
     """
-    heavy = [Path(__file__).with_name(first).joinpath(*others) for first, *others in (e.split("/") for e in HEAVY)]
     for item in items:
         if item.name.startswith("test_a_resumed_run_ends_with_the_bits"):
             item.add_marker(pytest.mark.bits)
-        if any(item.path.is_relative_to(path) for path in heavy):
+        if is_heavy(item.path):
             item.add_marker(pytest.mark.heavy)
-    items.sort(key=lambda item: "clusters" not in item.path.parts)
+        for mark in SAYS:
+            if item.get_closest_marker(mark) and not may_have(mark, item.path):
+                raise pytest.UsageError(
+                    f"{item.path} has the mark {mark} without saying {SAYS[mark]}: -m leaves it out"
+                )
+    items.sort(key=lambda item: not ("clusters" in item.path.parts or item.get_closest_marker("timeout")))
 
 
 @pytest.fixture(scope="session")

@@ -75,8 +75,8 @@ def serve(path: str) -> NoReturn:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
-    for name in PRELOADED if select.select([listener], [], []) else ():  # at the first request, which may never come
-        importlib.import_module(name)
+    select.select([listener], [], [])  # the first request, which may never come
+    _prepare()
     children: list[_Child] = []
     while True:
         ready = select.select([listener, *(end for child in children for end in (child.line, child.end))], [], [])[0]
@@ -88,6 +88,18 @@ def serve(path: str) -> NoReturn:
         children = [child for child in children if child.line.fileno() >= 0]
         if listener in ready:
             children.append(_forked(listener.accept()[0], children))
+
+
+def _prepare() -> None:
+    """Do what every command would begin with: imports, and Hydra's search for plugins."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    from hydra.core.plugins import Plugins
+
+    from worldsize.config import schema
+
+    Plugins.instance()
+    schema.register()
 
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:

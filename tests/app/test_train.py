@@ -233,6 +233,20 @@ def test_a_recipe_that_a_mesh_cannot_divide_is_refused_at_a_resume_too(
     assert run.json("run_manifest.json") == before
 
 
+@pytest.mark.parametrize("words", [("resume", "steps=5"), ("evaluate", "cluster.processes=1"), ("reproduce",)])
+def test_a_run_whose_groups_came_from_a_folder_of_the_command_line_has_them_again(
+    train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str], words: tuple[str, ...]
+) -> None:
+    (tmp_path / "mine" / "trial").mkdir(parents=True)
+    (tmp_path / "mine" / "trial" / "short.yaml").write_text("# @package _global_\nseed: 11\n")
+    run = train("--config-dir=mine", "trial=short", *QUICK, "cluster.processes=1")
+    assert run.json("run_manifest.json")["config_dir"] == str(tmp_path / "mine")
+    name, *more = words
+    done = command(name, str(run.folder), *more, cwd=Path("/"), environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    assert run.json("run_manifest.json")["config"]["seed"] == 11
+
+
 def test_what_killed_processes_left_is_looked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     looked: list[str] = []
 

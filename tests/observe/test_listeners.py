@@ -8,6 +8,7 @@ import math
 import os
 from pathlib import Path
 from threading import Event as Flag
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -206,6 +207,27 @@ def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path
     (tmp_path / "door").open("w").close()
     listener(RunEnded(2000, "completed"))
     assert events(tmp_path / "events") == ["StepDone"] * 2000 + ["RunEnded"]
+
+
+def test_the_listener_of_an_attempt_that_was_killed_tells_the_rest_before_the_next_one_is_made(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "door")
+
+    def slow() -> Listener:
+        (tmp_path / "door").open().readline()  # waits for the first one that is written there
+        return Recorder(tmp_path / "events")
+
+    child = os.fork()
+    if child == 0:
+        SubprocessListeners({"logger": slow}, lock=tmp_path.joinpath)(step(1))
+        os._exit(9)
+    os.waitpid(child, 0)
+    writer = (tmp_path / "door").open("w")  # it waits for the reader, whose turn it is by then
+    second = SubprocessListeners({"logger": lambda: Recorder(tmp_path / "events")}, lock=tmp_path.joinpath)
+    second(step(2))
+    Timer(0.3, lambda: print("go", file=writer, flush=True)).start()
+    second(RunEnded(2, "completed"))
+    writer.close()
+    assert events(tmp_path / "events") == ["StepDone", "RunFailed", "StepDone", "RunEnded"]
 
 
 def test_the_end_is_bounded_even_when_the_listener_took_nothing(

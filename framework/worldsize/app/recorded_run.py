@@ -17,6 +17,7 @@ from worldsize.driver.trust import (
     check_plugins,
     check_recorded_targets,
     project_of,
+    recorded_flags,
     recorded_overrides,
     take_code,
     target_names,
@@ -67,10 +68,11 @@ def check_typed(overrides: Sequence[str]) -> None:
 
 
 def placed(record: RunRecord | RunView) -> list[str]:
-    """Return the options that say where the run's folder is, and the weights from which it began."""
+    """Return the options that say where the run's folder is, that of its groups, and the weights that it began from."""
     run, begun = record.directory, record.manifest["config"].get("init_from")
     own = [assigned("init_from", begun)] if begun else []  # of a run the checkpoint that was its newest then
-    return [assigned("run.root", run.path.parents[1]), assigned("run.name", run.id), *own]
+    flags = recorded_flags(record.manifest, own=record.is_own)
+    return [*flags, assigned("run.root", run.path.parents[1]), assigned("run.name", run.id), *own]
 
 
 def check_before_start(

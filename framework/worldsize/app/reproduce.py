@@ -23,7 +23,7 @@ from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.compose import assigned
 from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle
-from worldsize.driver.trust import check_recorded_targets, recorded_overrides, target_names
+from worldsize.driver.trust import check_recorded_targets, recorded_flags, recorded_overrides, target_names
 from worldsize.errors import WorldsizeError
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
@@ -160,7 +160,8 @@ def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> l
     kept = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in given]
     begun = manifest["config"].get("init_from")  # of a run the checkpoint that was its newest then
     pinned = [assigned("init_from", begun)] if begun and "init_from" not in given else []
-    return [*(_revealed(word) if REDACTED in word else word for word in kept), *pinned, *options.overrides]
+    revealed = (_revealed(word) if REDACTED in word else word for word in kept)
+    return [*recorded_flags(manifest, own=own), *revealed, *pinned, *options.overrides]
 
 
 def _revealed(word: str) -> str:

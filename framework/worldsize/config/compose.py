@@ -250,6 +250,12 @@ def task_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task)
 
 
+def additional_folder() -> str | None:
+    """Return the absolute path of the folder of groups that ``--config-dir`` named, if one was."""
+    sources = HydraConfig.get().runtime.config_sources
+    return next((str(source.path) for source in sources if source.provider == "command-line"), None)
+
+
 def is_sweep() -> bool:
     return str(HydraConfig.get().mode).endswith("MULTIRUN")
 

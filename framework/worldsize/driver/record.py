@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from worldsize.checkpoints.format import complete
 from worldsize.checkpoints.weights import open_weights
 from worldsize.config.catalogue import Plugin, used
-from worldsize.config.compose import choices, task_overrides
+from worldsize.config.compose import additional_folder, choices, task_overrides
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Plan
@@ -76,6 +76,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "hardware": [hardware()],
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
+        **({"config_dir": folder} if (folder := additional_folder()) else {}),
         "data": fingerprint(settings.recipe.files()),
         **({"init_from": fingerprint(open_weights(settings.initial.path).files())} if settings.initial else {}),
         "reproducibility": asdict(promised_level(settings.determinism)),

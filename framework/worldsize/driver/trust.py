@@ -44,6 +44,11 @@ def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
     return [word for word in manifest["overrides"] if own or not _widens(word)]
 
 
+def recorded_flags(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
+    """Return the flags of the command line that a record of one's own was made with."""
+    return [f"--config-dir={manifest['config_dir']}"] if own and "config_dir" in manifest else []
+
+
 def _changes_hydra(key: str) -> bool:
     """Whether a key, or a package that it puts a group into (``group@package`` or ``group@from:to``), is Hydra's."""
     name, _, packages = key.partition("@")

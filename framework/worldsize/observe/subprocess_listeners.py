@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
@@ -9,9 +10,11 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
+from pathlib import Path
 from select import select
-from typing import BinaryIO, final
+from typing import IO, BinaryIO, final
 
 from worldsize.core import Event, Listener, RunEnded, RunFailed, StepDone
 from worldsize.world.preemption import SIGNALS
@@ -19,6 +22,7 @@ from worldsize.world.preemption import SIGNALS
 _logger = logging.getLogger(__name__)
 
 _NICENESS = 10  # ranks come first, but where they take every core a listener still starts within its time
+_TURN = 60.0  # seconds that a listener waits for that of an attempt before it
 _INTERVAL = 1.0  # seconds in which steps are told of once; what else happens is told at once, such as a checkpoint
 
 
@@ -36,6 +40,8 @@ class SubprocessListeners:
         timeout: Seconds that a run which has ended waits for the rest to be told.
         grace: Returns the seconds that a run which was asked to end, or failed, has until it is killed; it waits no
             longer than that.
+        lock: Returns the file at which the listeners of that name take turns, which several attempts of a run may
+            have: the one of an attempt that was killed goes on until it has told what happened before.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class SubprocessListeners:
         *,
         timeout: float = 120.0,
         grace: Callable[[], float] = lambda: 30.0,
+        lock: Callable[[str], Path] | None = None,
     ) -> None:
         self._timeout, self._grace = timeout, grace
         self._ended = False
@@ -51,7 +58,8 @@ class SubprocessListeners:
         self._sent = -math.inf  # when something was sent
         self._processes: list[_ListenerProcess] = []
         for name, make in makers.items():
-            self._processes.append(_ListenerProcess(name, make, self._processes))
+            place = lock(name) if lock else None
+            self._processes.append(_ListenerProcess(name, make, self._processes, place))
 
     def __call__(self, event: Event) -> None:
         if self._ended:
@@ -91,14 +99,18 @@ class SubprocessListeners:
 class _ListenerProcess:
     """One listener's process, and the pipe that events go through; ``before``: those that were forked before it."""
 
-    def __init__(self, name: str, make: Callable[[], Listener], before: Sequence[_ListenerProcess]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Listener], before: Sequence[_ListenerProcess], lock: Path | None
+    ) -> None:
         self.name = name
         receiver, self.sender = os.pipe()
         os.set_blocking(self.sender, False)
         self._unsent = bytearray()
         self._is_closed = False
         senders = [self.sender, *(each.sender for each in before)]
-        self._process = get_context("fork").Process(target=_serve, args=(name, make, receiver, senders), daemon=True)
+        self._process = get_context("fork").Process(
+            target=_serve, args=(name, make, receiver, senders, lock), daemon=True
+        )
         self._process.start()
         os.close(receiver)
 
@@ -133,7 +145,7 @@ class _ListenerProcess:
         return False
 
 
-def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequence[int]) -> None:
+def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequence[int], lock: Path | None) -> None:
     """Pass events to the listener, in the forked process."""
     for sender in senders:
         os.close(sender)  # or the end of the training process would not be seen
@@ -141,13 +153,33 @@ def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequ
     for number in SIGNALS:  # what they ask of the run, the training process says
         signal.signal(number, signal.SIG_IGN)
     try:
-        with open(receiver, "rb") as events:
+        with open(receiver, "rb") as events, _turn(lock):
             listener = make()
             while not isinstance(event := _next(events), RunEnded | RunFailed):
                 listener(event)
             listener(event)
     except Exception as error:  # any: a third party's code, which must not end the training
         _logger.warning("the %s failed and is off for the rest of the run: %s: %s", name, type(error).__name__, error)
+
+
+def _turn(lock: Path | None) -> AbstractContextManager[object]:
+    """Wait for ``lock``, but not for ever, and return what holds it; nothing does where a file system has no locks."""
+    deadline = time.monotonic() + _TURN
+    try:
+        file = lock.open("a") if lock else None
+        while file and not _locked(file) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    except OSError:
+        return nullcontext()
+    return file or nullcontext()
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which no process inherits that the listener starts
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def _next(events: BinaryIO) -> Event:

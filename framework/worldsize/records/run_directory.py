@@ -54,6 +54,10 @@ class RunDirectory:
         """The file in which a process that fails says why."""
         return self.path / "logs" / f"{role}_{rank:05d}.error.json"
 
+    def listener_lock(self, name: str) -> Path:
+        """The file at which the listeners of that name, one an attempt, take turns."""
+        return self.path / "logs" / f"{name}.lock"
+
     def profile(self, rank: int) -> Path:
         """The trace of one worker, JSON."""
         return self.path / "profile" / f"worker_{rank:05d}.json"

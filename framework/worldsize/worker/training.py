@@ -68,7 +68,9 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemp
         name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
     }
     loggers = SubprocessListeners(
-        makers, grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING)
+        makers,
+        grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING),
+        lock=run.listener_lock,
     )
     return [*own, JsonLines(run.metrics), EventLog(run.events), loggers]
 
