@@ -102,7 +102,7 @@ def _world(
 
 
 def _groups(placement: Placement, roles: Mapping[str, Role], timeout: timedelta) -> dict[str, ProcessGroup]:
-    # every rank must create every group, members or not
+    # every rank must create each of these groups, members or not
     training = role_ranks({name: role for name, role in roles.items() if not role.serves})
     everyone = range(sum(len(members) for members in training.values()))
     groups = {"all": _group(everyone, everyone, timeout)}
@@ -116,17 +116,28 @@ def _groups(placement: Placement, roles: Mapping[str, Role], timeout: timedelta)
 
 
 def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessGroup]:
-    size = placement.local_world_size
-    everyone = range(placement.world_size)
-    nodes = [_group(everyone[start : start + size], everyone, timeout) for start in everyone[::size]]
-    across = [_group(everyone[local::size], everyone, timeout) for local in range(size)]
-    return {"node": nodes[placement.node_rank], "across": across[placement.local_rank]}
+    size, everyone = placement.local_world_size, range(placement.world_size)
+    first = placement.node_rank * size
+    return {
+        "node": _own_group(everyone[first : first + size], everyone, timeout),
+        "across": _own_group(everyone[placement.local_rank :: size], everyone, timeout),
+    }
 
 
 def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
     return cast("ProcessGroup", dist.new_group(list(members), timeout))  # where this rank is no member, a placeholder
+
+
+def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
+    """Return the group of ``members``, which they alone create: a world of many nodes has as many such groups.
+
+    All ranks must create equally many groups in this way, since torch names them by their number.
+    """
+    if members == everyone and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    return cast("ProcessGroup", dist.new_group(list(members), timeout, use_local_synchronization=True))
 
 
 def places(world: World) -> list[tuple[str, str]]:
