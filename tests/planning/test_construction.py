@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from recipes.digits.recipe import Digits
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.core import ConfigError, Recipe, TensorStyle
+from worldsize.core import ConfigError, Recipe, Strategy, TensorStyle
 from worldsize.planning.construction import check_construction
+from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
@@ -94,6 +95,16 @@ def test_random_numbers_of_this_process_stay_as_they_were() -> None:
     check_construction(Made(make=drawing), Single())
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), Mesh(tensor=2)], ids=["fsdp", "mesh"])
+def test_gradients_that_cannot_be_sharded_are_refused(strategy: Strategy) -> None:
+    def rows() -> nn.Module:
+        return nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+
+    with pytest.raises(ConfigError, match="^0 is an Embedding with sparse=True, whose gradients cannot be sharded"):
+        check_construction(Made(make=rows), strategy)
+    check_construction(Made(make=rows), Single())
 
 
 def test_the_schedule_is_built_too() -> None:

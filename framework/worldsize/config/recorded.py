@@ -48,7 +48,7 @@ def read_settings(run: RunDirectory) -> Settings:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.load(path.read_text(), _Loader)
+        config = yaml.load(path.read_bytes(), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Take it from a copy of the run.") from None
     run = config.get("run") if isinstance(config, dict) else None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
 
 from worldsize.core import (
     Cluster,
@@ -34,7 +35,7 @@ from worldsize.strategies.multi_update import MultiUpdateReplica
 from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
-from worldsize.strategies.wrapping import CallingRoot, Wrap, units
+from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_sparse_gradients, units
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,6 +76,9 @@ class FSDP(Strategy):
                 f"strategy.param_dtype={self.param_dtype}: {type(recipe).__name__} calls parts of its model by itself, "
                 "whose inputs no hook converts. Set strategy.param_dtype=null, and precision=bf16 if it is to be fast."
             )
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_sparse_gradients(model)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         size = self._shard_size(cluster.processes, cluster.processes_per_node)

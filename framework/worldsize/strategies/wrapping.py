@@ -43,6 +43,16 @@ def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
     return 0
 
 
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise ConfigError if a gradient will be a sparse tensor, which cannot be divided into shards."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"{name} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded. Make it "
+                "dense, or use strategy=parameter_server, which deals its rows to servers, or strategy=ddp."
+            )
+
+
 @final
 class CallingRoot(nn.Module):
     """Holds a model and calls whatever it is handed, so that what surrounds its forward pass surrounds that.

@@ -27,7 +27,7 @@ from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
 from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
-from worldsize.strategies.wrapping import Wrap
+from worldsize.strategies.wrapping import Wrap, refuse_sparse_gradients
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,6 +95,7 @@ class Mesh(Strategy):
             check_pipelines(recipe)
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_sparse_gradients(model)
         if self.tensor > 1:
             plan_of(recipe, model, ranks=self.tensor)
         if self.pipeline > 1:
