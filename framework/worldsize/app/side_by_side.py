@@ -13,6 +13,8 @@ from typing import final
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 
+_WAKING = 0.5  # seconds
+
 
 def is_side_by_side(arguments: Sequence[str]) -> bool:
     """Tell whether the words choose joblib, whose processes are children of this one."""
@@ -50,12 +52,19 @@ class SideBySide:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Pass on the signals that ask for an end, and that of a terminal that closes, without taking them."""
+        """Pass on the signals that ask for an end, and that of a terminal that closes, without taking them.
+
+        The kernel may hand a signal to any thread, but Python handles it in the main one, which joblib lets wait: a
+        timer wakes that.
+        """
         numbers = [number for number in (*SIGNALS, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: None)
+        timer = signal.setitimer(signal.ITIMER_REAL, _WAKING, _WAKING)
         try:
             yield
         finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
