@@ -164,14 +164,16 @@ def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequ
 
 def _turn(lock: Path | None) -> AbstractContextManager[object]:
     """Wait for ``lock``, but not for ever, and return what holds it; nothing does where a file system has no locks."""
+    if lock is None:
+        return nullcontext()
     deadline = time.monotonic() + _TURN
     try:
-        file = lock.open("a") if lock else None
-        while file and not _locked(file) and time.monotonic() < deadline:
+        file = lock.open("a")
+        while not _locked(file) and time.monotonic() < deadline:
             time.sleep(0.05)
     except OSError:
         return nullcontext()
-    return file or nullcontext()
+    return file
 
 
 def _locked(file: IO[str]) -> bool:

@@ -45,12 +45,20 @@ def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
 
 def refuse_sparse_gradients(model: nn.Module) -> None:
     """Raise ConfigError if a gradient will be a sparse tensor, which cannot be divided into shards."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConfigError(
-                f"{name} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded. Make it "
-                "dense, or use strategy=parameter_server, which deals its rows to servers, or strategy=ddp."
-            )
+    for name, module in sparse_embeddings(model).items():
+        raise ConfigError(
+            f"{name} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded. Make it "
+            "dense, or use strategy=parameter_server, which deals its rows to servers, or strategy=ddp."
+        )
+
+
+def sparse_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Return the embeddings of ``model`` with ``sparse=True`` by name, in its order."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
 
 
 @final

@@ -16,6 +16,7 @@ from worldsize.errors import neighbours
 from worldsize.strategies.parameter_server.row_store import RowStore
 from worldsize.strategies.parameter_server.row_updates import RowUpdate
 from worldsize.strategies.parameter_server.slot_index import Sharding, slot_index
+from worldsize.strategies.wrapping import sparse_embeddings
 
 RowGradients = tuple[Tensor, Tensor]  # int64 [n], sorted and each once, and float32 [n, dim]
 _SAMPLED = 16  # pushes of which one is sampled
@@ -57,8 +58,7 @@ def find_tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table
             raise ConfigError(f"row_values: the model has no module {name!r}{neighbours(name, modules)}")
     return [
         Table(f"{name}.weight", each.num_embeddings, each.embedding_dim, each.padding_idx, values.get(name, normal))
-        for name, each in modules.items()
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+        for name, each in sparse_embeddings(model).items()
     ]
 
 
