@@ -16,6 +16,7 @@ from worldsize.checkpoints.weights import Weights, open_weights
 from worldsize.core import ConfigError, Recipe, StateDict
 from worldsize.errors import neighbours
 from worldsize.reproducibility.seeds import generators_kept
+from worldsize.strategies.wrapping import sparse_embeddings
 
 _logger = logging.getLogger(__name__)
 
@@ -43,8 +44,7 @@ class InitialWeights:
             ConfigError: a name or a shape differs; it says which, and the nearest one.
         """
         model = built_empty(recipe)
-        tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse]
-        if makes_rows and tables:
+        if makes_rows and sparse_embeddings(model):
             raise ConfigError(
                 "init_from gives no values to embeddings with sparse=True whose rows servers make as they are "
                 "touched. Choose a strategy without servers, or leave init_from out; nothing was started."
