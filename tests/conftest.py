@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ from worldsize.world.scratch import private_folder
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many containers set it: each process would compile its imports
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of many small models would spin for the same few cores
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # of this process, which has imported it by now
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's background job; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parents[1]
 
 
