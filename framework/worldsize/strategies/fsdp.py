@@ -29,6 +29,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.alone import alone
+from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica
@@ -107,15 +108,14 @@ class FSDP(Strategy):
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
-        model = recipe.model()
-        if self.activation_checkpointing:
-            for block in recipe.blocks(model):
-                checkpoint(block)
         if world.size == 1:
-            return alone(recipe, model.to(world.device), context, self.reduce)
+            return alone(recipe, self._checkpointed(recipe, recipe.model()).to(world.device), context, self.reduce)
+        deferred = DeferredModel.build(recipe.model)  # no process holds all of it
+        model = self._checkpointed(recipe, deferred.model)
         mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
         root = CallingRoot(model) if is_multi else model
         self._shard(recipe, model, mesh, root)
+        deferred.fill(torch.device("cpu") if self.cpu_offload else world.device)
         copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
         if isinstance(recipe, MultiUpdateRecipe):
             sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False)
@@ -123,6 +123,13 @@ class FSDP(Strategy):
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
         sums = sharded_reducer(self.reduce, model, world, copies)
         return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
+
+    def _checkpointed(self, recipe: Recipe, model: nn.Module) -> nn.Module:
+        """Let the blocks of ``model`` compute activations again where that is asked for."""
+        if self.activation_checkpointing:
+            for block in recipe.blocks(model):
+                checkpoint(block)
+        return model
 
     def _mesh(self, world: World) -> DeviceMesh:
         """[copies, shards of a copy]; ranks that share a copy are neighbours."""

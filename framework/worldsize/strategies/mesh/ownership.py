@@ -19,6 +19,11 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
+def _place(model: nn.Module, name: str) -> Place:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
 @final
 class Ownership:
     """Knows which ranks of a pipeline hold each tensor of a model.
@@ -40,6 +45,9 @@ class Ownership:
         self.ranks = {
             name: sorted({stage % pipeline for stage in indices or [0]}) for name, indices in self.stages.items()
         }
+        self._others: set[Place] = {
+            _place(model, name) for name, first in self._aliases.items() if p not in self.ranks[first]
+        }
 
     def _add(self, stage: int, layers: Sequence[nn.Module], *, mine: bool) -> None:
         for module in {module for layer in layers for module in layer.modules()}:
@@ -52,6 +60,10 @@ class Ownership:
                 self.stages[name] = sorted({*self.stages[name], stage})
                 if mine:
                     self._places[name] = (module, key)
+
+    def holds(self, module: nn.Module, key: str) -> bool:
+        """Tell whether this rank holds what ``module`` of the model has as ``key``, before :meth:`leave_others`."""
+        return (module, key) not in self._others
 
     def check_sharded_once(self) -> None:
         """Raise ConfigError if two stages of one rank share a parameter: the data axis would shard it twice."""
@@ -83,8 +95,7 @@ class Ownership:
         """Put empty tensors on the meta device in place of what other ranks hold, in the divided model."""
         empty: dict[str, Tensor] = {}
         for name, first in self._aliases.items():
-            path, _, key = name.rpartition(".")
-            module = self._model.get_submodule(path)
+            module, key = _place(self._model, name)
             table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
             if first in self._places:
                 table[key] = getattr(*self._places[first])

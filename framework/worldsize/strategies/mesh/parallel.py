@@ -47,8 +47,6 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
             fully_shard(module, mesh=mesh["data"], reshard_after_forward=sharding.reshard_after_forward)
         for root in roots:
             time_sharding(root, torch.device(mesh.device_type), copies=False)
-    for root in roots:
-        root.to(mesh.device_type)
 
 
 def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from worldsize.core import MicroBatch, Recipe, Replica, RunContext, World
+from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.layout import AXES, Layout
@@ -43,8 +44,8 @@ class Rank:
     def replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
         mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
-        model = self.recipe.model()
-        return self._piece(model, mesh) if self.schedule.stages == 1 else self._stages(model, mesh)
+        deferred = DeferredModel.build(self.recipe.model)  # no process holds all of it
+        return self._piece(deferred, mesh) if self.schedule.stages == 1 else self._stages(deferred, mesh)
 
     @property
     def _coordinate(self) -> dict[str, int]:
@@ -67,16 +68,20 @@ class Rank:
         parts = ShardedOptimizerState(model, optimizer, own=optimizer, whole=whole)
         return TrainState(model, optimizer, self.recipe.schedule(optimizer), parts)
 
-    def _piece(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
+    def _piece(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of every layer."""
+        model = deferred.model
         whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
         divide(self.recipe, model, [model], mesh, self.sharding)
+        deferred.fill(self.context.world.device)
+        model.to(self.context.world.device)
         sums = _Clipping(sharded_reducer("flat", model, data), self._norm(()))
         train_state = self._train_state(model, whole)
         return SynchronousReplica(self.recipe, replace(self.context, world=data), train_state=train_state, reducer=sums)
 
-    def _stages(self, model: nn.Module, mesh: DeviceMesh) -> Replica:
+    def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
+        model = deferred.model
         whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
@@ -86,7 +91,9 @@ class Rank:
             self._stage(chain[index], index) for index in range(self._p, self.schedule.stages, self.layout.pipeline)
         ]
         divide(self.recipe, model, mine, mesh, self.sharding)
+        deferred.fill(self.context.world.device, lambda slot: owned.holds(slot.module, slot.name))
         for stage in mine:
+            stage.to(self.context.world.device)
             stage.listen()
         owned.leave_others()
         pipeline = Pipeline(

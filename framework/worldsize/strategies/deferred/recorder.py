@@ -1,0 +1,207 @@
+"""Watches a model's constructor, and keeps what it does to tensors on a tape instead of doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from worldsize.strategies.deferred.draws import PendingDraws, SeededError
+from worldsize.strategies.deferred.fakes import CannotDeferError, FakeStorages, is_whole
+from worldsize.strategies.deferred.tape import Deferred, Operation, Storage, Tape
+
+_aten = torch.ops.aten
+
+_LEAST = 1 << 16  # bytes of a tensor of zeros or the like; a smaller one is made at once
+
+_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default}
+_DRAWN = {_aten.rand.default, _aten.randn.default, _aten.normal.float_float}  # new tensors
+_DRAWS = {  # in place; how many random numbers they take follows from the shape
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.exponential_.default,
+    _aten.log_normal_.default,
+    _aten.cauchy_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+    _aten.bernoulli_.float,
+}
+_OVERWRITES = {*_DRAWS, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
+_DEFERS_ALWAYS = {*_EMPTY, *_DRAWN}  # of any size: what is drawn at once makes all draws before it be made
+
+
+@final
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets new tensors be fakes within its context, while ``tape`` gets how to make what they stand for.
+
+    Small tensors that are not drawn are made at once, and so is whatever depends on a number that the constructor asks
+    for: then the tensors on which that number depends are made for a moment.
+
+    Args:
+        draws_twice: See ``at_once`` of :class:`PendingDraws`.
+
+    Raises:
+        CannotDeferError: within the context, at an operation that cannot be put off.
+        SeededError: within the context, see :class:`PendingDraws`.
+    """
+
+    def __init__(self, *, draws_twice: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape, self.fakes = Tape(), FakeStorages()
+        self._draws = PendingDraws(self.tape, at_once=draws_twice)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._borrowed: list[tuple[Tensor, int]] = []  # tensors of the constructor's, and their versions
+        self._refusal: Exception | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and torch's compiler takes seconds to import
+
+    def __enter__(self) -> Recorder:
+        self._mode.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(*failure)
+
+    def check(self) -> None:
+        """Raise CannotDeferError or SeededError if the constructor did something that the tape does not have."""
+        if self._refusal is not None:  # the constructor went on after the error
+            raise self._refusal
+        self._draws.check()
+        if any(tensor._version != version for tensor, version in self._borrowed):
+            raise CannotDeferError("its constructor changes a tensor from which it made weights")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return (
+                self._put_off(func, args, kwargs) if self._waits(func, args, kwargs) else self._do(func, args, kwargs)
+            )
+        except (CannotDeferError, SeededError) as refusal:
+            self._refusal = self._refusal or refusal
+            raise
+
+    def _waits(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether ``func`` is put off: it has to do with fakes, or makes a tensor that shall be one."""
+        tensors = _tensors((args, kwargs))
+        if any(self.fakes.describe(tensor) is not None for tensor in tensors):
+            return True
+        if tensors or not _makes_on_host(func, kwargs):
+            return False
+        if func in _DEFERS_ALWAYS:
+            return True
+        shape = func(*args, **kwargs)  # a fake
+        return isinstance(shape, Tensor) and shape.nbytes >= _LEAST
+
+    def _do(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do what ``func`` does, with deferred arguments made for a moment."""
+
+        def number(leaf: Any) -> Any:
+            described = self.fakes.describe(leaf) if isinstance(leaf, Tensor) else None
+            return leaf if described is None else self.tape.value(described)
+
+        asks = any(self.fakes.describe(tensor) is not None for tensor in _tensors((args, kwargs)))
+        with unset_fake_temporarily():
+            if asks or _is_random(func):
+                self._draws.make()
+            if asks:
+                args, kwargs = tree_map(number, (tuple(args), dict(kwargs)))
+            return func(*args, **kwargs)
+
+    def _put_off(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Keep what ``func`` does on the tape; return fakes."""
+        written = _written(func, args, kwargs)
+        changes_others = [tensor for tensor in written if self.fakes.describe(tensor) is None]
+        if changes_others or torch.Tag.data_dependent_output in func.tags:
+            if len(changes_others) < len(written):
+                raise CannotDeferError(f"its constructor changes weights by {func}")
+            return self._do(func, args, kwargs)
+        if _is_random(func) and func not in _DRAWS | _DRAWN:
+            raise CannotDeferError(f"its constructor draws random numbers by {func}")
+        result = func(*args, **kwargs)
+        made = [described for tensor in _tensors(result) if (described := self._new(tensor)) is not None]
+        if (written or made) and func not in _EMPTY:
+            if not _tensors((args, kwargs)):
+                kwargs = {**kwargs, "dtype": made[0].dtype}  # the default may be another when it is made
+            self._add(func, args, kwargs, written=written, made=made)
+        return result
+
+    def _new(self, tensor: Tensor) -> Deferred | None:
+        """Describe ``tensor`` if its storage is new."""
+        nbytes = self.fakes.add(tensor)
+        if nbytes is None:
+            return None
+        self.tape.nbytes.append(nbytes)
+        return self.fakes.describe(tensor)
+
+    def _add(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        written: Sequence[Tensor],
+        made: Sequence[Deferred],
+    ) -> None:
+        kept_args, kept_kwargs = tree_map(self._kept, (tuple(args), dict(kwargs)))
+        writes = {described.storage for tensor in written if (described := self.fakes.describe(tensor)) is not None}
+        reads = _storages((kept_args, kept_kwargs))
+        if func in _OVERWRITES and is_whole(args[0]):
+            reads -= writes - _storages((kept_args[1:], kept_kwargs))
+        generator = kwargs.get("generator") or torch.default_generator if _is_random(func) else None
+        self.tape.add(Operation(func, kept_args, kept_kwargs, frozenset(reads), frozenset(writes), made, generator))
+        if generator is not None:
+            with unset_fake_temporarily():
+                self._draws.note(generator)
+
+    def _kept(self, leaf: Any) -> Any:
+        """Return an argument as the tape keeps it."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if (described := self.fakes.describe(leaf)) is not None:
+            return described
+        if leaf.nbytes < _LEAST:
+            with unset_fake_temporarily():
+                return leaf.detach().clone()  # whoever has it may change it
+        self._borrowed.append((leaf, leaf._version))
+        return leaf
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storages(tree: Any) -> set[Storage]:
+    return {leaf.storage for leaf in tree_leaves(tree) if isinstance(leaf, Deferred)}
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _makes_on_host(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``func`` makes a tensor out of none, on the host."""
+    if not any(argument.name == "device" for argument in func._schema.arguments):
+        return False
+    return torch.device(kwargs.get("device") or "cpu").type == "cpu"
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments that ``func`` writes to."""
+    changed = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            changed += _tensors(value)
+    return changed

@@ -1,0 +1,212 @@
+"""The operations of a model's constructor, from which any of its tensors can be made by itself, bit for bit.
+
+Random numbers are those of the constructor: it draws from one generator in turn, and so does who makes the tensors. A
+draw that nobody needs, such as a default initialisation that is overwritten, is made and thrown away.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+Storage: TypeAlias = int
+"""The number of a storage: the tensors that share their memory have one."""
+
+
+@final
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor that is not made yet: a view of a storage."""
+
+    storage: Storage
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def on(self, memory: torch.UntypedStorage) -> Tensor:
+        """Return the tensor, whose numbers lie in ``memory``."""
+        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+
+    def scratch(self) -> Tensor:
+        """Return a tensor of the same layout in memory of its own, with any numbers."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class Operation:
+    """One call of the constructor that wrote to deferred tensors or made them.
+
+    Attributes:
+        function: The operator of ATen.
+        args: Its arguments, in which a :class:`Deferred` stands for each deferred tensor.
+        kwargs: Its keyword arguments.
+        reads: Storages whose numbers decide the result.
+        writes: Storages of arguments that it writes to.
+        makes: The tensors that it returns in storages of their own.
+        generator: What it draws random numbers from; None: it draws none.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    reads: frozenset[Storage]
+    writes: frozenset[Storage]
+    makes: Sequence[Deferred]
+    generator: torch.Generator | None = None
+
+    def run(self, memory: dict[Storage, torch.UntypedStorage], nbytes: Sequence[int]) -> None:
+        """Do it with the storages in ``memory``, to which it adds those that it makes.
+
+        ``nbytes``: the length of each storage.
+        """
+
+        def tensor(leaf: Any) -> Any:
+            if not isinstance(leaf, Deferred):
+                return leaf
+            if leaf.storage not in memory:  # it is overwritten
+                memory[leaf.storage] = _memory(nbytes[leaf.storage])
+            return leaf.on(memory[leaf.storage])
+
+        result = self.function(*tree_map(tensor, self.args), **tree_map(tensor, self.kwargs))
+        for described, made in zip(self.makes, _tensors(result), strict=False):
+            memory[described.storage] = _laid_out(made, described, nbytes[described.storage])
+
+    def draw_in_vain(self) -> None:
+        """Draw as many random numbers as :meth:`run` does, and throw them away."""
+
+        def scratch(leaf: Any) -> Any:
+            return leaf.scratch() if isinstance(leaf, Deferred) else leaf
+
+        self.function(*tree_map(scratch, self.args), **tree_map(scratch, self.kwargs))
+
+
+def _memory(nbytes: int) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    yield from (leaf for leaf in (result if isinstance(result, list | tuple) else [result]) if isinstance(leaf, Tensor))
+
+
+def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedStorage:
+    """Return the storage of ``made`` as it was described."""
+    storage = made.untyped_storage()
+    same = (made.stride(), made.storage_offset()) == (described.stride, described.offset)
+    if same and storage.nbytes() == nbytes:
+        return storage
+    storage = _memory(nbytes)
+    described.on(storage).copy_(made)
+    return storage
+
+
+@final
+@dataclass
+class Tape:
+    """Keeps what a constructor did, in its order, and makes its tensors from that."""
+
+    operations: list[Operation] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    """The length of each storage."""
+    _writers: dict[Storage, list[int]] = field(default_factory=dict)
+    _draws: list[int] = field(default_factory=list)
+    _drawn: int = 0
+    """Draws whose random numbers have been taken from their generators."""
+    _wanted: Counter[int] | None = None
+    """For each operation, the tensors still to be made that it decides; None: that is not known yet."""
+    _states: dict[int, Tensor] = field(default_factory=dict)
+    """The state of its generator in which each past draw began that is still wanted."""
+
+    def add(self, operation: Operation) -> None:
+        """Append what the constructor did."""
+        index = len(self.operations)
+        self.operations.append(operation)
+        for storage in {*operation.writes, *(made.storage for made in operation.makes)}:
+            self._writers.setdefault(storage, []).append(index)
+        if operation.generator is not None:
+            self._draws.append(index)
+
+    def in_order(self, tensors: Collection[Deferred]) -> list[Deferred]:
+        """Return ``tensors`` in the order in which to make them, so that random numbers are drawn once.
+
+        Whoever makes others, or in another order, draws some of them twice, with the same values.
+        """
+        last_draws: dict[Deferred, int] = {}
+        self._wanted = Counter()
+        for tensor in tensors:
+            needed = self._needed(tensor)
+            self._wanted.update(needed)
+            last_draws[tensor] = max((index for index in needed if self.operations[index].generator), default=-1)
+        self._states = {index: state for index, state in self._states.items() if self._wanted[index]}
+        return sorted(last_draws, key=lambda tensor: last_draws[tensor])
+
+    def value(self, tensor: Deferred) -> Tensor:
+        """Make ``tensor``, in memory that it shares with no other."""
+        memory: dict[Storage, torch.UntypedStorage] = {}
+        with torch.no_grad():
+            for index in self._needed(tensor):
+                self._run(index, memory)
+        if tensor.storage not in memory:  # nothing was written to it
+            memory[tensor.storage] = _memory(self.nbytes[tensor.storage])
+        return tensor.on(memory[tensor.storage])
+
+    def draw_all(self) -> None:
+        """Take the random numbers of all draws from the generators, so that they are as the constructor leaves them."""
+        self._draw_before(len(self.operations))
+
+    def _needed(self, tensor: Deferred) -> list[int]:
+        """Return the places of the operations that decide ``tensor``, in their order."""
+        chosen: set[int] = set()
+        wanted = [(tensor.storage, len(self.operations))]
+        while wanted:
+            storage, before = wanted.pop()
+            writers = self._writers.get(storage, [])
+            if (place := bisect_left(writers, before)) and (writer := writers[place - 1]) not in chosen:
+                chosen.add(writer)
+                wanted += [(read, writer) for read in self.operations[writer].reads]
+        return sorted(chosen)
+
+    def _run(self, index: int, memory: dict[Storage, torch.UntypedStorage]) -> None:
+        operation = self.operations[index]
+        if self._wanted is not None:
+            self._wanted[index] -= 1
+        if operation.generator is None:
+            operation.run(memory, self.nbytes)
+            return
+        self._draw_before(index)
+        if self._drawn < len(self._draws) and self._draws[self._drawn] == index:
+            self._draw(operation, index)
+            operation.run(memory, self.nbytes)
+            return
+        now = operation.generator.get_state()
+        operation.generator.set_state(self._states[index])
+        try:
+            operation.run(memory, self.nbytes)
+        finally:
+            operation.generator.set_state(now)
+        if not self._is_wanted(index):
+            del self._states[index]
+
+    def _draw_before(self, index: int) -> None:
+        """Make the draws before ``index`` that have not been made."""
+        while self._drawn < len(self._draws) and (first := self._draws[self._drawn]) < index:
+            self._draw(self.operations[first], first)
+            self.operations[first].draw_in_vain()
+
+    def _draw(self, operation: Operation, index: int) -> None:
+        """Note that the next draw is being made, and where its generator stands if it will be made again."""
+        assert operation.generator is not None
+        if self._is_wanted(index):
+            self._states[index] = operation.generator.get_state()
+        self._drawn += 1
+
+    def _is_wanted(self, index: int) -> bool:
+        return self._wanted is None or self._wanted[index] > 0
