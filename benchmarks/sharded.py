@@ -2,24 +2,29 @@
 
 uv run python benchmarks/sharded.py memory 4      # resident memory that each strategy adds, 4 processes
 uv run python benchmarks/sharded.py step 2        # strategy=fsdp beside a loop with fully_shard, 2 processes
+uv run python benchmarks/sharded.py begin 4       # the most memory of a process before the first step, 4 processes
+uv run python benchmarks/sharded.py begin 4 600   # the same if a process may grow by 600 MB
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -146,5 +151,59 @@ def step(processes: int) -> None:
     Console().print(drawn)
 
 
+# ---------------------------------------------------------------- memory before the first step
+
+LARGE = replace(RECIPE, width=1024, depth=16)
+
+
+def figure(name: str) -> int:
+    """Return a figure of the kernel's about this process, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def made_whole(world: World) -> object:
+    """Make the model as most programs do: whole, and then its shards."""
+    assert world.group is not None
+    model, mesh = LARGE.model(), DeviceMesh.from_group(world.group, "cpu")
+    for block in LARGE.blocks(model):
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def begun(make: Callable[[World], object], limit_mb: int, world: World) -> tuple[int, float, int]:
+    """Return the most bytes by which this process grew, seconds, and the bytes of its shards; -1 if they do not fit."""
+    fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (world.size,)))  # imports what it uses
+    if limit_mb:
+        resource.setrlimit(resource.RLIMIT_DATA, (figure("VmData") + limit_mb * 10**6,) * 2)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, begins = figure("VmRSS"), time.perf_counter()
+    try:
+        model = make(world)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        return -1, 0.0, -1
+    seconds = time.perf_counter() - begins
+    module = model if isinstance(model, nn.Module) else cast("SynchronousReplica", model).model
+    shards = sum(cast("DTensor", each).to_local().nbytes for each in module.parameters())
+    return figure("VmHWM") - before, seconds, shards
+
+
+def begin(processes: int, limit_mb: int = 0) -> None:
+    size = sum(parameter.nbytes for parameter in LARGE.model().parameters())
+    title = f"{size / 1e6:.0f} MB of parameters, {processes} processes"
+    drawn = Table("", "shards", "process grew by at most", "seconds", title=title)
+    makers = {
+        "whole, then fully_shard": made_whole,
+        "strategy=fsdp": lambda world: FSDP().replica(LARGE, RunContext(world)),
+    }
+    for name, make in makers.items():
+        grown, seconds, shards = max(run_in_worlds(partial(begun, make, limit_mb), processes, timeout=600))
+        cells = (f"{shards / 1e6:,.0f} MB", f"{grown / 1e6:,.0f} MB", f"{seconds:.1f}")
+        drawn.add_row(name, *(cells if grown >= 0 else ("", f"more than {limit_mb} MB: no memory", "")))
+    Console().print(drawn)
+
+
 if __name__ == "__main__":
-    {"memory": memory, "step": step}[sys.argv[1]](int(sys.argv[2]))
+    {"memory": memory, "step": step, "begin": begin}[sys.argv[1]](*map(int, sys.argv[2:]))
