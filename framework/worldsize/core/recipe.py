@@ -48,7 +48,10 @@ class Recipe(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model on the CPU, whatever trains it, so that its initial weights are the same everywhere."""
+        """Build the model on the CPU, whatever trains it, so that its initial weights are the same everywhere.
+
+        Strategies that shard the model may run this with fakes of tensors, and make the weights later, one at a time.
+        """
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
