@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from worldsize.reproducibility.level import Downgrade, ReproducibilityLevel, downgraded_level, recorded_level
+from typing import Any
+
+from worldsize.reproducibility.level import (
+    Downgrade,
+    ReproducibilityLevel,
+    downgraded_level,
+    downgrades,
+    recorded_level,
+)
 
 BITWISE = {"reproducibility": {"level": "bitwise", "why": "on this CPU"}}
 TOLERANCE = {"reproducibility": {"level": "tolerance", "why": "kernels are not pinned"}}
@@ -18,3 +26,15 @@ def test_the_lowest_level_counts_and_says_why() -> None:
 def test_a_manifest_too_old_to_name_its_level_has_none() -> None:
     assert recorded_level({}).level == "none"
     assert downgraded_level({}, BITWISE, []) == recorded_level({})
+
+
+def manifest(**determinism: object) -> dict[str, Any]:
+    code = {"commit": None, "patch_sha256": None, "left_out": [], "scrubbed": False, "framework": None}
+    shared = {"environment": {"packages": {}}, "hardware": [{}], "cluster": {}, "code": code, "config": {"cluster": {}}}
+    return {**shared, "determinism": {"reduce": "ordered", **determinism}}
+
+
+def test_another_order_of_samples_is_another_result() -> None:
+    assert downgrades(manifest(order=2), manifest(order=2)) == []
+    expected = [Downgrade("tolerance", "order of samples: 1 then, 2 now")]
+    assert downgrades(manifest(order=1), manifest(order=2)) == expected

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple, final
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, Recipe, World
 from worldsize.data.balanced import Balanced
+from worldsize.data.permutation import permuted
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
@@ -59,7 +60,7 @@ class Order:
         while positions:
             epoch, offset = divmod(positions.start, length)
             taken = min(len(positions), length - offset)
-            parts.append(_permutation(stream(self.seed, "order", epoch), length)[offset : offset + taken])
+            parts.append(permuted(stream(self.seed, "order", epoch), length, range(offset, offset + taken)))
             positions = positions[taken:]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -71,11 +72,6 @@ class Order:
 def logical_ranks_of(rank: int, size: int, total: int) -> tuple[int, ...]:
     """Return the logical ranks of process ``rank``: strided, so that halving the processes merges tree neighbours."""
     return tuple(range(rank, total, size))
-
-
-@lru_cache(maxsize=2)
-def _permutation(seed: int, length: int) -> Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 Collate = Callable[[list[Any]], Batch]

@@ -21,6 +21,7 @@ from worldsize.config.compose import additional_folder, choices, task_overrides
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Plan
+from worldsize.data.permutation import ORDER
 from worldsize.engine.initial_weights import InitialWeights
 from worldsize.records.redaction import Scrubber, withheld
 from worldsize.records.run_directory import RunDirectory
@@ -136,6 +137,13 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
         )
     if "data" not in ignore:
         check_data(manifest["data"], fingerprint(settings.recipe.files()))
+    if (order := manifest["determinism"].get("order", 1)) != ORDER:
+        _logger.warning(
+            "the run was begun with version %d of the order of samples, and goes on with version %d: of a data set of "
+            "more than 4 million, an epoch may see some twice and others not at all",
+            order,
+            ORDER,
+        )
     if settings.initial and not complete(record.directory.checkpoints):  # else it goes on from its newest checkpoint
         check_initial(settings.initial, manifest.get("init_from"))
 
@@ -242,6 +250,7 @@ def _determinism(settings: Settings) -> dict[str, Any]:
         "seed": settings.training.seed,
         "streams": seeds.__doc__,
         "logical_ranks": settings.logical_ranks,
+        "order": ORDER,
         "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),
         "environment": relevant_variables(os.environ),
         **settings.determinism.describe(),

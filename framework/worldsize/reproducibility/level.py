@@ -146,6 +146,7 @@ _DECIDES_BITS = {
     "GPUs": ("hardware", 0, "gpus"),
     "backend": ("cluster", "backend"),
     "device": ("config", "cluster", "device"),
+    "order of samples": ("determinism", "order"),
     "threads a process": ("determinism", "threads_per_process"),
     "variables": ("determinism", "environment"),
 }

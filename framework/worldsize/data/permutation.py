@@ -1,0 +1,81 @@
+"""Permutations of a data set's indices by a key: each is computed by itself, whatever the number of samples.
+
+A data set of at most 2²² samples is permuted whole by ``torch.randperm``, which every process then holds (32 MiB). A
+larger one is permuted by a block cipher on the smallest domain of 2ᵇ numbers that holds all indices, with cycle-walking
+(Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, section 3): what is enciphered to a number that
+is no index is enciphered again. The cipher is a Feistel network (Luby and Rackoff 1988) with halves of b/2 bits, or of
+b/2 ± ½, whose round function is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worldsize.reproducibility.seeds import stream
+
+ORDER = 2
+"""The version of the order of samples, which a seed alone decides; another one draws other samples."""
+
+_WHOLE = 1 << 22  # samples
+_ROUNDS = 8
+_Words = NDArray[numpy.uint64]
+
+
+def permuted(seed: int, length: int, places: range) -> Tensor:
+    """Return the indices, int64 [places], that stand at ``places`` of the permutation of ``range(length)``.
+
+    It takes memory for ``places`` alone if ``length`` is above 2²².
+
+    Args:
+        seed: Key of the permutation.
+        length: How many indices there are, at most 2⁶².
+        places: Places below ``length``.
+    """
+    if length <= _WHOLE:
+        return _whole(seed, length)[places.start : places.stop]
+    return torch.from_numpy(enciphered(seed, length, numpy.arange(places.start, places.stop, dtype=numpy.uint64)))
+
+
+@lru_cache(maxsize=2)
+def _whole(seed: int, length: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+
+
+def enciphered(seed: int, length: int, numbers: _Words) -> NDArray[numpy.int64]:
+    """Return a permutation of ``range(length)`` at ``numbers``, which are below it."""
+    bits = max(2, (length - 1).bit_length())
+    keys = _keys(seed)
+    indices = _cipher(numbers, keys, bits)
+    while (outside := numpy.flatnonzero(indices >= length)).size:
+        indices[outside] = _cipher(indices[outside], keys, bits)
+    return indices.astype(numpy.int64)
+
+
+@lru_cache(maxsize=2)
+def _keys(seed: int) -> list[numpy.uint64]:
+    return [numpy.uint64(stream(seed, "round", number)) for number in range(_ROUNDS)]
+
+
+def _cipher(numbers: _Words, keys: list[numpy.uint64], bits: int) -> _Words:
+    """Permute numbers below 2 to the power of ``bits``."""
+    low_bits = numpy.uint64(bits // 2)
+    low_mask = numpy.uint64((1 << (bits // 2)) - 1)
+    high_mask = numpy.uint64((1 << (bits - bits // 2)) - 1)
+    high, low = numbers >> low_bits, numbers & low_mask
+    for number, key in enumerate(keys):
+        if number % 2:
+            low = low ^ (_mixed(high ^ key) & low_mask)
+        else:
+            high = high ^ (_mixed(low ^ key) & high_mask)
+    return (high << low_bits) | low
+
+
+def _mixed(words: _Words) -> _Words:
+    words = (words ^ (words >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return words ^ (words >> numpy.uint64(31))
