@@ -29,7 +29,7 @@ def test_a_manifest_too_old_to_name_its_level_has_none() -> None:
 
 
 def manifest(**determinism: object) -> dict[str, Any]:
-    code = {"commit": None, "patch_sha256": None, "left_out": [], "scrubbed": False, "framework": None}
+    code: dict[str, Any] = {"commit": None, "patch_sha256": None, "left_out": [], "scrubbed": False, "framework": None}
     shared = {"environment": {"packages": {}}, "hardware": [{}], "cluster": {}, "code": code, "config": {"cluster": {}}}
     return {**shared, "determinism": {"reduce": "ordered", **determinism}}
 
