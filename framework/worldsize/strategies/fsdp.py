@@ -38,6 +38,7 @@ from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_sparse_gradients, units
 
+_WHOLE_AT_MOST = 2**30  # bytes of gradients that each rank keeps whole between micro-batches unless it is asked for
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -51,7 +52,9 @@ class FSDP(Strategy):
     ``wrap_parameters`` by "size", or "auto": blocks if the recipe has any. ``reshard_after_forward=False`` keeps
     gathered parameters until the backward pass (ZeRO stage 2). ``param_dtype``, ``reduce_dtype``: in which
     parameters are gathered and computed with, and gradients summed (None: as they are; ``numerics.precision`` is
-    autocast, as everywhere). ``reduce="ordered"``: the bits of every other strategy at every world size.
+    autocast, as everywhere). ``accumulate``: between the micro-batches of a step, gradients are kept "whole" and
+    reduced once, or "sharded" and reduced each time; "auto": sharded if whole they take more than 1 GiB.
+    ``reduce="ordered"``: the bits of every other strategy at every world size, whose sums are kept whole.
     """
 
     averages_weights = True
@@ -63,6 +66,7 @@ class FSDP(Strategy):
     reshard_after_forward: bool = True
     param_dtype: Precision | None = None
     reduce_dtype: Precision | None = None
+    accumulate: Literal["auto", "whole", "sharded"] = "auto"
     activation_checkpointing: bool = False
     cpu_offload: bool = False
 
@@ -70,6 +74,11 @@ class FSDP(Strategy):
         super().__post_init__()
         if not (self.shard in ("all", "node") or isinstance(self.shard, int)):
             raise ConfigError(f"strategy.shard={self.shard!r} is unknown. Known: all, node, or a number of ranks.")
+        if self.accumulate == "sharded" and self.reduce == "ordered":
+            raise ConfigError(
+                "strategy.accumulate=sharded adds up shards in an order that depends on the number of processes, which "
+                "reproducibility=elastic excludes. Set strategy.accumulate=whole, or reproducibility=deterministic."
+            )
 
     def check_recipe(self, recipe: Recipe) -> None:
         if isinstance(recipe, MultiUpdateRecipe) and self.param_dtype is not None:
@@ -103,8 +112,13 @@ class FSDP(Strategy):
             scattered_share=_share_of_fp32(self.reduce_dtype or self.param_dtype),
             activation_checkpointing=self.activation_checkpointing,
             cpu_offload=self.cpu_offload,
+            accumulates_shards=self._accumulates_shards(work.parameter_bytes),
         )
         return fsdp_cost(work, cluster, sharding)
+
+    def _accumulates_shards(self, parameter_bytes: float) -> bool:
+        by_size = self.accumulate == "auto" and self.reduce != "ordered" and parameter_bytes > _WHOLE_AT_MOST
+        return by_size or self.accumulate == "sharded"
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
@@ -117,11 +131,14 @@ class FSDP(Strategy):
         self._shard(recipe, model, mesh, root)
         deferred.fill(torch.device("cpu") if self.cpu_offload else world.device)
         copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
+        shards = self._accumulates_shards(
+            sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        )
         if isinstance(recipe, MultiUpdateRecipe):
-            sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False)
+            sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False, accumulates_shards=shards)
             states = MultiTrainState.of(recipe, model)
             return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
-        sums = sharded_reducer(self.reduce, model, world, copies)
+        sums = sharded_reducer(self.reduce, model, world, copies, accumulates_shards=shards)
         return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
 
     def _checkpointed(self, recipe: Recipe, model: nn.Module) -> nn.Module:

@@ -24,11 +24,13 @@ class FSDPSharding:
     """The same of gradients that are reduce-scattered."""
     activation_checkpointing: bool
     cpu_offload: bool
+    accumulates_shards: bool = False
+    """Whether gradients are reduced after each micro-batch, not once a step."""
 
 
 def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
-    """Cost of gathering parameters for the forward pass and, unless kept, for the backward pass, and of the gradients'
-    reduce-scatter; with several copies they are all-reduced between these.
+    """Return the cost of gathering parameters for the forward pass and, unless kept, for the backward pass of each
+    micro-batch, and of the gradients' reduce-scatter; with several copies they are all-reduced between these.
 
     gloo's reduce-scatter is an all-reduce of which most is thrown away (bytes counted at the interface:
     benchmarks/README.md), and waits for each unit; on GPUs only the first gather and the last reduce-scatter have
@@ -37,6 +39,8 @@ def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
     payload, size = work.parameter_bytes, sharding.ranks
     on_cpu = cluster.backend == "gloo"
     gathers, scatters = 2 if sharding.reshard_after_forward else 1, 2 if on_cpu else 1
+    turns = max(1, work.micro_batches)
+    gathers, scatters = gathers * turns, scatters * (turns if sharding.accumulates_shards else 1)
     passes = gathers * sharding.gathered_share + scatters * sharding.scattered_share
     inside = slowest(cluster) if size > cluster.processes_per_node else link(cluster, "node")
     units = work.blocks + 1  # gathered one by one, the rest of the model as one
@@ -64,4 +68,5 @@ def _memory_bytes(work: Workload, sharding: FSDPSharding) -> float:
     gathered = 2 * work.unit_bytes if sharding.reshard_after_forward else work.parameter_bytes
     activations = work.boundary_bytes * work.blocks if sharding.activation_checkpointing else work.activation_bytes
     kept = 0.0 if sharding.cpu_offload else (2 * work.parameter_bytes + work.optimizer_bytes) / sharding.ranks
-    return kept + gathered * sharding.gathered_share + activations
+    summed = work.parameter_bytes if work.micro_batches > 1 and not sharding.accumulates_shards else 0.0
+    return kept + gathered * sharding.gathered_share + summed + activations

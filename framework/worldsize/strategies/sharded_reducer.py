@@ -30,6 +30,7 @@ def sharded_reducer(
     copies: ProcessGroup | None = None,
     *,
     averages_buffers: bool = True,
+    accumulates_shards: bool = False,
 ) -> GradientReducer:
     """Make the reducer of ``model``, sharded if it is an FSDPModule.
 
@@ -39,6 +40,7 @@ def sharded_reducer(
         world: The ranks that train it.
         copies: The ranks with the same shards; None: there is one copy.
         averages_buffers: Whether the reducer averages what forward passes change, such as BatchNorm's statistics.
+        accumulates_shards: Whether gradients are reduced after each micro-batch, which the fixed tree does not do.
     """
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
@@ -46,23 +48,27 @@ def sharded_reducer(
     buffers = BufferMean(model if averages_buffers else nn.Module(), world.group)
     if reduce == "ordered":
         return OrderedShardReducer(model, world, copies, buffers)
-    return ReduceScatterReducer(model, buffers)
+    return ReduceScatterReducer(model, buffers, accumulates_shards=accumulates_shards)
 
 
 @final
 class ReduceScatterReducer(GradientReducer):
-    """Torch's reduce-scatter, once a step: the gradients of earlier micro-batches are kept whole until then."""
+    """Torch's reduce-scatter, once a step: the gradients of earlier micro-batches are kept whole until then.
 
-    def __init__(self, model: FSDPModule, buffers: BufferMean) -> None:
+    With ``accumulates_shards`` it comes after each micro-batch, and shards are added up; copies meet once a step.
+    """
+
+    def __init__(self, model: FSDPModule, buffers: BufferMean, *, accumulates_shards: bool = False) -> None:
         assert isinstance(model, nn.Module)
-        self._model, self._buffers = model, buffers
+        self._model, self._buffers, self._accumulates_shards = model, buffers, accumulates_shards
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         buffers = self._buffers.begin(len(batches))
         losses = []
         for place, batch in enumerate(batches):
             last = place == len(batches) - 1
-            self._model.set_requires_gradient_sync(last)
+            self._model.set_requires_gradient_sync(last or self._accumulates_shards)
+            self._model.set_requires_all_reduce(last)
             self._model.set_is_last_backward(last)
             losses.append(backward(batch, 1 / len(batches)))
             buffers.add(place)

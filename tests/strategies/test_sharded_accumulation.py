@@ -1,0 +1,100 @@
+"""Gradients of micro-batches add up to the same mean, whole or in shards; shards take less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from worldsize.core import Cluster, ConfigError, Link, MicroBatch, RunContext, Workload, World
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+
+RANKS, TURNS = 4, 3
+CLUSTER = Cluster("test", 1, 8, "cuda", "nccl", links={"node": Link(bandwidth=1e9, latency=1e-5)})
+
+
+def batch(recipe: Chain, logical_rank: int) -> MicroBatch:
+    data = recipe.data("train")
+    rows = torch.arange(8) + 8 * logical_rank
+    return MicroBatch(tuple(tensor[rows % len(tensor)] for tensor in data.tensors), seed=logical_rank)
+
+
+def expected(recipe: Chain) -> dict[str, Tensor]:
+    """Return the gradient of all micro-batches by plain PyTorch."""
+    torch.manual_seed(3)
+    model = recipe.model()
+    losses = [recipe.loss(model, batch(recipe, rank).data) for rank in range(RANKS * TURNS)]
+    torch.stack([loss if isinstance(loss, Tensor) else loss[0] for loss in losses]).mean().backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("shard", ["all", 2], ids=["one copy", "two copies"])
+@pytest.mark.parametrize("accumulate", ["whole", "sharded"])
+def test_the_gradient_is_the_mean_of_all_micro_batches(accumulate: str, shard: str | int) -> None:
+    recipe = Chain(depth=2)
+    gradients = expected(recipe)
+
+    def body(world: World) -> tuple[bool, list[bool]]:
+        torch.manual_seed(3)
+        replica = FSDP(shard=shard, accumulate=accumulate).replica(recipe, RunContext(world))  # type: ignore[arg-type]
+        assert isinstance(replica, SynchronousReplica)
+        kept: list[bool] = []
+
+        def backward(micro_batch: MicroBatch, scale: float) -> object:
+            record = replica._backward(micro_batch, scale)
+            kept.append(has_whole_gradients(replica.model))
+            return record
+
+        replica.reducer.run([batch(recipe, world.rank + turn * RANKS) for turn in range(TURNS)], backward)  # type: ignore[arg-type]
+        same = [
+            torch.allclose(parameter.grad.full_tensor(), gradients[name], rtol=1e-5, atol=1e-7)
+            for name, parameter in replica.model.named_parameters()
+            if isinstance(parameter.grad, DTensor)
+        ]
+        return len(same) == len(gradients) and all(same), kept
+
+    for same, kept_whole in run_in_worlds(body, RANKS, local_size=2):
+        assert same
+        assert kept_whole == [accumulate == "whole"] * (TURNS - 1) + [False]
+
+
+def has_whole_gradients(model: nn.Module) -> bool:
+    """Tell whether this rank keeps gradients of micro-batches that are not divided, which only FSDP itself knows."""
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    return any(each.unsharded_accumulated_grad is not None for group in groups for each in group.fsdp_params)
+
+
+def test_elastic_sums_are_kept_whole() -> None:
+    with pytest.raises(ConfigError, match=r"strategy.accumulate=sharded .* Set strategy.accumulate=whole"):
+        FSDP(reduce="ordered", accumulate="sharded")
+    assert FSDP(reduce="ordered").accumulate == "auto"
+
+
+def test_what_is_kept_whole_is_part_of_the_predicted_memory() -> None:
+    work = Workload(parameter_bytes=4e8, optimizer_bytes=8e8, blocks=10, micro_batches=4)
+    memory = {name: FSDP(accumulate=name).cost(work, CLUSTER).memory_bytes for name in ("auto", "whole", "sharded")}
+    assert memory["whole"] - memory["sharded"] == pytest.approx(4e8)
+    assert memory["auto"] == memory["whole"]  # below 1 GiB
+    once = replace(work, micro_batches=1)
+    assert FSDP(accumulate="whole").cost(once, CLUSTER).memory_bytes == pytest.approx(memory["sharded"])
+    large = replace(work, parameter_bytes=4e9)
+    assert FSDP().cost(large, CLUSTER) == FSDP(accumulate="sharded").cost(large, CLUSTER)
+
+
+def test_more_bytes_are_sent_for_it() -> None:
+    work = Workload(parameter_bytes=8e8, optimizer_bytes=16e8, blocks=10, micro_batches=4)
+    share = 7 / 8 * 8e8
+    assert FSDP(accumulate="whole").cost(work, CLUSTER).sent_bytes == pytest.approx((2 * 4 + 1) * share)
+    assert FSDP(accumulate="sharded").cost(work, CLUSTER).sent_bytes == pytest.approx((2 * 4 + 4) * share)
