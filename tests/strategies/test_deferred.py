@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import re
@@ -137,6 +138,39 @@ def marked() -> nn.Module:
     return model.requires_grad_(requires_grad=False)
 
 
+def converted() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 30).half(), nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)).bfloat16()
+
+
+def assigned() -> nn.Module:
+    """Fakes become ordinary parameters, and the other way round."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(20, 30), nn.LayerNorm(20))
+    first, second, norm = (cast("nn.Linear", module) for module in model)
+    first.weight.data = torch.ones(30, 20)
+    first.weight.data.mul_(3)
+    second.weight.data = torch.randn(20, 30).mul_(0.1).t().contiguous()
+    norm.weight.data = torch.rand_like(norm.weight)
+    return model
+
+
+def averaged() -> nn.Module:
+    model = nn.ModuleDict({"trained": nn.Linear(20, 30)})
+    model["average"] = copy.deepcopy(model["trained"]).requires_grad_(requires_grad=False)
+    return model
+
+
+def read_back() -> nn.Module:
+    """The constructor goes on as the numbers say that it has drawn."""
+    model = nn.Linear(20, 30)
+    if float(model.weight.detach().std()) > 0.1:
+        nn.init.uniform_(model.weight)
+    with torch.no_grad():
+        model.weight[model.weight > 0.5] = torch.tensor(model.bias.tolist()).max()
+        left, _, right = torch.linalg.svd(model.weight, full_matrices=False)
+        model.weight.copy_(left @ right)
+    return model
+
+
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -160,7 +194,7 @@ def t5() -> nn.Module:
 
 MODELS = (
     *(Scaled, every_initialisation, reseeded, forked, generator_of_its_own, in_double),
-    *(encoder, reparametrized, marked, llama, bert, t5),
+    *(encoder, reparametrized, marked, converted, assigned, averaged, read_back, llama, bert, t5),
 )
 
 
@@ -182,7 +216,7 @@ def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, list[float]]:
 def deferred(make: Callable[[], nn.Module]) -> nn.Module:
     described = DeferredModel.build(make)
     waiting = [parameter.is_meta for parameter in described.model.parameters()]
-    assert sum(waiting) > len(waiting) / 2  # small ones that are not drawn are there already
+    assert sum(waiting) >= len(waiting) / 2  # small ones that are not drawn are there already
     described.fill(HOST)
     return described.model
 
@@ -231,9 +265,17 @@ def drawn_by_probabilities() -> nn.Module:
     return model
 
 
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(20, 30)
+        self.register_buffer("first", self.inner.weight.data[:2])
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (Window, "lets tensors that differ share memory"),
         (Collector, "keeps a tensor elsewhere than as an attribute of a module"),
         (hooked, "gives a hook to a parameter"),
         (drawn_by_probabilities, "draws random numbers by aten.bernoulli"),
@@ -247,6 +289,15 @@ def test_what_cannot_be_described_is_made_at_once_with_a_warning(
     assert all(torch.equal(*pair) for pair in zip(whole.parameters(), model.parameters(), strict=True))
     assert "each process makes the whole model, 0.00 GiB" in caplog.text
     assert reason in caplog.text
+
+
+def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay() -> None:
+    described = DeferredModel.build(lambda: Block(64))
+    described.fill(torch.device("meta"))  # any device but the host
+    block = cast("Block", described.model)
+    assert block.inner.weight.is_meta
+    assert block.get_buffer("mask").is_meta
+    assert torch.equal(block.positions, torch.arange(40_000).float() / 7)
 
 
 def test_an_error_of_the_constructor_is_its_own() -> None:

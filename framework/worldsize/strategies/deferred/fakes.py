@@ -25,9 +25,7 @@ class FakeStorages:
         self._storages: list[torch.UntypedStorage] = []  # else another one might get the address of one that is gone
 
     def describe(self, tensor: Tensor) -> Deferred | None:
-        """Return ``tensor`` as the tape has it; None: it is no fake."""
-        if not isinstance(tensor, FakeTensor):
-            return None
+        """Return ``tensor`` as the tape has it; None: its numbers are there."""
         storage = self._numbers.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
@@ -53,6 +51,14 @@ class FakeStorages:
         return any(torch._C._storage_Use_Count(storage._cdata) > 1 for storage in self._storages)
 
 
+def with_numbers(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or an ordinary tensor in its memory if it was a fake whose ``data`` has been set to one."""
+    if not isinstance(tensor, FakeTensor) or tensor.untyped_storage().device.type == "meta":
+        return tensor
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(tensor.untyped_storage(), int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+
 def is_whole(tensor: Tensor) -> bool:
     """Tell whether ``tensor`` is all of its storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
@@ -60,5 +66,6 @@ def is_whole(tensor: Tensor) -> bool:
 
 def own_attributes(fake: Tensor) -> Collection[str]:
     """Return the names of the attributes that ``fake`` has because it is one; the others are the constructor's."""
-    assert isinstance(fake, FakeTensor)
+    if not isinstance(fake, FakeTensor):
+        return ()
     return {*vars(fake.fake_mode.from_tensor(torch.empty(0))), "_is_param", "_is_buffer"}

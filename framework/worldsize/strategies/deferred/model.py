@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from worldsize.reproducibility.seeds import GeneratorStates
 from worldsize.strategies.deferred.draws import SeededError
-from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes
+from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes, with_numbers
 from worldsize.strategies.deferred.recorder import Recorder
 from worldsize.strategies.deferred.tape import Deferred, Tape
 
@@ -37,6 +37,11 @@ class Slot:
         """The tensor that is there now."""
         tensor: Tensor = getattr(self.module, self.name)
         return tensor
+
+    @property
+    def moves(self) -> bool:
+        """Whether the tensor moves with its module to another device."""
+        return self.name in self.module._parameters or self.name in self.module._buffers
 
 
 def _all(_: Slot) -> bool:
@@ -129,13 +134,18 @@ def _described(make: Callable[[], nn.Module], recorder: Recorder) -> DeferredMod
 def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
     """Put tensors on the meta device in place of fakes; return what is to be made in each place."""
     tensors: dict[Slot, Deferred] = {}
-    empty: dict[int, Tensor] = {}  # by the fake, which several modules may share
-    for slot in list(_slots(model)):
+    ordinary: dict[int, Tensor] = {}  # by the fake, which several modules may share
+    places = list(_slots(model))
+    for slot in places:
         if (described := recorder.fakes.describe(slot.tensor)) is not None:
             tensors[slot] = described
-            empty.setdefault(id(slot.tensor), _empty(slot.tensor))
-    for slot in tensors:
-        setattr(slot.module, slot.name, empty[id(slot.tensor)])
+        if id(slot.tensor) not in ordinary:
+            ordinary[id(slot.tensor)] = _ordinary(slot.tensor, is_deferred=described is not None)
+    if len({described.storage for described in tensors.values()}) < len(set(tensors.values())):
+        raise CannotDeferError("its constructor lets tensors that differ share memory")
+    for slot in places:
+        if ordinary[id(slot.tensor)] is not slot.tensor:
+            setattr(slot.module, slot.name, ordinary[id(slot.tensor)])
     return tensors
 
 
@@ -148,25 +158,32 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
                     yield Slot(module, name)
 
 
-def _empty(fake: Tensor) -> Tensor:
-    """Return a tensor on the meta device, or a parameter, like ``fake``.
+def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
+    """Return what stands for ``tensor`` if it is a fake: on the meta device if it is yet to be made.
 
     Raises:
         CannotDeferError: something is called when its gradient is there.
     """
-    if fake._backward_hooks or fake._post_accumulate_grad_hooks:
+    made = with_numbers(tensor)
+    if made is tensor and not is_deferred:
+        return tensor
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         raise CannotDeferError("its constructor gives a hook to a parameter")
-    empty = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
-    if isinstance(fake, nn.Parameter):
-        empty = nn.Parameter(empty, fake.requires_grad)
-    vars(empty).update({name: value for name, value in vars(fake).items() if name not in own_attributes(fake)})
-    return empty
+    if is_deferred:
+        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    vars(made).update({name: value for name, value in vars(tensor).items() if name not in own_attributes(tensor)})
+    return made
 
 
 def _put(whole: Tensor, slots: Sequence[Slot], device: torch.device) -> None:
     """Put this process's part of ``whole`` in place of the one tensor that is at ``slots``."""
     empty = slots[0].tensor
-    made = _part(empty, whole, device) if isinstance(empty, DTensor) else whole.to(device)
+    if isinstance(empty, DTensor):
+        made: Tensor = _part(empty, whole, device)
+    else:  # what is neither parameter nor buffer stays on the host, as it does when a module moves
+        made = whole.to(device) if any(slot.moves for slot in slots) else whole
     if isinstance(empty, nn.Parameter):
         made = nn.Parameter(made, empty.requires_grad)
     vars(made).update(vars(empty))

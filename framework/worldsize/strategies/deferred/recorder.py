@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from worldsize.strategies.deferred.draws import PendingDraws, SeededError
-from worldsize.strategies.deferred.fakes import CannotDeferError, FakeStorages, is_whole
+from worldsize.strategies.deferred.fakes import CannotDeferError, FakeStorages, is_whole, with_numbers
 from worldsize.strategies.deferred.tape import Deferred, Operation, Storage, Tape
 
 _aten = torch.ops.aten
@@ -20,7 +20,13 @@ _aten = torch.ops.aten
 _LEAST = 1 << 16  # bytes of a tensor of zeros or the like; a smaller one is made at once
 
 _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default}
-_DRAWN = {_aten.rand.default, _aten.randn.default, _aten.normal.float_float}  # new tensors
+_DRAWN = {  # new tensors
+    _aten.rand.default,
+    _aten.randn.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.normal.float_float,
+}
 _DRAWS = {  # in place; how many random numbers they take follows from the shape
     _aten.normal_.default,
     _aten.uniform_.default,
@@ -108,15 +114,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do what ``func`` does, with deferred arguments made for a moment."""
 
         def number(leaf: Any) -> Any:
-            described = self.fakes.describe(leaf) if isinstance(leaf, Tensor) else None
-            return leaf if described is None else self.tape.value(described)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            described = self.fakes.describe(leaf)
+            return with_numbers(leaf) if described is None else self.tape.value(described)
 
         asks = any(self.fakes.describe(tensor) is not None for tensor in _tensors((args, kwargs)))
         with unset_fake_temporarily():
             if asks or _is_random(func):
                 self._draws.make()
-            if asks:
-                args, kwargs = tree_map(number, (tuple(args), dict(kwargs)))
+            args, kwargs = tree_map(number, (tuple(args), dict(kwargs)))
             return func(*args, **kwargs)
 
     def _put_off(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -130,6 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_random(func) and func not in _DRAWS | _DRAWN:
             raise CannotDeferError(f"its constructor draws random numbers by {func}")
         result = func(*args, **kwargs)
+        self._mode.fake_tensor_converter.tensor_memo.clear()  # its weak references would keep Module.to from swapping
         made = [described for tensor in _tensors(result) if (described := self._new(tensor)) is not None]
         if (written or made) and func not in _EMPTY:
             if not _tensors((args, kwargs)):
@@ -173,7 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return described
         if leaf.nbytes < _LEAST:
             with unset_fake_temporarily():
-                return leaf.detach().clone()  # whoever has it may change it
+                return with_numbers(leaf).detach().clone()  # whoever has it may change it
         self._borrowed.append((leaf, leaf._version))
         return leaf
 
