@@ -55,9 +55,8 @@ def manifest(name: str, steps: int) -> dict[str, Any]:
             "processes": 4,
             "processes_per_node": 4,
             "backend": "gloo",
-            "ranks": [
-                {"rank": rank, "role": "worker", "role_rank": rank, "node": 0, "device": "cpu"} for rank in range(4)
-            ],
+            "device": "cpu",
+            "roles": [{"role": "worker", "processes": 4}],
             "links": {},
             "groups": {"data": [[0, 1, 2, 3]]},
         },

@@ -43,7 +43,7 @@ def test_a_run_leaves_its_record(train: Any) -> None:
     assert manifest["attempts"][0]["exit_reason"] == "completed"
     assert manifest["results"]["state_digest"] == result["state_digest"]
     assert manifest["determinism"]["seed"] == 7
-    assert [rank["role"] for rank in manifest["cluster"]["ranks"]] == ["worker", "worker"]
+    assert manifest["cluster"]["roles"] == [{"role": "worker", "processes": 2}]
     assert len(manifest["data"]["files"]["digits.csv.gz"]["sha256"]) == 64
     assert manifest["environment"]["packages"]["torch"]
     assert manifest["overrides"][-1] == "seed=7"

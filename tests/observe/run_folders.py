@@ -101,17 +101,8 @@ def attempt(number: int, *, steps: Sequence[int] | None, reason: str = "complete
 
 
 def _manifest(name: str, ranks: int, nodes: int, servers: int, attempts: list[dict[str, Any]]) -> dict[str, Any]:
-    roles = ["server"] * servers + ["worker"] * ranks
-    places = [
-        {
-            "rank": rank,
-            "role": role,
-            "role_rank": rank - (servers if role == "worker" else 0),
-            "node": rank * nodes // len(roles),
-            "device": "cpu",
-        }
-        for rank, role in enumerate(roles)
-    ]
+    roles = [{"role": "server", "processes": servers}, {"role": "worker", "processes": ranks}]
+    total = servers + ranks
     return {
         "run_id": name,
         "parent_run": None,
@@ -126,12 +117,13 @@ def _manifest(name: str, ranks: int, nodes: int, servers: int, attempts: list[di
         "cluster": {
             "name": "slurm",
             "nodes": nodes,
-            "processes": len(roles),
-            "processes_per_node": len(roles) // nodes,
+            "processes": total,
+            "processes_per_node": total // nodes,
             "backend": "gloo",
-            "ranks": places,
+            "device": "cpu",
+            "roles": roles,
             "links": {"network": {"bandwidth": 1.25e9, "latency": 5e-5}},
-            "groups": {"data": [list(range(servers, len(roles)))]},
+            "groups": {"data": [list(range(servers, total))]},
         },
         "determinism": {"seed": 7, "logical_ranks": 4},
         "data": {"files": {}, "sha256": ""},

@@ -20,7 +20,7 @@ from worldsize.config.catalogue import Plugin, used
 from worldsize.config.compose import additional_folder, choices, task_overrides
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
-from worldsize.core import Cluster, ConfigError, Plan
+from worldsize.core import ConfigError, Plan
 from worldsize.data.permutation import ORDER
 from worldsize.engine.initial_weights import InitialWeights
 from worldsize.records.redaction import Scrubber, withheld
@@ -45,7 +45,6 @@ from worldsize.reproducibility.level import (
     resume_downgrades,
 )
 from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
-from worldsize.world.roles import role_of
 from worldsize.world.world import threads_per_process
 
 _logger = logging.getLogger(__name__)
@@ -222,6 +221,7 @@ def _digest(config: Any) -> str:
 
 
 def _shape(plan: Plan) -> dict[str, Any]:
+    """Describe the cluster in a few words, however many ranks it has; see the record's schema."""
     cluster = plan.cluster
     return {
         "name": cluster.name,
@@ -229,19 +229,10 @@ def _shape(plan: Plan) -> dict[str, Any]:
         "processes": plan.world_size,
         "processes_per_node": cluster.processes_per_node,
         "backend": cluster.backend,
-        "ranks": [_rank(plan, rank) for rank in range(plan.world_size)],
+        "device": cluster.device,
+        "roles": [{"role": name, "processes": role.processes} for name, role in plan.roles.items()],
         "links": {tier: asdict(link) for tier, link in cluster.links.items()},
     }
-
-
-def _rank(plan: Plan, rank: int) -> dict[str, Any]:
-    role, role_rank = role_of(rank, plan.roles)
-    node, local = divmod(rank, plan.cluster.processes_per_node)
-    return {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": _device(plan.cluster, local)}
-
-
-def _device(cluster: Cluster, local_rank: int) -> str:
-    return f"cuda:{local_rank}" if cluster.device == "cuda" else "cpu"
 
 
 def _determinism(settings: Settings) -> dict[str, Any]:

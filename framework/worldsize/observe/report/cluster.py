@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 from worldsize.observe.report.read import Record
@@ -39,13 +40,22 @@ def nodes(record: Record) -> list[Node]:
     cluster, hosts = record.manifest["cluster"], _hosts(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
     ranks: defaultdict[int, list[Rank]] = defaultdict(list)
-    for each in cluster["ranks"]:
+    for each in cluster.get("ranks") or _places(cluster):
         ranks[each["node"]].append(_rank(each, record))
     listed = []
     for index in range(cluster["nodes"]):
         host = hosts[index] if hosts else ""
         listed.append(Node(f"node {index}" + f" · {host}" * bool(host), machines.get(host, ""), tuple(ranks[index])))
     return listed
+
+
+def _places(cluster: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Iterate over the places of all ranks, which follow from the roles' numbers of processes."""
+    roles = chain.from_iterable(enumerate([each["role"]] * each["processes"]) for each in cluster["roles"])
+    for rank, (role_rank, role) in enumerate(roles):
+        node, local_rank = divmod(rank, cluster["processes_per_node"])
+        device = cluster["device"] if cluster["device"] == "cpu" else f"{cluster['device']}:{local_rank}"
+        yield {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": device}
 
 
 def _rank(place: Mapping[str, Any], record: Record) -> Rank:

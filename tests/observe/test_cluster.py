@@ -1,0 +1,31 @@
+"""The report says which rank is where, from a record that does not list them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from worldsize.observe.report.cluster import nodes
+from worldsize.observe.report.read import Record
+
+CLUSTER = {"nodes": 2, "processes_per_node": 3, "device": "cuda"}
+ROLES = [{"role": "server", "processes": 2}, {"role": "worker", "processes": 4}]
+
+
+def record(cluster: dict[str, Any]) -> Record:
+    return Record(Path(), {"cluster": cluster, "hardware": [], "attempts": []}, (), (), {}, (), 0)
+
+
+def test_places_follow_from_the_roles() -> None:
+    listed = nodes(record({**CLUSTER, "roles": ROLES}))
+    assert [[(each.rank, each.role, each.role_rank, each.device) for each in node.ranks] for node in listed] == [
+        [(0, "server", 0, "cuda:0"), (1, "server", 1, "cuda:1"), (2, "worker", 0, "cuda:2")],
+        [(3, "worker", 1, "cuda:0"), (4, "worker", 2, "cuda:1"), (5, "worker", 3, "cuda:2")],
+    ]
+
+
+def test_an_older_record_lists_them() -> None:
+    place = {"rank": 0, "role": "worker", "role_rank": 0, "node": 1, "device": "cpu"}
+    first, second = nodes(record({"nodes": 2, "ranks": [place]}))
+    assert first.ranks == ()
+    assert [(each.rank, each.device) for each in second.ranks] == [(0, "cpu")]
