@@ -138,11 +138,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CannotDeferError(f"its constructor draws random numbers by {func}")
         result = func(*args, **kwargs)
         self._mode.fake_tensor_converter.tensor_memo.clear()  # its weak references would keep Module.to from swapping
-        made = [described for tensor in _tensors(result) if (described := self._new(tensor)) is not None]
-        if (written or made) and func not in _EMPTY:
+        makes = [self._new(tensor) for tensor in _tensors(result)]
+        if (written or any(makes)) and func not in _EMPTY:
             if not _tensors((args, kwargs)):
-                kwargs = {**kwargs, "dtype": made[0].dtype}  # the default may be another when it is made
-            self._add(func, args, kwargs, written=written, made=made)
+                kwargs = {**kwargs, "dtype": result.dtype}  # the default may be another when it is made
+            self._add(func, args, kwargs, written=written, makes=makes)
         return result
 
     def _new(self, tensor: Tensor) -> Deferred | None:
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any],
         *,
         written: Sequence[Tensor],
-        made: Sequence[Deferred],
+        makes: Sequence[Deferred | None],
     ) -> None:
         kept_args, kept_kwargs = tree_map(self._kept, (tuple(args), dict(kwargs)))
         writes = {described.storage for tensor in written if (described := self.fakes.describe(tensor)) is not None}
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _OVERWRITES and is_whole(args[0]):
             reads -= writes - _storages((kept_args[1:], kept_kwargs))
         generator = kwargs.get("generator") or torch.default_generator if _is_random(func) else None
-        self.tape.add(Operation(func, kept_args, kept_kwargs, frozenset(reads), frozenset(writes), made, generator))
+        self.tape.add(Operation(func, kept_args, kept_kwargs, frozenset(reads), frozenset(writes), makes, generator))
         if generator is not None:
             with unset_fake_temporarily():
                 self._draws.note(generator)

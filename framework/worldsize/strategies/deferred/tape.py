@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 Storage: TypeAlias = int
 """The number of a storage: the tensors that share their memory have one."""
@@ -51,7 +51,7 @@ class Operation:
         kwargs: Its keyword arguments.
         reads: Storages whose numbers decide the result.
         writes: Storages of arguments that it writes to.
-        makes: The tensors that it returns in storages of their own.
+        makes: For each tensor that it returns, that tensor if its storage is new, or None.
         generator: What it draws random numbers from; None: it draws none.
     """
 
@@ -60,7 +60,7 @@ class Operation:
     kwargs: Mapping[str, Any]
     reads: frozenset[Storage]
     writes: frozenset[Storage]
-    makes: Sequence[Deferred]
+    makes: Sequence[Deferred | None]
     generator: torch.Generator | None = None
 
     def run(self, memory: dict[Storage, torch.UntypedStorage], nbytes: Sequence[int]) -> None:
@@ -77,8 +77,10 @@ class Operation:
             return leaf.on(memory[leaf.storage])
 
         result = self.function(*tree_map(tensor, self.args), **tree_map(tensor, self.kwargs))
-        for described, made in zip(self.makes, _tensors(result), strict=False):
-            memory[described.storage] = _laid_out(made, described, nbytes[described.storage])
+        returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for described, made in zip(self.makes, returned, strict=True):
+            if described is not None:
+                memory[described.storage] = _laid_out(made, described, nbytes[described.storage])
 
     def draw_in_vain(self) -> None:
         """Draw as many random numbers as :meth:`run` does, and throw them away."""
@@ -91,10 +93,6 @@ class Operation:
 
 def _memory(nbytes: int) -> torch.UntypedStorage:
     return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    yield from (leaf for leaf in (result if isinstance(result, list | tuple) else [result]) if isinstance(leaf, Tensor))
 
 
 def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedStorage:
@@ -129,7 +127,7 @@ class Tape:
         """Append what the constructor did."""
         index = len(self.operations)
         self.operations.append(operation)
-        for storage in {*operation.writes, *(made.storage for made in operation.makes)}:
+        for storage in {*operation.writes, *(made.storage for made in operation.makes if made is not None)}:
             self._writers.setdefault(storage, []).append(index)
         if operation.generator is not None:
             self._draws.append(index)
