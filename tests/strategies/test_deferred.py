@@ -171,6 +171,13 @@ def read_back() -> nn.Module:
     return model
 
 
+def on_a_graph() -> nn.Module:
+    """A sparse buffer, as a graph's adjacency is."""
+    model, indices = nn.Linear(20, 30), torch.tensor([[0, 1], [1, 0]])
+    model.register_buffer("adjacency", torch.sparse_coo_tensor(indices, torch.ones(2), (9, 9), check_invariants=True))
+    return model
+
+
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -194,7 +201,7 @@ def t5() -> nn.Module:
 
 MODELS = (
     *(Scaled, every_initialisation, reseeded, forked, generator_of_its_own, in_double),
-    *(encoder, reparametrized, marked, converted, assigned, averaged, read_back, llama, bert, t5),
+    *(encoder, reparametrized, marked, converted, assigned, averaged, read_back, on_a_graph, llama, bert, t5),
 )
 
 
@@ -232,13 +239,15 @@ def test_its_tensors_are_those_of_a_model_made_at_once(
     for (name, expected), (own_name, tensor) in pairs:
         assert own_name == name
         assert type(tensor) is type(expected)
-        assert (tensor.dtype, tensor.stride(), tensor.requires_grad) == (
+        assert (tensor.dtype, tensor.layout, tensor.requires_grad) == (
             expected.dtype,
-            expected.stride(),
+            expected.layout,
             expected.requires_grad,
         )
         assert vars(tensor) == vars(expected)
-        assert torch.equal(tensor, expected), name
+        if expected.layout is torch.strided:
+            assert tensor.stride() == expected.stride()
+        assert torch.equal(tensor.to_dense(), expected.to_dense()), name
     ties = [[id(tensor) for _, tensor in side] for side in zip(*pairs, strict=True)]
     assert [ids.index(each) for ids in ties[:1] for each in ids] == [
         ids.index(each) for ids in ties[1:] for each in ids
@@ -272,9 +281,16 @@ class Window(nn.Module):
         self.register_buffer("first", self.inner.weight.data[:2])
 
 
+def sparse() -> nn.Module:
+    model = nn.Linear(20, 30)
+    model.register_buffer("adjacency", torch.ones(300, 300).to_sparse())
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (sparse, "makes a sparse tensor of weights"),
         (Window, "lets tensors that differ share memory"),
         (Collector, "keeps a tensor elsewhere than as an attribute of a module"),
         (hooked, "gives a hook to a parameter"),

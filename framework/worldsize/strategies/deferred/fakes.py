@@ -26,6 +26,8 @@ class FakeStorages:
 
     def describe(self, tensor: Tensor) -> Deferred | None:
         """Return ``tensor`` as the tape has it; None: its numbers are there."""
+        if tensor.layout is not torch.strided:  # a sparse one has no storage, and is never deferred
+            return None
         storage = self._numbers.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
@@ -35,8 +37,10 @@ class FakeStorages:
         """Number the storage of ``tensor``; return its length in bytes, or None if it has a number.
 
         Raises:
-            CannotDeferError: it is not on the CPU.
+            CannotDeferError: it is not on the CPU, or sparse.
         """
+        if tensor.layout is not torch.strided:
+            raise CannotDeferError("its constructor makes a sparse tensor of weights")
         if tensor.device.type != "cpu":
             raise CannotDeferError(f"its constructor makes weights on {tensor.device}")
         storage = tensor.untyped_storage()
@@ -53,10 +57,20 @@ class FakeStorages:
 
 def with_numbers(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or an ordinary tensor in its memory if it was a fake whose ``data`` has been set to one."""
-    if not isinstance(tensor, FakeTensor) or tensor.untyped_storage().device.type == "meta":
+    if (
+        not isinstance(tensor, FakeTensor)
+        or tensor.layout is not torch.strided
+        or tensor.untyped_storage().device.type == "meta"
+    ):
         return tensor
     empty = torch.empty(0, dtype=tensor.dtype)
     return empty.set_(tensor.untyped_storage(), int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of the numbers that ``tensor`` holds; of a sparse one, those that are not zero."""
+    held = tensor.numel() if tensor.layout is torch.strided else tensor._nnz()
+    return held * tensor.element_size()
 
 
 def is_whole(tensor: Tensor) -> bool:

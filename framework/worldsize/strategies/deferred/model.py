@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from worldsize.reproducibility.seeds import GeneratorStates
 from worldsize.strategies.deferred.draws import SeededError
-from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes, with_numbers
+from worldsize.strategies.deferred.fakes import CannotDeferError, bytes_of, own_attributes, with_numbers
 from worldsize.strategies.deferred.recorder import Recorder
 from worldsize.strategies.deferred.tape import Deferred, Tape
 
@@ -107,7 +107,7 @@ class DeferredModel:
 
 
 def _warn(model: nn.Module, reason: str) -> None:
-    nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    nbytes = sum(bytes_of(tensor) for tensor in (*model.parameters(), *model.buffers()))
     _logger.warning(
         "each process makes the whole model, %.2f GiB, before it keeps its part, since %s. Let modules make their "
         "weights by torch.nn.init, and keep them as parameters or buffers.",

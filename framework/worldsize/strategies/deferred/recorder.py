@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from worldsize.strategies.deferred.draws import PendingDraws, SeededError
-from worldsize.strategies.deferred.fakes import CannotDeferError, FakeStorages, is_whole, with_numbers
+from worldsize.strategies.deferred.fakes import CannotDeferError, FakeStorages, bytes_of, is_whole, with_numbers
 from worldsize.strategies.deferred.tape import Deferred, Operation, Storage, Tape
 
 _aten = torch.ops.aten
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _DEFERS_ALWAYS:
             return True
         shape = func(*args, **kwargs)  # a fake
-        return isinstance(shape, Tensor) and shape.nbytes >= _LEAST
+        return isinstance(shape, Tensor) and shape.layout is torch.strided and shape.nbytes >= _LEAST
 
     def _do(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do what ``func`` does, with deferred arguments made for a moment."""
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return leaf
         if (described := self.fakes.describe(leaf)) is not None:
             return described
-        if leaf.nbytes < _LEAST:
+        if bytes_of(leaf) < _LEAST:
             with unset_fake_temporarily():
                 return with_numbers(leaf).detach().clone()  # whoever has it may change it
         self._borrowed.append((leaf, leaf._version))
