@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ class ManualLightningRecipe(MultiUpdateRecipe):
 
     It runs in a thread that waits wherever an optimizer steps, until all ranks have agreed on the gradient.
     """
+
+    remembers: ClassVar[bool] = True  # attributes of the module, and it advances its schedules itself
 
     def __init__(self, program: LightningProgram) -> None:
         self._program = program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeAlias, final
 
 from worldsize.core.recipe import Batch, Loss, Recipe
 from worldsize.errors import ConfigError
@@ -27,6 +27,10 @@ class MultiUpdateRecipe(Recipe):
 
     A :class:`Strategy` says with ``trains_multi_update`` whether it can train one.
     """
+
+    remembers: ClassVar[bool] = False
+    """Whether a process has to take every step, since :meth:`updates` remembers something that no checkpoint has, or
+    changes learning rates by itself. A strategy whose processes come and go refuses such a recipe."""
 
     @abstractmethod
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:

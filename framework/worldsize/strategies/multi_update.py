@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from worldsize.collectives.broadcast import make_equal
 from worldsize.collectives.ordered import Tree
 from worldsize.collectives.step_timer import phase
-from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Reduction, RunContext, StepResult
+from worldsize.core import MicroBatch, MultiUpdateRecipe, Reduction, RunContext, StepResult
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import GradientReducer
-from worldsize.strategies.loss_record import LossRecord, differentiable, step_metrics
+from worldsize.strategies.loss_record import LossRecord, step_metrics
 from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
 from worldsize.strategies.update_pass import UpdatePass
 from worldsize.strategies.update_reducers import BUCKET_MB, update_reducer
-
-
-@final
-@dataclass(frozen=True)
-class _UpdateResult:
-    """The result of one update in this process, as :class:`StepResult` has that of a step."""
-
-    name: str
-    losses: Sequence[Tensor]
-    grad_norm: Tensor | None
-    skipped: bool
-    metrics: Mapping[str, Tensor]
+from worldsize.strategies.update_results import UpdateResult, first_rate, step_result
 
 
 @final
@@ -64,31 +52,20 @@ class MultiUpdateReplica(ModelReplica):
         self._buffers = BufferMean(self.model, self._group)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        rates = {name: _rate(part.optimizer) for name, part in self._parts.items()}
+        rates = {name: first_rate(part.optimizer) for name, part in self._parts.items()}
         passes = [self._begun(batch) for batch in micro_batches]
-        results: list[_UpdateResult] = []
+        results: list[UpdateResult] = []
         while (result := self._update(passes, micro_batches)) is not None:
             results.append(result)
-        if not results:
-            raise ConfigError(
-                f"{type(self.recipe).__name__}.updates yielded nothing in step {micro_batches[0].step}. "
-                "Yield an update in every step."
-            )
-        norms = [result.grad_norm for result in results if result.grad_norm is not None]
-        return StepResult(
-            losses=_sums([result.losses for result in results]),
-            lr=next(iter(rates.values())),
-            grad_norm=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
-            skipped=any(result.skipped for result in results),
-            metrics=_metrics(results, rates, step_metrics([each.take_metrics() for each in passes])),
-        )
+        returned = step_metrics([each.take_metrics() for each in passes])
+        return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
 
     def _begun(self, batch: MicroBatch) -> UpdatePass:
         kind, device = type(self.recipe).__name__, self.world.device
         begin = partial(self._updates, self.model, batch.data, batch.step)
         return UpdatePass(kind, begin, batch, names=self._parts, device=device)
 
-    def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> _UpdateResult | None:
+    def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
         """Take the next update of the step; return None if none was left."""
         buffers = self._buffers.begin(len(batches))
         first, *others = self._order(len(batches))
@@ -142,8 +119,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def _backward(self, current: UpdatePass, parameters: Sequence[nn.Parameter], scale: float) -> LossRecord:
         """Add the gradient of the update's loss to ``.grad`` of its parameters; return the record of the loss."""
-        loss, record = differentiable(current.take_loss())
-        self._check_loss(loss, current.name)
+        loss, record = current.take_loss()
         scaled = self._scaled(loss, record, scale)
         if self._root is None:
             scaled.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
@@ -151,68 +127,16 @@ class MultiUpdateReplica(ModelReplica):
             scaled.backward()  # type: ignore[no-untyped-call]
         return record
 
-    def _check_loss(self, loss: Tensor, name: str | None) -> None:
-        if loss.ndim == 0 and loss.requires_grad:
-            return
-        kind = type(self.recipe).__name__
-        if loss.ndim:
-            raise ConfigError(
-                f"{kind}.updates yielded a loss of shape {list(loss.shape)} for {name!r}, no scalar. "
-                "Yield its mean(), or (its sum(), its weight)."
-            )
-        raise ConfigError(
-            f"{kind}.updates yielded a loss for {name!r} that depends on no trained parameter. "
-            "Compute it with the model, outside torch.no_grad() and without detach()."
-        )
-
-    def _applied(self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> _UpdateResult:
+    def _applied(self, name: str, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> UpdateResult:
         """Weigh and clip the gradient, and let the optimizer and its schedule step."""
         losses = self._weighed(parameters, records)
         with phase("update"):
             norm, skipped = self._stepped(self._parts[name], parameters)
-        return _UpdateResult(name, losses, norm, skipped, step_metrics(records))
-
-
-def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return, for each micro-batch, the sum of its losses in the updates."""
-    return [torch.stack(own).sum() for own in zip(*losses, strict=True)]
-
-
-def _rate(optimizer: Optimizer) -> float | None:
-    rate: float | None = optimizer.param_groups[0].get("lr")
-    return None if rate is None else float(rate)
+        return UpdateResult(name, losses, norm, skipped, step_metrics(records))
 
 
 def _group_rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
-
-
-def _metrics(
-    results: Sequence[_UpdateResult], rates: Mapping[str, float | None], returned: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return what the updates and their generators say, each optimizer's mean loss, and its rate but for the first's.
-
-    An optimizer that has not stepped counts nothing: names are those of every step.
-    """
-    metrics: dict[str, Tensor] = {}
-    for own_metrics in [*(result.metrics for result in results), returned]:
-        for name, pairs_b2 in own_metrics.items():
-            metrics[name] = metrics[name] + pairs_b2 if name in metrics else pairs_b2
-    for name in rates:
-        if metrics.keys() & {f"loss/{name}", f"lr/{name}"}:
-            raise ConfigError(
-                f"the recipe's updates name a metric loss/{name} or lr/{name}, which each logged step has of the "
-                f"optimizer {name!r}. Rename it."
-            )
-    losses = results[0].losses
-    one_b = torch.ones(len(losses), dtype=torch.float64, device=losses[0].device)
-    for place, (name, rate) in enumerate(rates.items()):
-        own = [result.losses for result in results if result.name == name]
-        total_b = torch.stack(_sums(own)).double() if own else one_b * 0
-        metrics[f"loss/{name}"] = torch.stack([total_b, one_b * len(own)], dim=1)
-        if place and rate is not None:
-            metrics[f"lr/{name}"] = torch.stack([one_b * rate, one_b], dim=1)
-    return metrics
 
 
 def whole_multi_update(

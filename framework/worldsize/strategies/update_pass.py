@@ -74,11 +74,26 @@ class UpdatePass:
         else:
             self.name, self._loss = self._checked(yielded)
 
-    def take_loss(self) -> Loss:
-        """Return the loss of the update, and keep nothing of it."""
-        loss, self._loss = self._loss, None
-        assert loss is not None, "the generator has ended"
-        return loss
+    def take_loss(self) -> tuple[Tensor, LossRecord]:
+        """Return the scalar whose gradient the update takes, and the record of the rest; keep nothing of them.
+
+        Raises:
+            ConfigError: it is no scalar, or depends on no trained parameter.
+        """
+        yielded, self._loss = self._loss, None
+        assert yielded is not None, "the generator has ended"
+        loss, record = differentiable(yielded)
+        if loss.ndim:
+            raise ConfigError(
+                f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {self.name!r}, no scalar. "
+                "Yield its mean(), or (its sum(), its weight)."
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"{self._kind}.updates yielded a loss for {self.name!r} that depends on no trained parameter. "
+                "Compute it with the model, outside torch.no_grad() and without detach()."
+            )
+        return loss, record
 
     def take_metrics(self) -> LossRecord:
         """Return the metrics that the generator has returned at its end, and keep nothing of them.
@@ -101,7 +116,9 @@ class UpdatePass:
             ConfigError: ``other``, which has advanced as often, waits for another update.
         """
         if self.name != other.name:
-            raise self._differs("one micro-batch", other.name, "another", self.name)
+            raise updates_differ(
+                self._kind, self._batch.step, one="one micro-batch", its=other.name, other="another", name=self.name
+            )
 
     def check_same_on(self, world: World, rates: Mapping[str, Sequence[float]]) -> None:
         """Refuse a sequence, or learning rates of the optimizers, that differ between ranks; all of them must call it.
@@ -120,7 +137,14 @@ class UpdatePass:
         (place, *first), *others = rows.view(world.size, -1).tolist()
         for rank, (other, *theirs) in enumerate(others, 1):
             if other != place:
-                raise self._differs("rank 0", known[int(place)], f"rank {rank}", known[int(other)])
+                raise updates_differ(
+                    self._kind,
+                    self._batch.step,
+                    one="rank 0",
+                    its=known[int(place)],
+                    other=f"rank {rank}",
+                    name=known[int(other)],
+                )
             for owner, one, another in zip(owners, first, theirs, strict=True):
                 if one != another:
                     raise ConfigError(
@@ -128,12 +152,6 @@ class UpdatePass:
                         f"on rank 0 and {another:g} on rank {rank}. It may depend on the step alone, not on data or "
                         "random numbers."
                     )
-
-    def _differs(self, one: str, its: str | None, other: str, name: str | None) -> ConfigError:
-        return ConfigError(
-            f"{self._kind}.updates: in step {self._batch.step} {one} {_next(its)} where {other} {_next(name)}. "
-            "The sequence of updates may depend on the step alone, not on data or random numbers."
-        )
 
     def _generator(self) -> Iterator[Update]:
         updates = self._begin()
@@ -156,6 +174,23 @@ class UpdatePass:
             f"{self._kind}.updates yielded {_described(yielded)}. Yield the name of an optimizer and a loss: "
             "`yield name_of_optimizer, loss`."
         )
+
+
+def updates_differ(kind: str, step: int, *, one: str, its: str | None, other: str, name: str | None) -> ConfigError:
+    """Return the error that a sequence of updates depends on more than the step.
+
+    Args:
+        kind: Name of the recipe's class.
+        step: The step in which it does.
+        one: Who waits for the update of ``its`` optimizer, or has ended (None).
+        its: See ``one``.
+        other: Who waits at the same place for that of ``name``.
+        name: See ``other``.
+    """
+    return ConfigError(
+        f"{kind}.updates: in step {step} {one} {_next(its)} where {other} {_next(name)}. "
+        "The sequence of updates may depend on the step alone, not on data or random numbers."
+    )
 
 
 def _next_of(updates: Iterator[Update]) -> Update | _End:

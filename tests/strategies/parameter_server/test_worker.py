@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import EvaluationBatch, MicroBatch, RunContext, World
-from worldsize.strategies.parameter_server import worker as workers
+from worldsize.strategies.parameter_server import task_loop, worker
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
 from worldsize.strategies.parameter_server.row_tables import RowRule
 from worldsize.strategies.parameter_server.sharding import BucketKey, ShardingPlan, plan_shards
@@ -142,8 +142,8 @@ def worked(monkeypatch: pytest.MonkeyPatch, tasks: list[dict[str, Any]], losses:
         controls.append(Control(tasks))
         return controls[-1], {"epoch": len(controls)}
 
-    monkeypatch.setattr(workers, "_OVERLAPPED", 0)
-    monkeypatch.setattr(workers, "ShardLink", links)
+    monkeypatch.setattr(worker, "_OVERLAPPED", 0)
+    monkeypatch.setattr(task_loop, "ShardLink", links)
     monkeypatch.setattr(Dialer, "connect", connect)
     recipe = Chain()
     plan = ShardingPlan(

@@ -27,6 +27,17 @@ class AllShards:
         self._master.apply(step, factor)  # from here on it is decided, also if this server dies
         self._peers.command(Operation.APPLY, {"step": step, "factor": factor})
 
+    def begin(self, step: int) -> None:
+        """Have every shard keep where ``step`` begins, which has several updates; see :class:`StepStart`."""
+        self.own.start_of_step.keep(step)
+        self._peers.command(Operation.BEGIN, {"step": step})
+
+    def roll_back(self) -> None:
+        """Bring every shard back to where the step began; see :meth:`StepStart.roll_back`."""
+        updates = self._master.shard.step + 1  # after the one in progress
+        self.own.start_of_step.roll_back(updates)
+        self._peers.command(Operation.ROLL_BACK, {"updates": updates})
+
     def weigh(self, step: int, factor: float) -> None:
         """Multiply the mean gradient of ``step`` on every shard; see :meth:`Shard.weigh`."""
         self._master.weigh(step, factor)

@@ -8,6 +8,7 @@ from typing import Any, final
 from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.shard_master import ShardMaster
 from worldsize.strategies.parameter_server.state_transfer import send_tree
+from worldsize.strategies.parameter_server.step_start import StepStart
 from worldsize.transport.channel import Channel
 from worldsize.transport.frames import CommonOperation, Header, RefusedError
 
@@ -18,12 +19,16 @@ class LeaderService:
 
     Args:
         master: Changes and reads the shard.
+        start: Keeps where a step with several updates began.
         facts: Returns the server's load since the last call.
         leader_prefix: The beginning of the names of processes that may lead, such as "server-".
     """
 
-    def __init__(self, master: ShardMaster, facts: Callable[[], Mapping[str, Any]], *, leader_prefix: str) -> None:
-        self._master, self._facts, self._leader_prefix = master, facts, leader_prefix
+    def __init__(
+        self, master: ShardMaster, start: StepStart, facts: Callable[[], Mapping[str, Any]], *, leader_prefix: str
+    ) -> None:
+        self._master, self._start = master, start
+        self._facts, self._leader_prefix = facts, leader_prefix
 
     def serve(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Serve one connection, until it ends. Raises LostError or RefusedError."""
@@ -46,6 +51,12 @@ class LeaderService:
                 channel.send(Header(CommonOperation.DONE))
             case Operation.RESET:
                 self._master.reset(**channel.message(header))
+                channel.send(Header(CommonOperation.DONE))
+            case Operation.BEGIN:
+                self._start.keep(**channel.message(header))
+                channel.send(Header(CommonOperation.DONE))
+            case Operation.ROLL_BACK:
+                self._start.roll_back(**channel.message(header))
                 channel.send(Header(CommonOperation.DONE))
             case Operation.FACTS:
                 channel.send_message(CommonOperation.MESSAGE, self._facts())

@@ -12,7 +12,7 @@ from worldsize.core import Recipe, StateDict
 from worldsize.strategies.parameter_server.remote_embedding import RemoteTable, remotes, rowless_model
 from worldsize.strategies.parameter_server.row_tables import RowRule, Rows, Table, initial_rows
 from worldsize.strategies.parameter_server.row_updates import RowUpdate, update_of
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizedModel, TrainState
 
 _DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the initial values of untouched rows
 RowStates = Mapping[str, Mapping[str, Tensor]]
@@ -58,7 +58,7 @@ def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
     return joined
 
 
-def full_state(train_state: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
+def full_state(train_state: OptimizedModel, rows: RowStates, rule: RowRule) -> StateDict:
     """Return model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
     return with_tables({**train_state.state(), "scaler": {}}, train_state.model, rows, rule)
 
@@ -81,7 +81,7 @@ def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
     return values_rd
 
 
-def load_full_state(train_state: TrainState, state: StateDict) -> None:
+def load_full_state(train_state: OptimizedModel, state: StateDict) -> None:
     """Load the part of a :func:`full_state` that is no table."""
     empty = {remote.table.name: remote.weight for remote in remotes(train_state.model)}
     train_state.load({**state, "model": {**state["model"], **empty}})

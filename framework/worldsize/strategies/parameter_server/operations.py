@@ -24,6 +24,8 @@ class Operation(IntEnum):
     RESET = 44  # message: the step that is done; what has come of later ones is dropped; answered by DONE
     FACTS = 45  # answered by a MESSAGE
     WEIGH = 46  # message: the step, and what its mean gradient is multiplied by before NORMS; answered by DONE
+    BEGIN = 47  # message: a step with several updates, which begins; answered by DONE
+    ROLL_BACK = 48  # message: the number of updates to count from there, where that step began; answered by DONE
 
 
 class Fields(NamedTuple):

@@ -39,7 +39,7 @@ class Peer:
         return self._request(frame, lambda channel: channel.message(channel.answer(CommonOperation.MESSAGE)))
 
     def command(self, operation: Operation, facts: Any) -> None:
-        """Have the shard do something, APPLY, RESET, WEIGH or STOP, and wait until it has."""
+        """Have the shard do something, such as APPLY, and wait until it has."""
         self._request(message(operation, facts), lambda channel: channel.answer(CommonOperation.DONE))
 
     def state(self) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from worldsize.strategies.parameter_server.leader_service import LeaderService
 from worldsize.strategies.parameter_server.operations import Operation
-from worldsize.strategies.parameter_server.shard_master import ShardMaster
+from worldsize.strategies.parameter_server.shard_master import ShardMaster, ignore_step
+from worldsize.strategies.parameter_server.step_start import StepStart
 from worldsize.strategies.parameter_server.worker_service import WorkerService
 from worldsize.transport.certificates import Credentials
 from worldsize.transport.channel import Channel
@@ -31,6 +32,10 @@ class ShardServer:
         credentials: The certificate of this process; None without TLS.
         services: Further services, by the kind of connection.
         leader_prefix: The beginning of the names of processes that may lead the run.
+        on_begin: Called with the number of each step with several updates that begins.
+
+    Attributes:
+        start_of_step: Keeps where such a step began.
     """
 
     def __init__(
@@ -41,10 +46,11 @@ class ShardServer:
         *,
         services: Mapping[str, Service] = {},
         leader_prefix: str = SERVER_PREFIX,
+        on_begin: Callable[[int], None] = ignore_step,
     ) -> None:
-        self.master = master
+        self.master, self.start_of_step = master, StepStart(master, on_begin)
         workers = WorkerService(master)
-        leader = LeaderService(master, self.facts, leader_prefix=leader_prefix)
+        leader = LeaderService(master, self.start_of_step, self.facts, leader_prefix=leader_prefix)
         own = {"data": workers.serve, "peer": leader.serve, "standby": self._serve_standby}
         self.connections = ConnectionServer(
             listener, credentials, {**own, **services}, timeout=master.timeout, operations=Operation

@@ -70,6 +70,7 @@ class PendingServer:
         *,
         services: Mapping[str, Service] = {},
         on_step: Callable[[int], None] = ignore_step,
+        on_begin: Callable[[int], None] = ignore_step,
         leader_prefix: str = SERVER_PREFIX,
     ) -> ShardServer:
         """Serve as the shard's master; returns when the standby has come, or none does within a lease.
@@ -77,13 +78,19 @@ class PendingServer:
         Args:
             services: Further services, by the kind of connection.
             on_step: Called with the number of the step in progress at each push.
+            on_begin: Called with the number of each step with several updates that begins.
             leader_prefix: The beginning of the names of processes that may lead the run.
         """
         log = ReplicationLog(self.succession.mastership, lease=self.lease, expects_standby=self.has_standby)
         sessions, timeout = self.succession.sessions, self.dialer.timeout
         master = ShardMaster(self.succession.receiver, sessions, log, timeout=timeout, on_step=on_step)
         server = ShardServer(
-            master, self.listener, self.dialer.credentials, services=services, leader_prefix=leader_prefix
+            master,
+            self.listener,
+            self.dialer.credentials,
+            services=services,
+            leader_prefix=leader_prefix,
+            on_begin=on_begin,
         )
         server.start()
         log.wait_for_standby()
@@ -146,19 +153,33 @@ class ServerGroup:
             plan: Which server owns what.
             rule: When gradients become an update.
         """
-        world = context.world
-        dialer, index = self.dialer(f"{SERVER_PREFIX}{world.rank}", context), world.rank % self.servers
+        index = context.world.rank % self.servers
         shard, full = self._shard(recipe, train_state, context, index, plan=plan, rule=rule)
+        dialer = self.dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
+        return self.pending(PushReceiver(shard, plan.codec), full, context, dialer, number=index)
+
+    def pending(
+        self, receiver: PushReceiver, full: TrainState, context: RunContext, dialer: Dialer, *, number: int
+    ) -> PendingServer:
+        """Make this process's server of shard ``number``.
+
+        Args:
+            receiver: Takes pushes to the shard.
+            full: The whole model, which will receive the state of all shards when it is saved.
+            context: The run as this process knows it.
+            dialer: Connects this process to the other servers.
+            number: The number of the shard.
+        """
         meeting = context.meeting_place(needs="a server needs its workers")
-        listener = self._listener(dialer.credentials, meeting, dialer.name)
-        service, address = shard_service(index), address_of(listener)
+        listener = self._listener(dialer.credentials, meeting, f"{dialer.name}-{number}")
+        service, address = shard_service(number), address_of(listener)
         succession = Succession(
             dialer,
             RegisteredMastership(dialer.registry, service, address=address, name=dialer.name),
-            PushReceiver(shard, plan.codec),
+            receiver,
             Sessions(),
             lease=self.lease,
-            is_first=world.rank < self.servers,
+            is_first=context.world.rank < self.servers,
             has_standbys=self.replicas > 0,
         )
         return PendingServer(full, succession, dialer, listener, self.lease, self.replicas > 0)

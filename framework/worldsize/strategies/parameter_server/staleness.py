@@ -42,6 +42,7 @@ class StalenessScheduler:
         logical_ranks: Parts of a step; each is a unit where steps need not be complete before the next begins.
         lease: Seconds without a sign of life after which a worker is taken for dead.
         done: Logical ranks of the steps after ``first`` that are done, all in all.
+        orphans: Units that were dealt to workers that are gone, and the clock in which each was begun.
     """
 
     staleness: float
@@ -50,10 +51,10 @@ class StalenessScheduler:
     first: int = 0
     last: int = 0
     members: dict[str, _Member] = field(default_factory=dict)
-    done: int = 0  # logical ranks of the steps after `first`, all in all
+    done: int = 0
+    orphans: dict[Unit, int] = field(default_factory=dict)
     _opened: int = 0
     _todo: deque[Unit] = field(default_factory=deque)
-    _orphans: dict[Unit, int] = field(default_factory=dict)  # and the clock in which each was begun
 
     def __post_init__(self) -> None:
         self._opened = self.first
@@ -66,7 +67,7 @@ class StalenessScheduler:
     @property
     def floor(self) -> float:
         """The slowest clock; a dead worker's counts until what it had begun is done."""
-        return min([*(member.clock for member in self.members.values()), *self._orphans.values()], default=math.inf)
+        return min([*(member.clock for member in self.members.values()), *self.orphans.values()], default=math.inf)
 
     def open(self, last: int) -> None:
         """Let steps up to ``last`` begin."""
@@ -84,10 +85,10 @@ class StalenessScheduler:
         member = self.members.pop(name, None)
         if member is None:
             return None
-        if member.hand is not None and member.hand not in self._orphans:
-            self._orphans[member.hand] = member.clock
+        if member.hand is not None and member.hand not in self.orphans:
+            self.orphans[member.hand] = member.clock
         elif self.staleness == 0 and member.clock < self._opened:
-            self._orphans[self._todo.pop()] = member.clock  # of what was dealt, the part that it had not begun
+            self.orphans[self._todo.pop()] = member.clock  # of what was dealt, the part that it had not begun
         return member.hand
 
     def renew(self, name: str, now: float) -> bool:
@@ -107,8 +108,8 @@ class StalenessScheduler:
         if member is None or member.hand != unit:
             return False
         member.hand = None
-        if unit in self._orphans:  # done for another: that one's clock goes, this one's has passed already
-            del self._orphans[unit]
+        if unit in self.orphans:  # done for another: that one's clock goes, this one's has passed already
+            del self.orphans[unit]
         else:
             member.clock += 1
         self.done += len(unit.logical_ranks)
@@ -117,14 +118,21 @@ class StalenessScheduler:
     def next(self, name: str, now: float) -> Unit | None:
         """Deal what ``name`` begins now; None: it has to wait."""
         member = self.members[name]
-        member.hand = member.hand or self._orphan() or self._dealt(member)
+        hands = {each.hand for each in self.members.values()}
+        orphan = next((unit for unit in self.orphans if unit not in hands), None)
+        member.hand = member.hand or orphan or self._dealt(member)
         if member.hand:
             member.deadline = now + self.lease
         return member.hand
 
-    def _orphan(self) -> Unit | None:
-        hands = {member.hand for member in self.members.values()}
-        return next((unit for unit in self._orphans if unit not in hands), None)
+    def repeat(self) -> None:
+        """Deal the step in progress again, to the members of then, whatever of it is done; for ``staleness`` 0."""
+        self._opened -= 1
+        self.done = (self._opened - self.first) * self.logical_ranks
+        self._todo.clear()
+        self.orphans.clear()
+        for member in self.members.values():
+            member.hand, member.clock = None, self._opened
 
     def _dealt(self, member: _Member) -> Unit | None:
         if self.floor < member.clock - self.staleness:

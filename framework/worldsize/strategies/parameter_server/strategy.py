@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
+    MultiUpdateRecipe,
     Numerics,
     Range,
     Recipe,
@@ -31,13 +32,14 @@ from worldsize.strategies.parameter_server.gradient_codecs import Compression, c
 from worldsize.strategies.parameter_server.leading_server import run_server
 from worldsize.strategies.parameter_server.model_state import train_state_of
 from worldsize.strategies.parameter_server.row_tables import RowRule
+from worldsize.strategies.parameter_server.served_checks import check_no_tables, check_served, check_updates
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
-from worldsize.strategies.parameter_server.sharding import ShardingPlan, plan_shards
+from worldsize.strategies.parameter_server.shard_planner import ShardPlanner
 from worldsize.strategies.parameter_server.slot_index import Sharding
 from worldsize.strategies.parameter_server.table_links import linked_model
+from worldsize.strategies.parameter_server.update_run import run_updates
 from worldsize.strategies.parameter_server.worker import Worker, WorkerOptions
-from worldsize.strategies.step_hooks import refuse_step_hooks
 from worldsize.strategies.train_state import TrainState
 
 _logger = logging.getLogger(__name__)
@@ -52,6 +54,10 @@ class ParameterServer(Strategy):
 
     Embeddings with ``sparse=True`` are tables: a row exists on its server once it is touched, and its initial value
     follows from ``seed``, table and row.
+
+    A recipe with several updates a step is trained with ``consistency="sync"``: the workers take each update together,
+    and each server has a part of every optimizer. Servers keep a copy of where the step began, to which they go back if
+    a worker is lost in it.
 
     Attributes:
         servers: Servers, each of which owns a shard.
@@ -78,6 +84,7 @@ class ParameterServer(Strategy):
     """
 
     merges_states: ClassVar[bool] = False
+    trains_multi_update: ClassVar[bool] = True
     servers: int = 1
     replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
     consistency: Consistency = "sync"
@@ -157,46 +164,56 @@ class ParameterServer(Strategy):
         raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
+        planner = self._planner(context.numerics)
+        if isinstance(recipe, MultiUpdateRecipe):
+            return run_updates(recipe, context, self._group, planner)
         if context.world.role == "server":
             train_state = train_state_of(recipe)
-            plan = self._plan(train_state, context.numerics)
-            pending = self._group.server(recipe, train_state, context, plan=plan, rule=self._rule(context))
+            plan, rule = planner.plan(train_state), _rule(context, self.bound, by_staleness=self.by_staleness)
+            pending = self._group.server(recipe, train_state, context, plan=plan, rule=rule)
             _warn_of_momentum(pending.train_state, staleness=self.staleness)
             return run_server(pending, context, bound=self.bound, rows=self._rows)
         model, tables = linked_model(recipe, self._rows, cache_rows=self.cache_rows)
-        plan = self._plan(TrainState.of(recipe, model), context.numerics)
+        plan = planner.plan(TrainState.of(recipe, model))
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         options = WorkerOptions(self.bound == 0, staleness=self.staleness)
         Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
         return None
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        super().check_recipe(recipe)
+        if isinstance(recipe, MultiUpdateRecipe):
+            overlaps = self.consistency if self.bound else "sync"
+            check_updates(recipe, consistency=overlaps, replicas=self.replicas, compression=self.compression)
+
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         check_served(model, optimizer)
+        if isinstance(recipe, MultiUpdateRecipe):
+            check_no_tables(recipe, model)
 
-    def _plan(self, train_state: TrainState, numerics: Numerics) -> ShardingPlan:
-        check_served(train_state.model, train_state.optimizer)
-        trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
-        clips_exactly = self.reduce == "ordered" and numerics.clip_norm is not None  # norms of whole parameters
-        cut = type(train_state.optimizer).__name__ in _ELEMENTWISE and not clips_exactly
-        shards = plan_shards(trained, self.servers, bucket_bytes=int(self.bucket_mb * 2**20), cut=cut)
-        return ShardingPlan(shards, self._rows, codec_of(self.compression, share=self.top_share))
-
-    def _rule(self, context: RunContext) -> Rule:
-        synchronous = self.bound == 0
-        return Rule(
-            context.logical_ranks,
-            synchronous=synchronous,
-            by_staleness=self.by_staleness,
-            # else whoever repeats the unit of a worker that died between two pushes would pull a mixture
-            requires_commit=synchronous,
-            finite=context.numerics.nonfinite == "stop",
+    def _planner(self, numerics: Numerics) -> ShardPlanner:
+        return ShardPlanner(
+            self.servers,
+            bucket_bytes=int(self.bucket_mb * 2**20),
+            keeps_whole=self.reduce == "ordered" and numerics.clip_norm is not None,  # for norms of whole parameters
+            rows=self._rows,
+            codec=codec_of(self.compression, share=self.top_share),
         )
 
 
 _DIVERGES = 36  # momentum / (1 - momentum) × staleness, from which training slows down or diverges
 
-# optimizers that treat each element by itself, so that a parameter can be cut between servers
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+
+def _rule(context: RunContext, bound: float, *, by_staleness: bool) -> Rule:
+    synchronous = bound == 0
+    return Rule(
+        context.logical_ranks,
+        synchronous=synchronous,
+        by_staleness=by_staleness,
+        # else whoever repeats the unit of a worker that died between two pushes would pull a mixture
+        requires_commit=synchronous,
+        finite=context.numerics.nonfinite == "stop",
+    )
 
 
 def _warn_of_momentum(train_state: TrainState, *, staleness: int) -> None:
@@ -209,27 +226,4 @@ def _warn_of_momentum(train_state: TrainState, *, staleness: int) -> None:
                 "Lower one of them, or set strategy.by_staleness=true.",
                 momentum,
                 staleness,
-            )
-
-
-def check_served(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what changes weights that no server owns.
-
-    Raises:
-        ConfigError: the model has statistics of batches, or the optimizer a hook for each step or no learning rate.
-    """
-    refuse_step_hooks(
-        optimizer,
-        because="which no server can run: each has a part of the parameters. Use strategy=ddp, or remove the hook.",
-    )
-    if any(not isinstance(group.get("lr"), float | int | Tensor) for group in optimizer.param_groups):
-        raise ConfigError(
-            f"{type(optimizer).__name__} has no learning rate (lr), by which servers scale an update. Set its lr, or "
-            "use strategy=ddp."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-            raise ConfigError(
-                f"{name} is a {type(module).__name__}, whose statistics no server owns. Use LayerNorm or GroupNorm, "
-                "or strategy=ddp."
             )

@@ -25,60 +25,64 @@ class TaskScheduler:
     Args:
         staleness: Decides which worker may begin what.
         timeout: Seconds to go on without any worker.
+
+    Attributes:
+        changed: Guards everything, ``staleness`` too; notified when something has changed.
+        ended: Why the run has ended; None: it has not.
     """
 
     def __init__(self, staleness: StalenessScheduler, *, timeout: float) -> None:
-        self._staleness, self._pool, self._timeout = staleness, TaskPool(staleness), timeout
+        self.staleness, self._pool, self._timeout = staleness, TaskPool(staleness), timeout
         self._epochs = count(time.time_ns())  # later than those of whoever led before
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._epoch_of: dict[str, int] = {}
-        self._ended: str | None = None
+        self.ended: str | None = None
 
     # ------------------------------------------------------------ for connections
 
     def admit(self, name: str) -> int:
         """Make a worker a member of the run; gives the epoch of its membership."""
-        with self._changed:
+        with self.changed:
             clock = self._pool.join(name, time.monotonic())
             self._epoch_of[name] = epoch = next(self._epochs)
-            self._changed.notify_all()
+            self.changed.notify_all()
         _logger.info("%s joins at clock %d", name, clock)
         return epoch
 
     def expects(self, name: str) -> bool:
         """Whether a worker is to ask for tasks any more."""
-        return self._ended is None or name in self._staleness.members
+        return self.ended is None or name in self.staleness.members
 
     def renew(self, name: str) -> None:
         """Note a worker's sign of life."""
-        with self._changed:
-            self._staleness.renew(name, time.monotonic())
+        with self.changed:
+            self.staleness.renew(name, time.monotonic())
 
     def retire(self, name: str, epoch: int, why: str) -> None:
         """End the membership that began in ``epoch``, unless the worker has come back since."""
-        with self._changed:
+        with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return
             del self._epoch_of[name]
             unit = self._pool.retire(name)
-            self._changed.notify_all()
+            self.changed.notify_all()
         _logger.info("%s is retired: %s%s", name, why, f"; {unit} is dealt again" if unit else "")
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Take what a worker has done, and wait until there is something to do for it."""
-        with self._changed:
+        with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return {"do": "join"}  # it was retired meanwhile
             self._pool.take(name, facts)
-            self._changed.notify_all()
-            leaves = facts.get("leaves") and len(self._staleness.members) > 1
-            while not leaves and self._ended is None:
+            self.changed.notify_all()
+            leaves = facts.get("leaves") and len(self.staleness.members) > 1
+            while not leaves and self.ended is None:
                 if self._epoch_of.get(name) != epoch:
                     return {"do": "join"}
                 if task := self._pool.deal(name, time.monotonic()):
                     return task
-                self._changed.wait()
-            why = self._ended or "asked to leave"
+                self.changed.wait()
+            why = self.ended or "asked to leave"
             self.retire(name, epoch, why)
             return {"do": "stop", "why": why}
 
@@ -87,18 +91,18 @@ class TaskScheduler:
     @property
     def workers(self) -> list[str]:
         """Names of the workers that are members now."""
-        return list(self._staleness.members)
+        return list(self.staleness.members)
 
     def meet(self, count: int, *, seconds: float) -> None:
         """Wait until ``count`` workers have joined, but not for longer: who comes later is welcome then."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._staleness.members) >= count, seconds)
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.staleness.members) >= count, seconds)
 
     def open(self, step: int) -> None:
         """Let steps up to ``step`` begin."""
-        with self._changed:
-            self._staleness.open(step)
-            self._changed.notify_all()
+        with self.changed:
+            self.staleness.open(step)
+            self.changed.notify_all()
 
     def finished(self, step: int) -> list[LossRecord]:
         """Wait for ``step``, and give the records of its losses by logical rank, or the last ones if steps overlap.
@@ -106,8 +110,8 @@ class TaskScheduler:
         Raises:
             WorldsizeError: No worker has been there for too long.
         """
-        self._wait_for(lambda: self._staleness.complete >= step)
-        with self._changed:
+        self.wait_for(lambda: self.staleness.complete >= step)
+        with self.changed:
             return self._pool.pop_records(step)
 
     def evaluate(self, parts: int, *, split: str, step: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
@@ -116,33 +120,37 @@ class TaskScheduler:
         Returns:
             Sums and counts of each batch by its index, and the metrics' names.
         """
-        with self._changed:
+        with self.changed:
             self._pool.evaluation = evaluation = EvaluationTasks(parts, split=split, step=step)
-            self._changed.notify_all()
-        self._wait_for(lambda: evaluation.done == parts)
+            self.changed.notify_all()
+        self.wait_for(lambda: evaluation.done == parts)
         self._pool.evaluation = EvaluationTasks(0)
         return evaluation.sums, evaluation.names
 
     def end(self, why: str) -> None:
         """Tell each worker to end when it has done what it has in hand; returns when all know."""
-        with self._changed:
-            self._ended = why
-            self._changed.notify_all()
-        self._wait_for(lambda: not self._staleness.members, alone=True)
+        with self.changed:
+            self.ended = why
+            self.changed.notify_all()
+        self.wait_for(lambda: not self.staleness.members, alone=True)
 
-    def _wait_for(self, done: Callable[[], bool], *, alone: bool = False) -> None:
-        """Wait, and retire workers whose lease runs out; unless ``alone``, some worker must be there."""
+    def wait_for(self, done: Callable[[], bool], *, alone: bool = False) -> None:
+        """Wait, and retire workers whose lease runs out; unless ``alone``, some worker must be there.
+
+        Raises:
+            WorldsizeError: None has been there for too long.
+        """
         since = time.monotonic()
-        with self._changed:
+        with self.changed:
             while not done():
-                self._changed.wait(self._staleness.lease / 4)
+                self.changed.wait(self.staleness.lease / 4)
                 now = time.monotonic()
                 late = [(name, self._epoch_of[name]) for name in self._pool.expired(now)]
-                since = now if self._staleness.members else since
+                since = now if self.staleness.members else since
                 if now - since > self._timeout and not alone:
                     raise WorldsizeError(
                         f"there has been no worker for {self._timeout:g} s (cluster.timeout). "
                         "Look into the workers' logs, or add workers."
                     )
                 for name, epoch in late:
-                    self.retire(name, epoch, f"no sign of life within its lease of {self._staleness.lease:g} s")
+                    self.retire(name, epoch, f"no sign of life within its lease of {self.staleness.lease:g} s")

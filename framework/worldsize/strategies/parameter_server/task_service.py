@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from worldsize.strategies.parameter_server.operations import Operation
@@ -10,13 +10,20 @@ from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.frames import CommonOperation, RefusedError
 
+NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # a worker, its epoch, and what it has done
+
 
 @final
 class TaskService:
-    """Serves the connections by which workers ask ``scheduler`` for tasks."""
+    """Serves the connections by which workers ask ``scheduler`` for tasks.
 
-    def __init__(self, scheduler: TaskScheduler) -> None:
-        self._scheduler = scheduler
+    Args:
+        scheduler: Admits and retires workers.
+        next_task: Answers a TICK, as ``scheduler.next_task`` does, which is the default.
+    """
+
+    def __init__(self, scheduler: TaskScheduler, next_task: NextTask | None = None) -> None:
+        self._scheduler, self._next_task = scheduler, next_task or scheduler.next_task
 
     def control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Serve one worker: each TICK says what it has done, each TASK what comes next. Raises RefusedError."""
@@ -28,7 +35,7 @@ class TaskService:
                 header = channel.header()
                 if header.operation != Operation.TICK:
                     raise RefusedError(f"{header.operation.name} came, TICK was expected")
-                task = self._scheduler.next_task(name, epoch, channel.message(header))
+                task = self._next_task(name, epoch, channel.message(header))
                 channel.send_message(Operation.TASK, task)
         except LostError:
             self._scheduler.retire(name, epoch, "its connection ended")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -17,21 +15,18 @@ from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.loss_record import LossRecord, differentiable, mean_loss
-from worldsize.strategies.model_replica import autocast, collected_metrics
+from worldsize.strategies.model_replica import autocast
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
-from worldsize.strategies.parameter_server.operations import Operation, shard_service
+from worldsize.strategies.parameter_server.evaluation_part import evaluated_part
 from worldsize.strategies.parameter_server.overlapped_push import OverlappedPush
 from worldsize.strategies.parameter_server.remote_embedding import remotes, take_gradients
 from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.table_links import TableLinks
+from worldsize.strategies.parameter_server.task_loop import TaskLoop
 from worldsize.strategies.parameter_server.unowned import UnownedWeights
-from worldsize.strategies.parameter_server.worker_heartbeat import WorkerHeartbeat
-from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.dialer import Dialer
-from worldsize.transport.registry import EndedError
 
-_logger = logging.getLogger(__name__)
 _OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent before a thread has begun
 
 
@@ -86,44 +81,19 @@ class Worker:
         self._overlap = OverlappedPush(self._parameters, plan.shards) if nbytes >= _OVERLAPPED else None
 
     def run(self, lease: float) -> None:
-        """Work until the server that leads says that it is enough; comes back to it if the connection is lost."""
-        heartbeat = WorkerHeartbeat(self._dialer, lease)
-        try:
-            with suppress(EndedError):
-                while not self._joined():
-                    _logger.info("joins again")
-        finally:
-            heartbeat.stop()
+        """Work until the server that leads says that it is enough."""
+        TaskLoop(
+            self._dialer,
+            self._context.stop,
+            shards=self._servers,
+            connect=self._connect,
+            acts={"train": self._train, "evaluate": self._evaluate},
+            last_words=self._tables.cache_facts,
+        ).run(lease)
 
-    def _joined(self) -> bool:
-        """Work as a member; False if the server that leads is gone, or has given this worker up."""
-        with ExitStack() as connections:
-            control, facts = self._dialer.connect(shard_service(0), "control")
-            connections.callback(control.close)
-            links = []
-            try:
-                for shard in range(self._servers):
-                    links.append(ShardLink(self._dialer, shard, facts["epoch"]))
-                    connections.callback(links[-1].close)
-                self._dense.connect(links)
-                self._tables.connect(links)
-                return self._work(control)
-            except LostError:
-                return False
-
-    def _work(self, control: Channel) -> bool:
-        """Do task after task until the run ends; False: this worker is no member any more."""
-        todo = {"train": self._train, "evaluate": self._evaluate}
-        done: dict[str, Any] = {}
-        while True:
-            control.send_message(Operation.TICK, {**done, "leaves": self._context.stop.is_wanted()})
-            task = control.message(control.answer(Operation.TASK))
-            if task["do"] == "stop":
-                _logger.info("%s", "; ".join([f"ends: {task['why']}", *self._tables.cache_facts()]))
-                return True
-            if task["do"] == "join":
-                return False
-            done = todo[task["do"]](task)
+    def _connect(self, links: Sequence[ShardLink]) -> None:
+        self._dense.connect(links)
+        self._tables.connect(links)
 
     def _train(self, task: Mapping[str, Any]) -> dict[str, Any]:
         step, ranks = task["step"], task["ranks"]
@@ -196,10 +166,4 @@ class Worker:
     def _evaluate(self, task: Mapping[str, Any]) -> dict[str, Any]:
         self._pull(0)
         self._tables.oldest = None
-        batches = self._context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
-        with autocast(self._context.world.device, self._context.numerics.precision):
-            collector = collected_metrics(self._recipe, self._model, batches, device=self._context.world.device)
-        sums_by_index = {
-            i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in collector.sums.items()
-        }
-        return {"part": task["part"], "sums": sums_by_index, "names": collector.names}
+        return evaluated_part(self._recipe, self._model, self._context, task)

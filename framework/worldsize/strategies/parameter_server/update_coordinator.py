@@ -1,0 +1,149 @@
+"""The replica of the server that leads, for a recipe with several updates a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.collectives.exact import reduce_metrics
+from worldsize.collectives.step_timer import phase
+from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
+from worldsize.strategies.clipping import clip_factor
+from worldsize.strategies.loss_record import LossRecord, step_metrics
+from worldsize.strategies.loss_weights import weight_factor
+from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
+from worldsize.strategies.parameter_server.all_shards import AllShards
+from worldsize.strategies.parameter_server.shard_parameters import gather_states
+from worldsize.strategies.parameter_server.update_rounds import Reported, UpdateRounds
+from worldsize.strategies.update_results import UpdateResult, step_result
+from worldsize.transport.registry import Registry
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class UpdateCoordinator(Replica):
+    """The replica by which the training loop drives the run.
+
+    Args:
+        shards: All shards of each optimizer; this process serves the first of each.
+        rounds: Has the workers take each update together.
+        registry: The register of the run's services, by which the run is ended.
+        train_state: The whole model with its optimizers, which receive the shards' state when it is saved.
+        context: The run as this process knows it.
+        step_reached: The step of the checkpoint that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, AllShards],
+        rounds: UpdateRounds,
+        registry: Registry,
+        train_state: MultiTrainState,
+        context: RunContext,
+        *,
+        step_reached: int,
+    ) -> None:
+        self._shards, self._rounds, self._scheduler, self._registry = shards, rounds, rounds.scheduler, registry
+        self._train_state, self._world, self._numerics = train_state, context.world, context.numerics
+        self.step_reached: int = step_reached
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Have the workers compute the next step, who draw its data themselves; repeat it if one of them is lost."""
+        step = self.step_reached + 1
+        rates = {name: shards.own.master.shard.parameters.lr for name, shards in self._shards.items()}
+        results = self._attempt(step, again=False)
+        while results is None:
+            _logger.info("step %d is repeated, since a worker was lost between its updates", step)
+            for shards in self._shards.values():
+                shards.roll_back()
+            results = self._attempt(step, again=True)
+        returned = step_metrics(self._scheduler.finished(step))
+        self.step_reached = step
+        return step_result(results, rates, returned, kind=self._rounds.kind, step=step)
+
+    def _attempt(self, step: int, *, again: bool) -> list[UpdateResult] | None:
+        """Take the updates of ``step``; return None if a worker was lost."""
+        counts = {name: shards.own.master.shard.step for name, shards in self._shards.items()}
+        self._rounds.open(step, counts, again=again)
+        for shards in self._shards.values():  # while the workers compute the first update
+            shards.begin(step)
+        results: list[UpdateResult] = []
+        while True:
+            with phase("communication"):
+                reported = self._rounds.reported(step)
+            if reported is None:
+                return None
+            if reported.name is None:
+                return results
+            with phase("update"):
+                results.append(self._applied(reported.name, reported))
+            self._rounds.go_on()
+
+    def _applied(self, name: str, reported: Reported) -> UpdateResult:
+        """Weigh and clip the mean gradient, and have the shards of the optimizer make the update."""
+        shards, factor, norm = self._shards[name], 1.0, None
+        count = shards.own.master.shard.step + 1
+        losses = _weighed(shards, count, reported.records)
+        skipped = False
+        if self._numerics.needs_norm:
+            norm = torch.linalg.vector_norm(torch.stack(self._norms(name)))
+            skipped = self._numerics.skips(norm)
+            factor = float(clip_factor(norm, self._numerics.norm_limit))
+        shards.apply(count, None if skipped else factor)
+        return UpdateResult(name, losses, norm, skipped, step_metrics(reported.records))
+
+    def _norms(self, name: str) -> list[Tensor]:
+        """Return the norm of each parameter's gradient, in the order of the optimizer."""
+        pieces = self._shards[name].norms()
+        part = self._train_state.parts[name]
+        names = {id(parameter): each for each, parameter in part.model.named_parameters()}
+        norms = [torch.tensor(pieces[names[id(each)]]) for each in parameters_of(part.optimizer) if each.numel()]
+        return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
+
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
+        """Have the workers evaluate, who draw the batches themselves."""
+        parts = max(1, len(self._scheduler.workers))
+        sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
+        return reduce_metrics(sums, names, self._world)
+
+    def state(self) -> StateDict:
+        """Put the states of all shards together."""
+        for name, shards in self._shards.items():
+            gather_states(shards.states(), self._train_state.parts[name])
+        return {**self._train_state.state(), "scaler": {}}
+
+    def load(self, state: StateDict) -> None:
+        """Do nothing: each server has loaded its part by itself."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the load of each server since the last call, over all optimizers, and the number of workers."""
+        loads = zip(*(shards.facts() for shards in self._shards.values()), strict=True)
+        servers = [_together(each, step=self.step_reached) for each in loads]
+        return {"servers": servers, "workers": len(self._scheduler.workers)}
+
+    def close(self, *, complete: bool) -> None:
+        self._registry.end()
+        self._scheduler.end("the run is complete" if complete else "the run pauses")
+        for shards in self._shards.values():
+            shards.stop()
+
+
+def _weighed(shards: AllShards, count: int, records: Sequence[LossRecord]) -> list[Tensor]:
+    """Divide the gradient by the weight of the update if its losses are sums; return shares of the mean loss."""
+    if not records[0].is_weighted:
+        return [record.loss for record in records]
+    factor = weight_factor([record.loss[1] for record in records], None)
+    shards.weigh(count, float(factor))
+    return [record.loss[0] * factor for record in records]
+
+
+def _together(loads: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, Any]:
+    """Return the load of a server that has a shard for each optimizer, as :meth:`ShardServer.facts` does of one."""
+    counts = ("lost_updates", "refused", "pushes", "pulls", "bytes_in", "bytes_out")
+    largest = {name: max(load[name] for load in loads) for name in ("longest_queue", "seconds")}
+    return {"step": step, **{name: sum(load[name] for load in loads) for name in counts}, **largest}

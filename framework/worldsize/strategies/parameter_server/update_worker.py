@@ -1,0 +1,169 @@
+"""A worker for a recipe with several updates a step: it goes from update to update with all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from worldsize.collectives.ordered import Arrivals
+from worldsize.collectives.step_timer import phase
+from worldsize.core import ConfigError, MultiUpdateRecipe, RunContext
+from worldsize.strategies.gradient_reducer import taken
+from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.model_replica import autocast
+from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
+from worldsize.strategies.parameter_server.dense_links import DenseLinks
+from worldsize.strategies.parameter_server.evaluation_part import evaluated_part
+from worldsize.strategies.parameter_server.shard_link import ShardLink
+from worldsize.strategies.parameter_server.shard_planner import parameters_by_optimizer
+from worldsize.strategies.parameter_server.sharding import ShardingPlan
+from worldsize.strategies.parameter_server.task_loop import Task, TaskLoop
+from worldsize.strategies.parameter_server.unowned import UnownedWeights
+from worldsize.strategies.update_pass import UpdatePass
+from worldsize.transport.dialer import Dialer
+
+
+@final
+class UpdateWorker:
+    """Works for one run, from its first task to its last.
+
+    Its unit of a step is a generator that stops at each update, until the server that leads lets all go on.
+
+    Args:
+        recipe: The recipe that is trained.
+        context: The run as this process knows it: its rank, data, numerics, and whether to stop.
+        dialer: Connects to the servers.
+        plans: Which server owns what, by the optimizer's name.
+        train_state: The recipe's model on the device of this process, and its optimizers, which never step here.
+    """
+
+    def __init__(
+        self,
+        recipe: MultiUpdateRecipe,
+        context: RunContext,
+        dialer: Dialer,
+        plans: Mapping[str, ShardingPlan],
+        train_state: MultiTrainState,
+    ) -> None:
+        self._recipe, self._context, self._dialer = recipe, context, dialer
+        self._model, self._parts = train_state.model, train_state.parts
+        self._parameters = parameters_by_optimizer(train_state)
+        self._unowned = UnownedWeights(self._model)
+        self._dense = {
+            name: DenseLinks(self._parameters[name], plan, first=context.world.rank, faults=context.faults)
+            for name, plan in plans.items()
+        }
+        self._servers = len(next(iter(plans.values())).shards)
+        self._pulled: dict[str, int] = {}  # the updates of each optimizer that the model has seen
+        self._unit: Iterator[dict[str, Any]] = iter(())
+
+    def run(self, lease: float) -> None:
+        """Work until the server that leads says that it is enough."""
+        TaskLoop(
+            self._dialer,
+            self._context.stop,
+            shards=self._servers * len(self._dense),
+            connect=self._connect,
+            acts={"train": self._begin, "continue": self._continue, "evaluate": self._evaluate},
+        ).run(lease)
+
+    def _connect(self, links: Sequence[ShardLink]) -> None:
+        self._pulled.clear()
+        for place, dense in enumerate(self._dense.values()):
+            dense.connect(links[place * self._servers : (place + 1) * self._servers])
+
+    def _begin(self, task: Task) -> dict[str, Any]:
+        """Begin a unit, which may be the last one again; return what there is to say of its first update."""
+        self._unit = self._updates(task)
+        return next(self._unit)
+
+    def _continue(self, _: Task) -> dict[str, Any]:
+        self._context.faults.at("update:continue")
+        return next(self._unit)
+
+    def _evaluate(self, task: Task) -> dict[str, Any]:
+        self._pulled.clear()
+        for dense in self._dense.values():
+            dense.pull(0)
+        return evaluated_part(self._recipe, self._model, self._context, task)
+
+    def _updates(self, task: Task) -> Iterator[dict[str, Any]]:
+        """Compute a unit, update by update: yield what there is to say of each, and at last of the whole unit."""
+        step, ranks, counts = task["step"], task["ranks"], dict(task["counts"])
+        batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
+        options = self._options()
+        with self._context.timing.measured(step):
+            for name in self._dense:
+                self._pull(name, counts[name])
+            passes = [self._pass(batch) for batch in batches]
+            while True:
+                name, records, arrivals = self._computed(passes, ranks)
+                if name is None:
+                    break
+                counts[name] += 1
+                self._push(name, arrivals, count=counts[name])
+                messages = [record.message() for record in records]
+                with phase("communication"):
+                    yield {"update": name, "unit_of": [step, ranks], "records": messages}
+                self._pull(name, counts[name])
+        self._unowned.check()
+        if self._options() != options:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.updates has changed an optimizer's options, such as its learning rate; "
+                "the servers, which take the updates, do not see that. Give the recipe schedules, or use strategy=ddp."
+            )
+        yield {"unit": [step, ranks], "records": [each.take_metrics().message() for each in passes]}
+
+    def _pass(self, batch: Any) -> UpdatePass:
+        begin = partial(self._recipe.updates, self._model, batch.data, batch.step)
+        kind, device = type(self._recipe).__name__, self._context.world.device
+        return UpdatePass(kind, begin, batch, names=self._parts, device=device)
+
+    def _computed(
+        self, passes: Sequence[UpdatePass], ranks: Sequence[int]
+    ) -> tuple[str | None, list[LossRecord], Arrivals]:
+        """Let all generators run up to the next update, and compute its gradient.
+
+        Returns:
+            The name of the optimizer, or None if they have ended; the records of the losses; and the gradients.
+        """
+        total, arrivals, records = self._context.logical_ranks, Arrivals(self._context.logical_ranks), []
+        for rank, current in zip(ranks, passes, strict=True):
+            with autocast(self._context.world.device, self._context.numerics.precision):
+                current.advance(lambda action: action())
+            current.check_same(passes[0])
+            if current.name is not None:
+                loss, record = current.take_loss()
+                loss.backward(inputs=parameters_of(self._parts[current.name].optimizer))  # type: ignore[no-untyped-call]
+                records.append(record)
+                arrivals.add(total, rank, taken(self._parameters[current.name].values()))
+        return passes[0].name, records, arrivals
+
+    def _push(self, name: str, arrivals: Arrivals, *, count: int) -> None:
+        """Push the gradient of update number ``count``, and wait until all shards have it."""
+        for (width, node), gradients in arrivals.parts.items():
+            named = dict(zip(self._parameters[name], gradients, strict=True))
+            self._dense[name].push(named, step=count, width=width, node=node)
+        self._dense[name].settle()
+
+    def _pull(self, name: str, count: int) -> None:
+        """Pull the weights that have seen ``count`` updates, unless they are here.
+
+        A graph that has saved the weights of before is of no use any more, which torch can tell by their version.
+        """
+        if self._pulled.get(name) != count:
+            self._dense[name].pull(count)
+            self._pulled[name] = count
+            torch.autograd.graph.increment_version(tuple(self._parameters[name].values()))
+
+    def _options(self) -> list[dict[str, Any]]:
+        """Copy the options of all optimizers, such as learning rates."""
+        groups = [group for part in self._parts.values() for group in part.optimizer.param_groups]
+        return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,99 @@
+"""The results of a step's updates, and what they say together of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from worldsize.core import ConfigError, StepResult
+
+
+@final
+@dataclass(frozen=True)
+class UpdateResult:
+    """The result of one update in this process, as :class:`StepResult` has that of a step."""
+
+    name: str
+    losses: Sequence[Tensor]
+    grad_norm: Tensor | None
+    skipped: bool
+    metrics: Mapping[str, Tensor]
+
+
+def step_result(
+    results: Sequence[UpdateResult],
+    rates: Mapping[str, float | None],
+    returned: Mapping[str, Tensor],
+    *,
+    kind: str,
+    step: int,
+) -> StepResult:
+    """Put the results of a step's updates together.
+
+    Args:
+        results: Those of the updates, in their order.
+        rates: The learning rate of each optimizer when the step began, in the recipe's order.
+        returned: The metrics that the generators have returned at their ends.
+        kind: Name of the recipe's class.
+        step: Number of the step.
+
+    Raises:
+        ConfigError: there was no update, or a metric has the name of another figure.
+    """
+    if not results:
+        raise ConfigError(f"{kind}.updates yielded nothing in step {step}. Yield an update in every step.")
+    norms = [result.grad_norm for result in results if result.grad_norm is not None]
+    return StepResult(
+        losses=_sums([result.losses for result in results]),
+        lr=next(iter(rates.values())),
+        grad_norm=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
+        skipped=any(result.skipped for result in results),
+        metrics=_metrics(results, rates, returned),
+    )
+
+
+def first_rate(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of an optimizer's first group; None: it has none."""
+    rate: float | None = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)
+
+
+def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return, for each micro-batch, the sum of its losses in the updates.
+
+    It is summed in float64, as which the losses of other processes come: so it is the same wherever it is summed.
+    """
+    return [torch.stack([loss.double() for loss in own]).sum() for own in zip(*losses, strict=True)]
+
+
+def _metrics(
+    results: Sequence[UpdateResult], rates: Mapping[str, float | None], returned: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return what the updates and their generators say, each optimizer's mean loss, and its rate but for the first's.
+
+    An optimizer that has not stepped counts nothing: names are those of every step.
+    """
+    metrics: dict[str, Tensor] = {}
+    for own_metrics in [*(result.metrics for result in results), returned]:
+        for name, pairs_b2 in own_metrics.items():
+            metrics[name] = metrics[name] + pairs_b2 if name in metrics else pairs_b2
+    for name in rates:
+        if metrics.keys() & {f"loss/{name}", f"lr/{name}"}:
+            raise ConfigError(
+                f"the recipe's updates name a metric loss/{name} or lr/{name}, which each logged step has of the "
+                f"optimizer {name!r}. Rename it."
+            )
+    losses = results[0].losses
+    one_b = torch.ones(len(losses), dtype=torch.float64, device=losses[0].device)
+    for place, (name, rate) in enumerate(rates.items()):
+        own = [result.losses for result in results if result.name == name]
+        total_b = torch.stack(_sums(own)) if own else one_b * 0
+        metrics[f"loss/{name}"] = torch.stack([total_b, one_b * len(own)], dim=1)
+        if place and rate is not None:
+            metrics[f"lr/{name}"] = torch.stack([one_b * rate, one_b], dim=1)
+    return metrics

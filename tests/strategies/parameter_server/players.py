@@ -1,0 +1,100 @@
+"""A recipe with several updates a step that a parameter server can carry, and the same in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import TensorDataset
+
+from worldsize.core import MultiUpdateRecipe
+from worldsize.data.loader import Order, fetch
+from worldsize.reproducibility.seeds import seed_generators
+
+SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 24
+
+
+def decay(count: int) -> float:
+    return 1 / (1 + count / 9)
+
+
+@dataclass(frozen=True)
+class Players(MultiUpdateRecipe):
+    """A generator and a critic, which is updated twice in every third step and whose learning rate falls.
+
+    The generator's loss is a sum with its weight. An observer learns what the generator makes from step 5 on. A
+    parameter that no optimizer has stays what it is.
+    """
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        generator = nn.Sequential(nn.Linear(NOISE, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+        critic = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        parts = {"generator": generator, "critic": critic, "observer": nn.Linear(8, 1), "idle": nn.Linear(3, 1)}
+        return nn.ModuleDict(parts)
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        assert isinstance(model, nn.ModuleDict)
+        return {
+            "critic": Adam(model["critic"].parameters(), lr=0.01, betas=(0.5, 0.9)),
+            "generator": SGD(model["generator"].parameters(), lr=0.02, momentum=0.5),
+            "observer": Adam(model["observer"].parameters(), lr=0.01, weight_decay=0.1),
+        }
+
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        return {"critic": LambdaLR(optimizers["critic"], decay)}
+
+    def data(self, split: str) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.rand(SAMPLES, 8, generator=generator) * 2 - 1)
+
+    def updates(self, model: nn.Module, batch: Any, step: int) -> Generator[Any, None, Mapping[str, Any]]:
+        assert isinstance(model, nn.ModuleDict)
+        (real,) = batch
+        fake = model["generator"](torch.randn(len(real), NOISE))
+        for _ in range(2 if step % 3 == 0 else 1):
+            noisy = real + 0.1 * torch.randn(real.shape)
+            yield "critic", (model["critic"](noisy) - 1).square().mean() + model["critic"](fake.detach()).square().mean()
+        yield "generator", ((model["critic"](fake) - 1).square().sum(), torch.tensor(len(real)))
+        if step >= 5:
+            yield "observer", (model["observer"](fake.detach()) - model["critic"](real).detach()).square().mean()
+        return {"drawn": (fake.detach().double().sum(), fake.numel())}
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
+        assert isinstance(model, nn.ModuleDict)
+        (real,) = batch
+        return {"score": (model["critic"](real).double().sum(), torch.tensor(len(real)))}
+
+
+def original(steps: int) -> Mapping[str, Tensor]:
+    """Train in plain PyTorch on one process, with the documented order and seeds."""
+    recipe = Players()
+    model, data, order = recipe.model(), recipe.data("train"), Order(SEED, BATCH, 1, (0,))
+    assert isinstance(model, nn.ModuleDict)
+    critic, generator, observer = model["critic"], model["generator"], model["observer"]
+    of_critic, of_generator, of_observer = recipe.optimizers(model).values()
+    schedule = LambdaLR(of_critic, decay)
+    for step in range(1, steps + 1):
+        seed_generators(order.step_seed(step, 0), torch.device("cpu"))
+        (real,) = fetch(data, order.indices(step, 0, SAMPLES))
+        fake = generator(torch.randn(len(real), NOISE))
+        for _ in range(2 if step % 3 == 0 else 1):
+            noisy = real + 0.1 * torch.randn(real.shape)
+            critic.zero_grad()
+            loss = (critic(noisy) - 1).square().mean() + critic(fake.detach()).square().mean()
+            loss.backward()
+            of_critic.step()
+            schedule.step()
+        generator.zero_grad()
+        ((critic(fake) - 1).square().sum() / len(real)).backward()
+        of_generator.step()
+        if step >= 5:
+            observer.zero_grad()
+            (observer(fake.detach()) - critic(real).detach()).square().mean().backward()
+            of_observer.step()
+    return model.state_dict()
