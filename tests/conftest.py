@@ -129,6 +129,7 @@ HEAVY = (
     "strategies/parameter_server/test_runs.py",
     "strategies/parameter_server/test_standby.py",
     "strategies/parameter_server/test_tables.py",
+    "strategies/parameter_server/test_update_runs.py",
     "strategies/test_frozen_parameters.py",
     "strategies/test_mesh.py",
     "strategies/test_stdlib_lm.py",

@@ -272,7 +272,7 @@ def test_optimizers_that_do_not_come_along_are_refused(optimizers: Any, message:
 
 
 @pytest.mark.parametrize("strategy", [Mesh(), ParameterServer()], ids=lambda each: type(each).__name__)
-def test_a_strategy_of_one_update_a_step_refuses_it(strategy: Any) -> None:
+def test_a_strategy_of_one_update_a_step_or_whose_workers_come_and_go_refuses_it(strategy: Any) -> None:
     with pytest.raises(ConfigError, match="takes several updates a step"):
         check_trainable(recipe(PlainGAN, Pairs), strategy)
 

@@ -33,7 +33,7 @@ STRATEGIES: Mapping[str, tuple[Strategy, int]] = {  # and how many processes
 IMPOSSIBLE = {  # and why it is refused
     ("diffusion", "parameter_server"): "does not average weights",
     ("resnet", "parameter_server"): "whose statistics no server owns",
-    ("wgan", "parameter_server"): "several updates a step",
+    ("wgan", "parameter_server"): "has a hook for each step",
 }
 LIGHT = {("dpo", "parameter_server"), ("gcn", "ddp"), ("wgan", "fsdp")}  # the others are heavy
 PAIRS = [

@@ -296,7 +296,12 @@ def test_optimizers_that_do_not_fit_are_refused_before_the_start(recipe: MultiUp
     ("strategy", "message"),
     [
         (Mesh(), "Two takes several updates a step, and Mesh takes one. Set strategy=ddp, zero, fsdp or single."),
-        (ParameterServer(), "and ParameterServer takes one"),
+        (
+            ParameterServer(consistency="async"),
+            "which do not overlap with those of other steps. Set strategy.consistency",
+        ),
+        (ParameterServer(replicas=1), "in the middle of which no standby can take over. Set strategy.replicas=0"),
+        (ParameterServer(compression="bf16"), "whose gradients are not compressed. Set strategy.compression=none."),
         (HybridParameterServer(), "and HybridParameterServer takes one"),
         (DDP(compress="int8"), "whose gradients are not compressed or summed by node. Set strategy.compress=none"),
         (DDP(reduce="hierarchical"), "and strategy.reduce=flat"),
@@ -308,6 +313,49 @@ def test_strategies_that_cannot_train_it_refuse_it_before_the_start(strategy: St
     check_trainable(TwoPlayers(), Single())
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_trainable(Two(), strategy)
+
+
+@dataclass(frozen=True)
+class Hooked(Two):
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        optimizers = super().optimizers(model)
+        optimizers["b"].register_step_post_hook(lambda *_: None)
+        return optimizers
+
+
+class Rows(Two):
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Embedding(4, 2, sparse=True)})
+
+
+class Normed(Two):
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.BatchNorm1d(2)})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (
+            Hooked(),
+            "has a hook for each step, Hooked.optimizers.<locals>.<lambda>, which no server can run",
+        ),
+        (
+            Rows(),
+            "b has sparse=True, and Rows takes several updates a step, which servers make of dense parameters",
+        ),
+        (Normed(), "b is a BatchNorm1d, whose statistics no server owns."),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
+)
+def test_what_servers_cannot_carry_is_refused_before_the_start(recipe: MultiUpdateRecipe, message: str) -> None:
+    check_construction(Two(), ParameterServer())
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_construction(recipe, ParameterServer())
+
+
+def test_a_staleness_bound_of_zero_is_synchronous() -> None:
+    check_trainable(Two(), ParameterServer(consistency="bounded"))
 
 
 def test_whoever_asks_for_the_one_loss_of_such_a_recipe_gets_a_sentence() -> None:

@@ -4,8 +4,8 @@
 
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
-retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, update:continue, process:begin, load:begin,
-step:data, step:compute.
+retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, update:continue, process:begin,
+load:begin, step:data, step:compute.
 
 Action "slow" strikes whenever its point is passed: here a rank that is slow from step 100 on, and one whose data are.
 

@@ -17,6 +17,8 @@ from worldsize.data.loader import Order, fetch
 from worldsize.reproducibility.seeds import seed_generators
 
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 24
+LIMIT = -5.0  # in step 2 the sum of the first of two micro-batches is less, that of the second is more
+MADE: list[Mapping[str, Optimizer]] = []  # by this process, whose last are those in use
 
 
 def decay(count: int) -> float:
@@ -28,8 +30,10 @@ class Players(MultiUpdateRecipe):
     """A generator and a critic, which is updated twice in every third step and whose learning rate falls.
 
     The generator's loss is a sum with its weight. An observer learns what the generator makes from step 5 on. A
-    parameter that no optimizer has stays what it is.
+    parameter that no optimizer has stays what it is. Other kinds than "exact" do in step 2 what no recipe may.
     """
+
+    kind: str = "exact"
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -40,11 +44,13 @@ class Players(MultiUpdateRecipe):
 
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
         assert isinstance(model, nn.ModuleDict)
-        return {
+        made: dict[str, Optimizer] = {
             "critic": Adam(model["critic"].parameters(), lr=0.01, betas=(0.5, 0.9)),
             "generator": SGD(model["generator"].parameters(), lr=0.02, momentum=0.5),
             "observer": Adam(model["observer"].parameters(), lr=0.01, weight_decay=0.1),
         }
+        MADE.append(made)
+        return made
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
         return {"critic": LambdaLR(optimizers["critic"], decay)}
@@ -56,14 +62,26 @@ class Players(MultiUpdateRecipe):
     def updates(self, model: nn.Module, batch: Any, step: int) -> Generator[Any, None, Mapping[str, Any]]:
         assert isinstance(model, nn.ModuleDict)
         (real,) = batch
+        if step == 2 and self.kind != "exact":
+            yield self._impossible(model, real)
         fake = model["generator"](torch.randn(len(real), NOISE))
         for _ in range(2 if step % 3 == 0 else 1):
             noisy = real + 0.1 * torch.randn(real.shape)
-            yield "critic", (model["critic"](noisy) - 1).square().mean() + model["critic"](fake.detach()).square().mean()
+            yield (
+                "critic",
+                (model["critic"](noisy) - 1).square().mean() + model["critic"](fake.detach()).square().mean(),
+            )
         yield "generator", ((model["critic"](fake) - 1).square().sum(), torch.tensor(len(real)))
         if step >= 5:
             yield "observer", (model["observer"](fake.detach()) - model["critic"](real).detach()).square().mean()
         return {"drawn": (fake.detach().double().sum(), fake.numel())}
+
+    def _impossible(self, model: nn.ModuleDict, real: Tensor) -> tuple[str, Tensor]:
+        name = "generator" if self.kind == "by data" and float(real.sum()) > LIMIT else "critic"
+        if self.kind == "rates":
+            MADE[-1]["critic"].param_groups[0]["lr"] = 1.0
+        factor = float("inf") if self.kind == "infinite" else 1.0
+        return name, torch.stack([parameter.sum() for parameter in model[name].parameters()]).sum() * factor
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         assert isinstance(model, nn.ModuleDict)

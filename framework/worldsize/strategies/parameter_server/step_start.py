@@ -1,4 +1,4 @@
-"""Where a step with several updates began on a shard, so that the step can be repeated when a worker is lost in it."""
+"""A shard's parameters where a step with several updates began: the step is repeated if a worker is lost in it."""
 
 from __future__ import annotations
 

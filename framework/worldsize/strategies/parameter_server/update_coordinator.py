@@ -58,7 +58,7 @@ class UpdateCoordinator(Replica):
         rates = {name: shards.own.master.shard.parameters.lr for name, shards in self._shards.items()}
         results = self._attempt(step, again=False)
         while results is None:
-            _logger.info("step %d is repeated, since a worker was lost between its updates", step)
+            _logger.info("step %d is repeated, since a worker was lost in it", step)
             for shards in self._shards.values():
                 shards.roll_back()
             results = self._attempt(step, again=True)

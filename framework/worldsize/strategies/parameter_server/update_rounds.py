@@ -39,7 +39,7 @@ class Reported:
     """
 
     name: str | None
-    records: Sequence[LossRecord] = ()
+    records: Sequence[LossRecord]
 
 
 @final
@@ -58,6 +58,7 @@ class UpdateRounds:
         self.kind, self.scheduler = kind, scheduler
         self._round = _Round()
         self._counts: Mapping[str, int] = {}
+        self._attempt = 0  # of a step; each has its own
 
     # ------------------------------------------------------------ for connections
 
@@ -69,13 +70,13 @@ class UpdateRounds:
                     return {"do": "continue"}
                 facts = {}  # its unit counts no more; whether it wants to leave, it will say at the end of another
             task = self.scheduler.next_task(name, epoch, facts)
-            return {**task, "counts": dict(self._counts)} if task["do"] == "train" else task
+            return {**task, "attempt": self._attempt, "counts": self._counts} if task["do"] == "train" else task
 
     def _goes_on(self, name: str, facts: Mapping[str, Any]) -> bool:
         """Take a worker's part of an update, and wait until all others have theirs; False: the step is given up."""
         step, ranks = facts["unit_of"]
         member = self.scheduler.staleness.members.get(name)
-        if member is None or member.hand != Unit(step, tuple(ranks)):
+        if facts["attempt"] != self._attempt or member is None or member.hand != Unit(step, tuple(ranks)):
             return False
         mine = self._round
         mine.names[name] = str(facts["update"])
@@ -97,7 +98,7 @@ class UpdateRounds:
         """
         with self.scheduler.changed:
             self._end_round(goes_on=False)
-            self._counts = dict(counts)
+            self._attempt, self._counts = self._attempt + 1, dict(counts)
             if again:
                 self.scheduler.staleness.repeat()
             self.scheduler.open(step)

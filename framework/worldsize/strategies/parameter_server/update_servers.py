@@ -58,17 +58,16 @@ class PendingUpdateServer:
             is over.
         """
         try:
-            for server in self.servers.values():
-                server.succession.run()
+            for pending in self.servers.values():
+                pending.succession.run()
         except EndedError:
             return None
         if context.world.rank == 0:
             return self._lead(context, count=count)
         first, *others = self.servers.values()
-        master = first.serve(on_begin=context.faults.enter).master
-        for server in others:
-            server.serve()
-        master.log.ended.wait()
+        served = [first.serve(on_begin=context.faults.enter), *(server.serve() for server in others)]
+        for server in served:
+            server.master.log.ended.wait()
         return None
 
     def _lead(self, context: RunContext, *, count: int) -> UpdateCoordinator:

@@ -93,11 +93,12 @@ class UpdateWorker:
     def _updates(self, task: Task) -> Iterator[dict[str, Any]]:
         """Compute a unit, update by update: yield what there is to say of each, and at last of the whole unit."""
         step, ranks, counts = task["step"], task["ranks"], dict(task["counts"])
+        unit = {"unit_of": [step, ranks], "attempt": task["attempt"]}
         batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
         options = self._options()
         with self._context.timing.measured(step):
-            for name in self._dense:
-                self._pull(name, counts[name])
+            for each, count in counts.items():
+                self._pull(each, count)
             passes = [self._pass(batch) for batch in batches]
             while True:
                 name, records, arrivals = self._computed(passes, ranks)
@@ -107,7 +108,7 @@ class UpdateWorker:
                 self._push(name, arrivals, count=counts[name])
                 messages = [record.message() for record in records]
                 with phase("communication"):
-                    yield {"update": name, "unit_of": [step, ranks], "records": messages}
+                    yield {"update": name, **unit, "records": messages}
                 self._pull(name, counts[name])
         self._unowned.check()
         if self._options() != options:
