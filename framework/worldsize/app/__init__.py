@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "train a recipe; the same as train.py",
     "doctor": "whether a run would work on this cluster, and how fast its links are",
     "plan": "what a step costs under every strategy, and which rank does what; nothing is started",
+    "rehearse": "what each rank of a world of any size would hold, send and wait for; nothing is launched",
     "scale": "measure how a step's time falls as processes are added, next to what plan predicts",
     "resume": "go on with a run from its newest checkpoint",
     "evaluate": "evaluate a checkpoint of a run, at any world size",

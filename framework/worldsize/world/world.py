@@ -33,11 +33,28 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     joins = len(gang) > 1 and placement.rank in gang
     if joins:
         _join(placement, cluster, device, gang)
-    groups = _groups(placement, roles, timedelta(seconds=cluster.timeout)) if joins else {}
-    yield _world(placement, device, roles, groups)
+    yield world_of(placement, cluster, roles, device)
     # not after an error: it can wait for peers that will never come, and the error must get out
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def world_of(
+    placement: Placement,
+    cluster: Cluster,
+    roles: Mapping[str, Role],
+    device: torch.device,
+    *,
+    host_backend: str = "gloo",
+) -> World:
+    """Return the place of this process on ``device``, with groups for all that it trains with.
+
+    It has joined the default process group already, if it is to have any; all that have must call this.
+    ``host_backend``: of the group through which checkpoints agree.
+    """
+    timeout = timedelta(seconds=cluster.timeout)
+    groups = _groups(placement, roles, timeout, host_backend) if dist.is_initialized() else {}
+    return _world(placement, device, roles, groups)
 
 
 def gang_of(roles: Mapping[str, Role]) -> list[int]:
@@ -101,7 +118,9 @@ def _world(
     )
 
 
-def _groups(placement: Placement, roles: Mapping[str, Role], timeout: timedelta) -> dict[str, ProcessGroup]:
+def _groups(
+    placement: Placement, roles: Mapping[str, Role], timeout: timedelta, host_backend: str
+) -> dict[str, ProcessGroup]:
     # every rank must create each of these groups, members or not
     training = role_ranks({name: role for name, role in roles.items() if not role.serves})
     everyone = range(sum(len(members) for members in training.values()))
@@ -109,7 +128,8 @@ def _groups(placement: Placement, roles: Mapping[str, Role], timeout: timedelta)
     for name, members in training.items():
         groups[name] = _group(members, everyone, timeout)
         # a checkpoint is written by a thread, while the role's own group is in use
-        groups[f"checkpoint/{name}"] = cast("ProcessGroup", dist.new_group(list(members), timeout, backend="gloo"))
+        own = dist.new_group(list(members), timeout, backend=host_backend)
+        groups[f"checkpoint/{name}"] = cast("ProcessGroup", own)
     if placement.local_world_size < placement.world_size == len(everyone):
         groups |= _node_groups(placement, timeout)
     return groups

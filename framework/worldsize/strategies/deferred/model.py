@@ -6,11 +6,14 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -86,7 +89,8 @@ class DeferredModel:
     def fill(self, device: torch.device, holds: Callable[[Slot], bool] = _all) -> None:
         """Make the tensors one after the other on the host; this process keeps what it holds of each on ``device``.
 
-        Then the generators are where they are when the model is made whole.
+        Then the generators are where they are when the model is made whole. Within :func:`filled_with` the tensors have
+        no numbers.
 
         Args:
             device: Where the tensors are to be.
@@ -96,14 +100,34 @@ class DeferredModel:
         for slot, described in self.tensors.items():
             if slot.tensor.is_meta and holds(slot):
                 places.setdefault(described, []).append(slot)
+        fakes = _fakes.get()
         for described in self.tape.in_order(places):
-            value = self.tape.value(described)
+            value = self.tape.value(described) if fakes is None else _without_numbers(described, fakes)
             by_tensor: dict[int, list[Slot]] = {}  # a tied parameter has several places
             for slot in places[described]:
                 by_tensor.setdefault(id(slot.tensor), []).append(slot)
             for slots in by_tensor.values():
                 _put(value, slots, device)
-        self.tape.draw_all()
+        if fakes is None:
+            self.tape.draw_all()
+
+
+_fakes: ContextVar[FakeTensorMode | None] = ContextVar("_fakes", default=None)
+
+
+@contextmanager
+def filled_with(mode: FakeTensorMode) -> Iterator[None]:
+    """Let models that are filled within have fakes of ``mode``, which take no memory, as a rehearsal wants them."""
+    token = _fakes.set(mode)
+    try:
+        yield
+    finally:
+        _fakes.reset(token)
+
+
+def _without_numbers(described: Deferred, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        return described.scratch()
 
 
 def _warn(model: nn.Module, reason: str) -> None:

@@ -1,0 +1,105 @@
+"""A world of which only one rank is there: torch's fake process group answers as if all had the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self, final
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup, FakeStore
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from worldsize.collectives.per_rank import local
+from worldsize.config.settings import Settings
+from worldsize.core import ConfigError, StateDict, Strategy, World
+from worldsize.world.environments import Placement
+from worldsize.world.world import world_of
+
+_BACKEND = "fake"
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def world_seen_by(rank: int, settings: Settings) -> Iterator[World]:
+    """Open the world of a run as its rank ``rank`` sees it, on the CPU; a run of one process has no group."""
+    cluster = settings.cluster
+    per_node = cluster.processes_per_node
+    if cluster.processes > 1:
+        options = FakeProcessGroup.Options()
+        options.simulate_uniform_ranks = True
+        dist.init_process_group(
+            _BACKEND, store=FakeStore(), rank=rank, world_size=cluster.processes, pg_options=options
+        )
+    try:
+        place = Placement(rank, cluster.processes, rank % per_node, per_node, store="")
+        yield world_of(place, cluster, settings.roles, _CPU, host_backend=_BACKEND)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@final
+class FakeTensors:
+    """Lets what is made within :meth:`made` be tensors without memory or numbers; asked for one, they say 1."""
+
+    def __init__(self) -> None:
+        self.mode = _Mode(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Let tensors that are made within be fakes."""
+        with self.mode, _Numbers():  # type: ignore[no-untyped-call]
+            yield
+
+    def check(self, state: StateDict, strategy: Strategy) -> None:
+        """Refuse a model whose tensors are real, beside which there can be no fakes.
+
+        Raises:
+            ConfigError: ``strategy`` holds the model whole, or the recipe's constructor cannot be described.
+        """
+        tensors = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
+        if not any(isinstance(each, FakeTensor) for each in tensors):  # a buffer may have been computed already
+            raise ConfigError(
+                f"{type(strategy).__name__} has made the model with real tensors. Leave --fake out, or choose a "
+                "strategy that shards it, such as fsdp; what its constructor may do: docs/strategies.md."
+            )
+
+    def owns(self, tensor: FakeTensor) -> bool:
+        """Tell whether the rank has ``tensor``: it is not one of those by which DTensor finds out global shapes."""
+        return tensor.fake_mode is self.mode and self.mode.depth < 2
+
+    def of(self, data: Any) -> Any:
+        """Return ``data`` with fakes in place of its tensors."""
+        return apply_to_collection(data, Tensor, self.mode.from_tensor)
+
+
+@final
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode that knows how often it is entered; DTensor enters that of its tensors once more."""
+
+    depth = 0
+
+    def __enter__(self) -> Self:
+        self.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        super().__exit__(*error)
+
+
+@final
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what a program asks of a number that a fake tensor does not have: 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **kwargs or {})

@@ -1,0 +1,206 @@
+"""Rehearses one rank of a run: its replica is built, takes steps and evaluates, by the run's own code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, final
+
+import torch
+
+from worldsize.config.settings import Settings
+from worldsize.core import (
+    EvaluationBatch,
+    EvaluationBatches,
+    MicroBatch,
+    Replica,
+    RunContext,
+    StateDict,
+    StepResult,
+    World,
+)
+from worldsize.data.loader import collate_of, evaluation_batches, micro_batches
+from worldsize.engine.averaging import AveragedReplica
+from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
+from worldsize.planning.rehearsal.absent import FakeTensors, world_seen_by
+from worldsize.planning.rehearsal.calls import Call, CallRecorder, short_path
+from worldsize.planning.rehearsal.exchange import Place, Said, Words
+from worldsize.planning.rehearsal.memory import MemoryRecorder, Peak
+from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.strategies.deferred.model import filled_with
+
+_BATCHES = 2  # of an evaluation
+
+
+@final
+@dataclass(frozen=True)
+class Rehearsed:
+    """What one rank did.
+
+    Attributes:
+        rank: The rank.
+        calls: Its collectives and messages, in order.
+        peak: Its memory where it is largest in training.
+        evaluation: The same in an evaluation; None: there was none.
+        words: What it has said in small tensors.
+        error: What ended it early, with the line; None: nothing.
+    """
+
+    rank: int
+    calls: Sequence[Call]
+    peak: Peak
+    evaluation: Peak | None
+    words: Mapping[Place, Words]
+    error: str | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """What of a run is rehearsed.
+
+    Attributes:
+        steps: Training steps.
+        is_fake: Whether tensors have neither memory nor numbers.
+        evaluates: Whether two batches of each split are evaluated after the steps; fakes never are.
+    """
+
+    steps: int = 2
+    is_fake: bool = False
+    evaluates: bool = True
+
+
+@final
+@dataclass(frozen=True)
+class Recorders:
+    """What watches a rehearsed rank."""
+
+    calls: CallRecorder
+    memory: MemoryRecorder
+
+
+Data = Mapping[str, Any]  # the recipe's, by split
+
+
+def data_of(settings: Settings, part: Part) -> Data:
+    """Load the recipe's data: those for training, and those that are evaluated."""
+    splits = settings.evaluation.splits if part.evaluates and not part.is_fake else ()
+    return {split: settings.recipe.data(split) for split in dict.fromkeys(("train", *splits))}
+
+
+def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, heard: Said) -> Rehearsed:
+    """Rehearse ``rank`` in this process, which has no process group; the others say what is ``heard``."""
+    calls, memory, error = CallRecorder(heard), MemoryRecorder(), None
+    settings.determinism.apply("cpu")
+    torch.set_num_threads(1)
+    fakes = FakeTensors() if part.is_fake else None
+    with world_seen_by(rank, settings) as world, memory.recording(fakes.owns if fakes else None), calls:
+        try:
+            take_part(settings, world, part, data, Recorders(calls, memory), fakes)
+        except Exception as failure:  # any: the recipe is anyone's code
+            error = _described(failure, calls.step)
+    return Rehearsed(rank, calls.calls, memory.peak(), memory.evaluation_peak(), calls.words, error)
+
+
+def take_part(
+    settings: Settings,
+    world: World,
+    part: Part,
+    data: Data,
+    recorders: Recorders,
+    fakes: FakeTensors | None = None,
+) -> None:
+    """Build the replica of this process, train and evaluate, in a world whose other ranks may be absent.
+
+    Args:
+        settings: The run.
+        world: This process's place in it.
+        part: How much of the run.
+        data: The recipe's data, by split.
+        recorders: Are told where a step and an evaluation begin.
+        fakes: Makes the tensors; None: they are real.
+    """
+    seed_generators(stream(settings.training.seed, "init"), world.device)
+    context = RunContext(
+        world,
+        settings.numerics,
+        seed=settings.training.seed,
+        steps=settings.training.steps,
+        workers=world.size,
+        logical_ranks=settings.logical_ranks,
+    )
+    with filled_with(fakes.mode) if fakes else nullcontext():
+        inner = settings.strategy.replica(settings.recipe, context)
+    if fakes:
+        fakes.check(inner.state(), settings.strategy)
+    averaged = AveragedReplica(inner, settings.average) if settings.average else inner
+    recorders.memory.trains()
+    replica, mine = _RehearsedReplica(averaged, fakes, recorders), settings.data_part(world)
+    order, collate = settings.order(mine.rank, mine.size), collate_of(settings.recipe)
+    batches = micro_batches(data["train"], order, world.device, collate=collate)
+
+    def evaluate(step: int) -> dict[str, float]:
+        recorders.memory.evaluates()
+        metrics: dict[str, float] = {}
+        for split in settings.evaluation.splits if part.evaluates and fakes is None else ():
+            metrics |= replica.evaluate(_evaluation(settings, data[split], split, step, mine))
+        return metrics
+
+    loop = LoopConfig(part.steps, settings.training.batch_size, log_every=1, stop_on_nonfinite=False)
+    fit(replica, batches, world, config=loop, callbacks=LoopCallbacks(evaluate, lambda event: None))
+    recorders.memory.label_state(replica.state())
+
+
+def _evaluation(settings: Settings, data: Any, split: str, step: int, part: World) -> EvaluationBatches:
+    def load() -> Iterator[EvaluationBatch]:
+        batches = evaluation_batches(
+            data,
+            part,
+            batch_size=settings.training.evaluate_batch_size,
+            collate=collate_of(settings.recipe),
+            drawn=settings.evaluation.batches,
+            seed=stream(settings.training.seed, f"evaluation/{split}", step),
+        )
+        return islice(batches, _BATCHES)  # all ranks have equally many
+
+    return EvaluationBatches(load, split, step)
+
+
+@final
+class _RehearsedReplica(Replica):
+    """Lets ``inner`` train on tensors of the rehearsal's kind, and tells ``recorders`` where it is."""
+
+    def __init__(self, inner: Replica, fakes: FakeTensors | None, recorders: Recorders) -> None:
+        self._inner, self._fakes, self._recorders = inner, fakes, recorders
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        self._recorders.calls.step += 1
+        if self._fakes is None:
+            return self._inner.step(micro_batches)
+        with self._fakes.made():
+            own = [replace(each, data=self._fakes.of(each.data)) for each in micro_batches]
+            self._recorders.memory.see([each.data for each in own])
+            result = self._inner.step(own)
+        norm = None if result.grad_norm is None else torch.ones(())
+        metrics = {name: torch.ones_like(pairs_b2, device="cpu") for name, pairs_b2 in result.metrics.items()}
+        return replace(result, losses=[torch.ones(()) for _ in result.losses], grad_norm=norm, metrics=metrics)
+
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
+        return self._inner.evaluate(batches)
+
+    def state(self) -> StateDict:
+        return self._inner.state()
+
+    def load(self, state: StateDict) -> None:
+        raise NotImplementedError("a rehearsal has no checkpoint")
+
+
+def _described(error: Exception, step: int) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (own or list(frames))[-1]
+    when = f"in step {step}" if step else "before its first step"
+    return f"{when}: {type(error).__name__}: {error} ({short_path(last.filename)}:{last.lineno})"

@@ -1,0 +1,61 @@
+"""Bytes are counted as tensors are made and freed, and belong to what they turn out to be for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from worldsize.planning.rehearsal.memory import MemoryRecorder
+
+KILO = 250  # float32 numbers that take 1,000 bytes
+
+
+def test_what_is_there_at_once_is_counted_once() -> None:
+    recorder = MemoryRecorder()
+    with recorder.recording():
+        first = torch.zeros(KILO)
+        view, second = first[:10], torch.ones(2 * KILO)
+        del second
+        third = torch.zeros(KILO)
+        third.add_(view.sum())
+    assert recorder.peak().nbytes == 3000
+
+
+def test_a_storage_that_shrinks_and_grows_again_counts_what_it_has() -> None:
+    recorder = MemoryRecorder()
+    with recorder.recording():
+        unit = torch.zeros(4 * KILO)
+        unit.untyped_storage().resize_(0)
+        other = torch.zeros(3 * KILO)
+        assert recorder.peak().nbytes == 4000
+        unit.untyped_storage().resize_(4000)
+        assert recorder.peak().nbytes == 7000
+        del other
+    assert recorder.peak().nbytes == 7000
+
+
+def test_parts_are_those_of_a_plain_training_loop() -> None:
+    """The peak is in the second update, when gradients, momenta and Adam's temporary numbers are there."""
+    recorder = MemoryRecorder()
+    with recorder.recording():
+        model = nn.Linear(100, 50, bias=False)
+        model.register_buffer("seen", torch.zeros(KILO))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        recorder.trains()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 100)).sum().backward()
+            optimizer.step()
+        recorder.evaluates()
+        model(torch.ones(1000, 100))
+        recorder.label_state({"model": model.state_dict(keep_vars=True)})
+    parts = recorder.peak().parts
+    assert {name: parts[name] for name in ("parameters", "gradients", "optimizer", "buffers")} == {
+        "parameters": 20_000,
+        "gradients": 20_000,
+        "optimizer": 20_000,
+        "buffers": 1_000,
+    }
+    evaluation = recorder.evaluation_peak()
+    assert evaluation is not None
+    assert evaluation.parts["activations"] == 4 * (1000 * 100 + 1000 * 50)
