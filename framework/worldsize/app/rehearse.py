@@ -85,9 +85,23 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
 
 
 def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
-    facts = asdict(rehearsed)
-    del facts["words"]  # bytes
-    return facts
+    """Return what is written of a rank: its memory, and its calls with the ranks in short."""
+    from worldsize.planning.rehearsal.differences import spans
+
+    calls = [
+        {
+            "step": call.step,
+            "operation": call.operation,
+            "form": call.form,
+            "ranks": spans(call.group.ranks),
+            "peer": call.peer,
+            "nbytes": call.nbytes,
+            "site": call.site,
+        }
+        for call in rehearsed.calls
+    ]
+    peaks = {"peak": asdict(rehearsed.peak), "evaluation": rehearsed.evaluation and asdict(rehearsed.evaluation)}
+    return {"rank": rehearsed.rank, "error": rehearsed.error, **peaks, "calls": calls}
 
 
 def _ranks(text: str, size: int) -> list[int]:

@@ -39,7 +39,7 @@ class Faulty(Recipe):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def data(self, split: str) -> Any:
-        samples_n6 = torch.randn(64, 6, generator=torch.Generator().manual_seed(3)).clamp(-3, 3)
+        samples_n6 = torch.randn(256, 6, generator=torch.Generator().manual_seed(3)).clamp(-3, 3)
         samples_n6[17] = 100.0
         return TensorDataset(samples_n6)
 
