@@ -31,7 +31,7 @@ MANY_FIELDS = {
     "RunDirectory": "the paths of a run folder, a line each",
 }
 FOREIGN = {  # attributes of objects that are not ours, which their libraries ask users to set
-    *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark"),  # torch
+    *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark", "simulate_uniform_ranks"),  # torch
     *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other
     *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
     *("value", "caption", "overflow", "keep_trailing_newline"),  # shared memory of processes, rich, jinja2

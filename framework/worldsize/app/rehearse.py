@@ -153,7 +153,7 @@ def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse
     """A row for all ranks with the same figures."""
     from worldsize.planning.advice import size_text
     from worldsize.planning.rehearsal.differences import spans
-    from worldsize.planning.rehearsal.memory import PARTS
+    from worldsize.planning.rehearsal.storage_log import PARTS
     from worldsize.planning.rehearsal.traffic import traffic
 
     rows: dict[tuple[str, ...], list[int]] = defaultdict(list)

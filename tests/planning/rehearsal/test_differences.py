@@ -9,8 +9,8 @@ import pytest
 from worldsize.planning.rehearsal.calls import Call
 from worldsize.planning.rehearsal.differences import deadlock, differences, spans
 from worldsize.planning.rehearsal.groups import Group
-from worldsize.planning.rehearsal.memory import Peak
 from worldsize.planning.rehearsal.rank import Rehearsed
+from worldsize.planning.rehearsal.storage_log import Peak
 
 ALL, FIRST, SECOND = Group((0, 1, 2), 0), Group((0, 1), 0), Group((0, 1), 1)
 

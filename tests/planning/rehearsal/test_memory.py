@@ -18,7 +18,7 @@ def test_what_is_there_at_once_is_counted_once() -> None:
         del second
         third = torch.zeros(KILO)
         third.add_(view.sum())
-    assert recorder.peak().nbytes == 3000
+    assert recorder.log.peak().nbytes == 3000
 
 
 def test_a_storage_that_shrinks_and_grows_again_counts_what_it_has() -> None:
@@ -27,11 +27,11 @@ def test_a_storage_that_shrinks_and_grows_again_counts_what_it_has() -> None:
         unit = torch.zeros(4 * KILO)
         unit.untyped_storage().resize_(0)
         other = torch.zeros(3 * KILO)
-        assert recorder.peak().nbytes == 4000
+        assert recorder.log.peak().nbytes == 4000
         unit.untyped_storage().resize_(4000)
-        assert recorder.peak().nbytes == 7000
+        assert recorder.log.peak().nbytes == 7000
         del other
-    assert recorder.peak().nbytes == 7000
+    assert recorder.log.peak().nbytes == 7000
 
 
 def test_parts_are_those_of_a_plain_training_loop() -> None:
@@ -41,21 +41,21 @@ def test_parts_are_those_of_a_plain_training_loop() -> None:
         model = nn.Linear(100, 50, bias=False)
         model.register_buffer("seen", torch.zeros(KILO))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        recorder.trains()
+        recorder.log.begin_training()
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(2, 100)).sum().backward()
             optimizer.step()
-        recorder.evaluates()
+        recorder.log.begin_evaluation()
         model(torch.ones(1000, 100))
         recorder.label_state({"model": model.state_dict(keep_vars=True)})
-    parts = recorder.peak().parts
+    parts = recorder.log.peak().parts
     assert {name: parts[name] for name in ("parameters", "gradients", "optimizer", "buffers")} == {
         "parameters": 20_000,
         "gradients": 20_000,
         "optimizer": 20_000,
         "buffers": 1_000,
     }
-    evaluation = recorder.evaluation_peak()
+    evaluation = recorder.log.evaluation_peak()
     assert evaluation is not None
     assert evaluation.parts["activations"] == 4 * (1000 * 100 + 1000 * 50)

@@ -35,9 +35,9 @@ def both(settings: Settings) -> tuple[Ranks, Ranks]:
         calls, memory = CallRecorder(), MemoryRecorder()
         with memory.recording(), calls:
             take_part(settings, world, PART, data, Recorders(calls, memory))
-        evaluation = memory.evaluation_peak()
+        evaluation = memory.log.evaluation_peak()
         assert evaluation is not None
-        return [call.described for call in calls.calls], memory.peak().parts, evaluation.nbytes
+        return [call.described for call in calls.calls], memory.log.peak().parts, evaluation.nbytes
 
     real = run_in_worlds(body, RANKS, local_size=RANKS // settings.cluster.nodes)
     rehearsed = []

@@ -18,7 +18,7 @@ _END = "makes no further call"
 @final
 @dataclass(frozen=True)
 class Difference:
-    """Where the calls of a group part.
+    """The place where the calls of a group part.
 
     Attributes:
         group: The group.

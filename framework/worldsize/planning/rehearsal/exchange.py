@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What one rank has said in one call: the call in words, and what its tensors held."""
+    """The tensors of one rank in one call, which has its own words."""
 
     call: str
     tensors: tuple[bytes, ...]
@@ -59,7 +59,7 @@ def words_of(call: str, tensors: Sequence[Tensor]) -> Words | None:
 @final
 @dataclass(frozen=True)
 class Said:
-    """What ranks have said in one rehearsal of all, by place and rank."""
+    """The small tensors of all ranks in one rehearsal, by place and rank."""
 
     words: Mapping[Place, Mapping[int, Words]] = field(default_factory=dict)
 

@@ -28,7 +28,8 @@ from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.planning.rehearsal.absent import FakeTensors, world_seen_by
 from worldsize.planning.rehearsal.calls import Call, CallRecorder, short_path
 from worldsize.planning.rehearsal.exchange import Place, Said, Words
-from worldsize.planning.rehearsal.memory import MemoryRecorder, Peak
+from worldsize.planning.rehearsal.memory import MemoryRecorder
+from worldsize.planning.rehearsal.storage_log import Peak
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import filled_with
 
@@ -38,7 +39,7 @@ _BATCHES = 2  # of an evaluation
 @final
 @dataclass(frozen=True)
 class Rehearsed:
-    """What one rank did.
+    """The actions of one rank.
 
     Attributes:
         rank: The rank.
@@ -60,7 +61,7 @@ class Rehearsed:
 @final
 @dataclass(frozen=True)
 class Part:
-    """What of a run is rehearsed.
+    """The part of a run that is rehearsed.
 
     Attributes:
         steps: Training steps.
@@ -76,7 +77,7 @@ class Part:
 @final
 @dataclass(frozen=True)
 class Recorders:
-    """What watches a rehearsed rank."""
+    """The recorders that watch a rehearsed rank."""
 
     calls: CallRecorder
     memory: MemoryRecorder
@@ -102,7 +103,7 @@ def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, heard: 
             take_part(settings, world, part, data, Recorders(calls, memory), fakes)
         except Exception as failure:  # any: the recipe is anyone's code
             error = _described(failure, calls.step)
-    return Rehearsed(rank, calls.calls, memory.peak(), memory.evaluation_peak(), calls.words, error)
+    return Rehearsed(rank, calls.calls, memory.log.peak(), memory.log.evaluation_peak(), calls.words, error)
 
 
 def take_part(
@@ -137,13 +138,13 @@ def take_part(
     if fakes:
         fakes.check(inner.state(), settings.strategy)
     averaged = AveragedReplica(inner, settings.average) if settings.average else inner
-    recorders.memory.trains()
+    recorders.memory.log.begin_training()
     replica, mine = _RehearsedReplica(averaged, fakes, recorders), settings.data_part(world)
     order, collate = settings.order(mine.rank, mine.size), collate_of(settings.recipe)
     batches = micro_batches(data["train"], order, world.device, collate=collate)
 
     def evaluate(step: int) -> dict[str, float]:
-        recorders.memory.evaluates()
+        recorders.memory.log.begin_evaluation()
         metrics: dict[str, float] = {}
         for split in settings.evaluation.splits if part.evaluates and fakes is None else ():
             metrics |= replica.evaluate(_evaluation(settings, data[split], split, step, mine))

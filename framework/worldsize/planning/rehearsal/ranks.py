@@ -13,8 +13,8 @@ from worldsize.config.settings import Settings
 from worldsize.core import ConfigError
 from worldsize.planning.rehearsal.differences import Difference, differences
 from worldsize.planning.rehearsal.exchange import Place, Said, Words
-from worldsize.planning.rehearsal.memory import Peak
 from worldsize.planning.rehearsal.rank import Part, Rehearsed, data_of, rehearse_rank
+from worldsize.planning.rehearsal.storage_log import Peak
 from worldsize.world.fork import ready_to_fork
 
 _TIMES = 4  # that ranks are rehearsed, at most

@@ -12,7 +12,7 @@ from worldsize.planning.rehearsal.rank import Rehearsed
 @final
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in one step.
+    """The bytes that a rank sends in one step, and how often it does.
 
     Attributes:
         inside: Bytes to groups whose members are all on one node.

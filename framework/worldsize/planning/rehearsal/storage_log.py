@@ -1,0 +1,106 @@
+"""Keeps how storages come and go, and finds the moment at which most of them are there."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, UntypedStorage
+
+from worldsize.collectives.per_rank import local
+
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
+"""What memory is for, in the order of a report; activations are all that is nothing else."""
+
+
+@final
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which a rank holds most.
+
+    Attributes:
+        nbytes: Bytes of all tensors.
+        parts: Bytes by what they are for, one of ``PARTS``.
+    """
+
+    nbytes: int
+    parts: Mapping[str, int]
+
+
+@final
+class StorageLog:
+    """Follows storages until they are freed.
+
+    What a storage is for is often known later than it is made: a gradient is one when the optimizer takes it. So sizes
+    are kept in order, and read again once all is known.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[int, int]] = []  # number of a storage, and bytes more or less
+        self._labels: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}  # by the address of a storage that lives
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._made = 0
+        self._built = 0  # changes before the first step
+        self._trained: int | None = None  # changes before the evaluation
+
+    def see(self, storage: UntypedStorage) -> None:
+        """Note that a storage is there, with the size that it has now."""
+        address = storage._cdata
+        if address not in self._numbers:
+            self._made += 1
+            self._numbers[address] = self._made
+            self._alive[address] = weakref.ref(storage, partial(self._freed, address))
+        number, nbytes = self._numbers[address], storage.nbytes()
+        if nbytes != self._sizes.get(number, 0):
+            self._changes.append((number, nbytes - self._sizes.get(number, 0)))
+            self._sizes[number] = nbytes
+
+    def knows(self, storage: UntypedStorage) -> bool:
+        """Tell whether the storage has been seen."""
+        return storage._cdata in self._numbers
+
+    def _freed(self, address: int, _: object) -> None:
+        del self._alive[address]
+        number = self._numbers.pop(address)
+        self._changes.append((number, -self._sizes.pop(number, 0)))
+
+    def label(self, part: str, tensors: Iterable[Any]) -> None:
+        """Say what the storages of ``tensors`` are for, unless that has been said."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                number = self._numbers.get(local(tensor).untyped_storage()._cdata)
+                if number is not None:
+                    self._labels.setdefault(number, part)
+
+    def begin_training(self) -> None:
+        """Note that the replica is built here."""
+        self._built = len(self._changes)
+
+    def begin_evaluation(self) -> None:
+        """Note that training ends here, the first time that it is called."""
+        self._trained = self._trained or len(self._changes)
+
+    def peak(self) -> Peak:
+        """Return the moment of training at which most was there."""
+        return self._peak(self._changes[: self._trained], after=self._built)
+
+    def evaluation_peak(self) -> Peak | None:
+        """Return the moment of the evaluation at which most was there; None: there was none."""
+        return None if self._trained is None else self._peak(self._changes, after=self._trained)
+
+    def _peak(self, changes: Sequence[tuple[int, int]], after: int) -> Peak:
+        most, best, now = 0, -1, 0
+        for place, (_, change) in enumerate(changes):
+            now += change
+            if now > most and place >= after:
+                most, best = now, place
+        parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
+        for number, change in changes[: best + 1]:
+            parts[self._labels.get(number, "activations")] += change
+        return Peak(most, dict(parts))
