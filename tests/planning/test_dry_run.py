@@ -14,10 +14,11 @@ from torch import Tensor
 
 from worldsize.config.compose import compose_and_call
 from worldsize.config.settings import Settings
-from worldsize.core import Replica, RunContext, World
+from worldsize.core import ConfigError, Replica, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.driver.execute import settings_of
-from worldsize.planning.dry_run import silent_world, slowdown
+from worldsize.planning.absent_peers import world_seen_by
+from worldsize.planning.dry_run import slowdown
 from worldsize.strategies.alone import alone
 
 CPU, RANKS = torch.device("cpu"), 4
@@ -43,7 +44,7 @@ def _composed(work: Callable[[Settings], Any], options: tuple[str, ...]) -> Any:
 def _steps(settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
     """Return how much one step changes each parameter: in one process alone, and on DDP's first rank."""
     recipe = settings.recipe
-    with silent_world(settings.cluster, CPU) as world:
+    with world_seen_by(0, settings, CPU) as world:
         data = next(micro_batches(recipe.data("train"), settings.order(0, world.size), CPU))
         torch.manual_seed(0)
         single = alone(recipe, recipe.model(), RunContext(World.alone(CPU)))
@@ -86,7 +87,7 @@ def test_a_strategy_can_be_timed_without_other_ranks(options: tuple[str, ...]) -
 
 
 def test_pipelines_cannot_be_timed_without_other_ranks() -> None:
-    with pytest.raises(RuntimeError, match="No backend"):
+    with pytest.raises(ConfigError, match="none can be tried by itself"):
         isolated(
             _slowdown, "strategy=mesh", "strategy.pipeline=2", "recipe=stdlib_lm", "recipe.depth=2", "recipe.width=32"
         )

@@ -56,15 +56,16 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     import torch  # takes seconds, as what follows
 
     from worldsize.driver.execute import settings_of
+    from worldsize.planning.absent_peers import check_alone
     from worldsize.planning.construction import check_construction, check_trainable
     from worldsize.planning.rehearsal.rank import Part
-    from worldsize.planning.rehearsal.ranks import check_rehearsable, chosen_ranks, rehearse
+    from worldsize.planning.rehearsal.ranks import chosen_ranks, rehearse
 
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
     check_trainable(settings.recipe, settings.strategy)
     check_construction(settings.recipe, settings.strategy)
-    check_rehearsable(settings)
+    check_alone(settings)
     size = settings.cluster.processes
     ranks = chosen_ranks(settings) if options.ranks is None else _ranks(options.ranks, size)
     part = Part(int(options.steps), options.fake, not options.without_evaluation)

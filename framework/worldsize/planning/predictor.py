@@ -86,7 +86,7 @@ class Predictor:
         try:
             at_once, threads = self._at_once(settings), _threads(cluster)
             times = slowdown(settings, self._device(cluster), at_once=at_once, threads=threads)
-        except RuntimeError:  # it communicates otherwise, or memory does not hold two replicas a process
+        except (ConfigError, RuntimeError):  # peers decide what it does, or memory does not hold two replicas a process
             return None
         return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
 

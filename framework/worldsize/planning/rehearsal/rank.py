@@ -25,14 +25,16 @@ from worldsize.core import (
 from worldsize.data.loader import collate_of, evaluation_batches, micro_batches
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
-from worldsize.planning.rehearsal.absent import FakeTensors, world_seen_by
+from worldsize.planning.absent_peers import world_seen_by
 from worldsize.planning.rehearsal.calls import Call, CallRecorder, short_path
 from worldsize.planning.rehearsal.exchange import Place, Said, Words
+from worldsize.planning.rehearsal.fake_tensors import FakeTensors
 from worldsize.planning.rehearsal.memory import MemoryRecorder
 from worldsize.planning.rehearsal.storage_log import Peak
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import filled_with
 
+_CPU = torch.device("cpu")
 _BATCHES = 2  # of an evaluation
 
 
@@ -98,7 +100,7 @@ def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, heard: 
     settings.determinism.apply("cpu")
     torch.set_num_threads(1)
     fakes = FakeTensors() if part.is_fake else None
-    with world_seen_by(rank, settings) as world, memory.recording(fakes.owns if fakes else None), calls:
+    with world_seen_by(rank, settings, _CPU) as world, memory.recording(fakes.owns if fakes else None), calls:
         try:
             take_part(settings, world, part, data, Recorders(calls, memory), fakes)
         except Exception as failure:  # any: the recipe is anyone's code

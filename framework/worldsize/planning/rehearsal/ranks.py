@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 
 from worldsize.config.settings import Settings
-from worldsize.core import ConfigError
 from worldsize.planning.rehearsal.differences import Difference, differences
 from worldsize.planning.rehearsal.exchange import Place, Said, Words
 from worldsize.planning.rehearsal.rank import Part, Rehearsed, data_of, rehearse_rank
@@ -29,24 +28,6 @@ def chosen_ranks(settings: Settings) -> list[int]:
     near = range(min(size, 2 * min(per_node, 8)))
     doubled = [2**power for power in range(size.bit_length()) if 2**power < size]  # every distance that trees have
     return sorted({*near, *doubled, size - 1})
-
-
-def check_rehearsable(settings: Settings) -> None:
-    """Refuse what cannot be rehearsed on one rank whose peers are absent.
-
-    Raises:
-        ConfigError: processes serve, or what a rank is sent decides what it does.
-    """
-    if any(role.serves for role in settings.roles.values()):
-        raise ConfigError(
-            f"{type(settings.strategy).__name__} has processes that serve, whose peers decide what they do. "
-            "Rehearse a strategy whose processes all train, such as ddp, zero, fsdp, hsdp or mesh."
-        )
-    if len(settings.strategy.groups(settings.cluster).get("pipeline", ())) not in (0, settings.cluster.processes):
-        raise ConfigError(
-            "the stages of a pipeline wait for what only their neighbours know. Set strategy.pipeline=1 to rehearse "
-            "the other axes."
-        )
 
 
 def rehearse(

@@ -1,4 +1,4 @@
-"""A world of which only one rank is there: torch's fake process group answers as if all had the same tensors."""
+"""Tensors without memory or numbers, with which a rank of a model that does not fit here can be rehearsed."""
 
 from __future__ import annotations
 
@@ -7,41 +7,13 @@ from contextlib import contextmanager
 from typing import Any, Self, final
 
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, FakeStore
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from worldsize.collectives.per_rank import local
-from worldsize.config.settings import Settings
-from worldsize.core import ConfigError, StateDict, Strategy, World
-from worldsize.world.environments import Placement
-from worldsize.world.world import world_of
-
-_BACKEND = "fake"
-_CPU = torch.device("cpu")
-
-
-@contextmanager
-def world_seen_by(rank: int, settings: Settings) -> Iterator[World]:
-    """Open the world of a run as its rank ``rank`` sees it, on the CPU; a run of one process has no group."""
-    cluster = settings.cluster
-    per_node = cluster.processes_per_node
-    if cluster.processes > 1:
-        options = FakeProcessGroup.Options()
-        options.simulate_uniform_ranks = True
-        dist.init_process_group(
-            _BACKEND, store=FakeStore(), rank=rank, world_size=cluster.processes, pg_options=options
-        )
-    try:
-        place = Placement(rank, cluster.processes, rank % per_node, per_node, store="")
-        yield world_of(place, cluster, settings.roles, _CPU, host_backend=_BACKEND)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+from worldsize.core import ConfigError, StateDict, Strategy
 
 
 @final
