@@ -161,14 +161,15 @@ def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse
     last = int(options.steps)
     for each in rehearsed:
         sent = traffic(each, settings.cluster.processes_per_node, step=last)
-        sizes: list[float] = [each.peak.nbytes, *(each.peak.parts.get(part, 0) for part in PARTS)]
-        sizes += [each.evaluation.nbytes if each.evaluation else 0, sent.inside, sent.across]
-        rows[*map(size_text, sizes), str(sent.calls)].append(each.rank)
+        held = [each.peak.nbytes, *(each.peak.parts.get(part, 0) for part in PARTS)]
+        evaluation = size_text(each.evaluation.nbytes) if each.evaluation else "-"
+        cells = [*map(size_text, held), evaluation, size_text(sent.inside), size_text(sent.across), str(sent.calls)]
+        rows[tuple(cells)].append(each.rank)
     columns = ["ranks", "peak", *PARTS, "evaluation", "sent in the node", "sent across", "calls"]
     title = f"{settings.cluster.processes} processes on {settings.cluster.nodes} nodes, step {last}"
     table = Table(*columns, title=title)
-    for cells, ranks in rows.items():
-        table.add_row(spans(ranks), *cells)
+    for row, ranks in rows.items():
+        table.add_row(spans(ranks), *row)
     return table
 
 

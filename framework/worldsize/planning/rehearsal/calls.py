@@ -68,9 +68,9 @@ _ROOTS: Mapping[str, Sequence[str]] = {  # names of arguments
     "recv": ("src",),
 }
 _SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # of c10d: outputs come first
-_TORCH = str(Path(torch.__file__).parent)
-_FRAMEWORK = str(Path(__file__).parents[2])
-_OWN = str(Path(__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}/"
+_FRAMEWORK = f"{Path(__file__).parents[2]}/"
+_OWN = f"{Path(__file__).parent}/"
 
 
 @final

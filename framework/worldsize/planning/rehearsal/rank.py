@@ -146,9 +146,9 @@ def take_part(
     batches = micro_batches(data["train"], order, world.device, collate=collate)
 
     def evaluate(step: int) -> dict[str, float]:
-        recorders.memory.log.begin_evaluation()
         metrics: dict[str, float] = {}
         for split in settings.evaluation.splits if part.evaluates and fakes is None else ():
+            recorders.memory.log.begin_evaluation()
             metrics |= replica.evaluate(_evaluation(settings, data[split], split, step, mine))
         return metrics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -71,7 +72,9 @@ def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed]) -> I
                 while todo and len(running) < at_once:
                     mine, theirs = context.Pipe(duplex=False)
                     rank = todo.pop()
-                    process = context.Process(target=_send, args=(theirs, work, rank))
+                    process = context.Process(
+                        target=_send, args=(theirs, work, rank), kwargs={"is_quiet": rank != ranks[0]}
+                    )
                     process.start()
                     theirs.close()
                     running[mine] = rank, process
@@ -84,7 +87,9 @@ def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed]) -> I
                 process.kill()
 
 
-def _send(connection: Connection, work: Callable[[int], Rehearsed], rank: int) -> None:
+def _send(connection: Connection, work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> None:
+    if is_quiet:
+        logging.disable(logging.WARNING)  # another rank has said it
     connection.send(work(rank))
     connection.close()
     os._exit(0)  # what it has made needs no taking apart
