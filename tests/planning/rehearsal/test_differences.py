@@ -33,6 +33,11 @@ def test_the_fewest_are_named_first_with_their_line() -> None:
     )
 
 
+def test_the_order_in_which_ranks_are_given_changes_nothing() -> None:
+    given = ranks(*[[call(operation)] for operation in ("all_reduce", "broadcast", "barrier")])
+    assert differences(given) == differences(given[::-1])
+
+
 def test_a_rank_that_makes_no_further_call_is_named_unless_an_error_has_ended_it() -> None:
     short, long = [call("all_reduce")], [call("all_reduce"), call("all_reduce")]
     (difference,) = differences(ranks(long, long, short))

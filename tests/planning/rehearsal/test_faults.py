@@ -42,6 +42,21 @@ def test_the_rank_that_differs_is_named_with_its_line_and_that_of_its_peers(stra
     assert f"at {line(PEERS[fault])} (_talk)" in peers
 
 
+def times(settings: Settings, fault: str) -> int:
+    """Return how often each rank is rehearsed."""
+    counts: list[int] = []
+    rehearse(replace(settings, recipe=Faulty(fault, RANK)), range(PROCESSES), Part(evaluates=False), note=counts.append)
+    return counts.count(PROCESSES)
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("none", 1), ("shape", 2)])
+def test_ranks_are_rehearsed_again_only_where_they_part_and_only_until_hearing_others_changes_nothing(
+    fault: str, expected: int
+) -> None:
+    options = ("recipe=digits", "strategy=ddp", f"cluster.processes={PROCESSES}", "batch_size=32")
+    assert isolated(times, *options, given=(fault,)) == expected
+
+
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp", "diloco", "local_sgd"])
 def test_ranks_that_do_the_same_are_not_accused(strategy: str) -> None:
     options = ("recipe=digits", f"strategy={strategy}", f"cluster.processes={PROCESSES}", "batch_size=32")

@@ -44,9 +44,10 @@ class Difference:
 def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
     """Return where groups part, the earliest first; of each group, the first place alone.
 
-    ``ranks`` may be some of the world's: a group's absent members are taken to do what the others do. A rank that an
-    error has ended is left out from where it ended.
+    ``ranks``, in any order, may be some of the world's: a group's absent members are taken to do what the others do. A
+    rank that an error has ended is left out from where it ended.
     """
+    ranks = sorted(ranks, key=lambda each: each.rank)
     by_group: dict[Group, dict[int, list[Call]]] = defaultdict(dict)
     for each in ranks:
         for call in each.calls:
