@@ -97,3 +97,11 @@ def test_a_run_that_is_asked_to_end_saves_without_examining_its_last_step() -> N
     fit(Idle(), repeat([]), ALONE, config=LoopConfig(9, batch_size=1, log_every=1), callbacks=callbacks)
     assert log[-1].startswith("saved")
     assert f"examined {log[-1].removeprefix('saved ')}" not in log
+
+
+@pytest.mark.parametrize(
+    ("log_every", "ranks", "measured"), [(1, 4096, 100), (10, 8, 100), (100, 64, 50), (100, 4096, 2), (10, 20_000, 10)]
+)
+def test_the_more_ranks_the_fewer_steps_are_measured(log_every: int, ranks: int, measured: int) -> None:
+    config = LoopConfig(1000, batch_size=1, log_every=log_every)
+    assert sum(config.measures(step, ranks) for step in range(101, 201)) == measured

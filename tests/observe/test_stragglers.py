@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,25 @@ def test_a_rank_that_becomes_slower_by_a_fifth_is_named_within_50_steps(seed: in
 def test_without_a_slow_rank_nobody_is_named_whatever_the_noise() -> None:
     for seed in range(20):
         assert reports(Stragglers([range(RANKS)]), noisy(seed, 1000, noise=0.05 * (1 + seed % 8))) == []
+
+
+def test_among_thousands_the_slow_rank_is_named_and_few_steps_are_remembered() -> None:
+    ranks, steps = 2048, 600  # 300 windows of two measured steps
+    splits = noisy(0, steps, ranks=8).repeat(ranks // 8, 0)
+    splits[1500, 300:] *= [1.5, 1.5, 0, 1.5]
+    stragglers = Stragglers([range(ranks)])
+    tracemalloc.start()
+    named = [
+        (step, slow.rank)
+        for step in range(0, steps, 2)
+        for slow in stragglers.judge(step + 2, list(splits[:, step : step + 2]))
+    ]
+    remembered, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    ((step, rank),) = named
+    assert rank == 1500
+    assert 300 < step <= 400
+    assert remembered < 20e6, "the times of 600 steps are 39 MB"
 
 
 def test_slow_data_are_distinguished_from_slow_computing() -> None:

@@ -16,6 +16,7 @@ from worldsize.engine.training_metrics import TrainingMetrics
 from worldsize.engine.window import LoggedStep, Window
 
 _MEASURED = 50  # steps that are measured between two logged ones, at most
+_GATHERED = 8192  # splits of steps, of all ranks together, that are sent to each rank at a logged step, about
 
 
 @final
@@ -47,12 +48,13 @@ class LoopConfig:
         """
         return step == self.steps and self.saves(step) and not self.keeps_best
 
-    def measures(self, step: int) -> bool:
-        """Tell whether the time of ``step`` is split: that of about 50 steps between two logged ones.
+    def measures(self, step: int, ranks: int) -> bool:
+        """Tell whether the time of ``step`` is split: that of about 50 steps between two logged ones, or fewer.
 
-        More would cost: each rank sends its splits to all others.
+        More would cost: each rank sends its splits to all ``ranks``. So many of these have fewer steps measured.
         """
-        return step % max(1, self.log_every // _MEASURED) == 0 or self.logs(step)
+        measured = max(1, min(_MEASURED, _GATHERED // ranks))
+        return step % max(1, self.log_every // measured) == 0 or self.logs(step)
 
     def saves(self, step: int) -> bool:
         """Tell whether ``step`` is followed by a checkpoint."""
@@ -164,7 +166,7 @@ class _Loop:
         window = self._window
         window.fetching()
         micro_batches = next(source)
-        window.stepping(measured=self._config.measures(step))
+        window.stepping(measured=self._config.measures(step, window.world.size))
         self._callbacks.begins()
         window.add(self._replica.step(micro_batches))
         window.stepped()

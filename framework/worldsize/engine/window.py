@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import exact_sum, gather
+from worldsize.collectives.exact import accumulated, gather, rounded, share
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, means
@@ -71,9 +71,8 @@ class Window:
         steps = len(self._results)
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
-        losses = torch.stack([loss for result in self._results for loss in result.losses]).double()
+        losses_sb = torch.stack([torch.stack([*result.losses]) for result in self._results]).double()
         names, metrics = self.metrics.take(self.world)
-        flat = torch.cat([torch.cat([splits_s4.flatten(), times]).to(losses.device), losses, metrics.to(losses.device)])
         logged = LoggedStep(
             step=step,
             batch_size=self.batch_size,
@@ -84,7 +83,8 @@ class Window:
             skipped=self.skipped,
             waited=self._waited,
             facts=facts,
-            gathered=gather(flat, self.world),
+            sums=share(torch.cat([accumulated(losses_sb), metrics.to(losses_sb.device)]), self.world),
+            gathered=gather(torch.cat([splits_s4.flatten(), times]).to(losses_sb.device), self.world),
         )
         self._results, self._waited, self._opened = [], 0.0, time.perf_counter()
         return logged
@@ -108,29 +108,29 @@ class LoggedStep:
     waited: float
     """Seconds that the steps of the window waited for data on this rank."""
     facts: Mapping[str, Any]
+    sums: Callable[[], Tensor]
+    """Waits for the other ranks and returns accumulators [n, 69].
+
+    They are of all micro-batches' losses in each step, and of each metric's sums and counts.
+    """
     gathered: Callable[[], Tensor]
     """Waits for the other ranks and returns float64 [ranks, n].
 
-    A row has the splits of the measured steps, the mean time of a step without and with the wait for data, the losses,
-    and of each metric the sums and counts of this rank's logical ranks.
+    A row has the splits of the measured steps, and the mean time of a step without and with the wait for data.
     """
 
     def event(self) -> StepDone:
         """Wait for the other ranks, and return the event of this step."""
-        rows_pn = self.gathered()
-        splits = self.measured * _SPLITS
-        losses = sum(len(result.losses) for result in self.results)
-        sizes = [splits, 2, losses, rows_pn.shape[1] - splits - 2 - losses]
-        splits_pn, times_p2, losses_pn, metrics_pn = torch.split(rows_pn, sizes, dim=1)
+        sums, rows_pn, steps = rounded(self.sums()), self.gathered(), len(self.results)
+        splits_pn, times_p2 = torch.split(rows_pn, [self.measured * _SPLITS, 2], dim=1)
         splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
-        losses_psl = losses_pn.view(len(rows_pn), len(self.results), -1)
         last = self.results[-1]
         means_p4 = splits_ps4.mean(1)
         compute, communication, update = means_p4[self.rank].tolist()[1:] if self.measured else [None] * 3
         return StepDone(
             step=self.step,
             samples=self.step * self.batch_size,
-            loss=_logged_loss(losses_psl.transpose(0, 1).flatten(1)),
+            loss=_logged_loss([total / (len(rows_pn) * len(last.losses)) for total in sums[:steps]]),
             lr=last.lr,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
             skipped=self.skipped,
@@ -142,12 +142,11 @@ class LoggedStep:
             communication_seconds=communication,
             update_seconds=update,
             exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
-            metrics=means(self.metrics, metrics_pn),
+            metrics=means(self.metrics, sums[steps:]),
             splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
         )
 
 
-def _logged_loss(losses_sl: Tensor) -> float:
+def _logged_loss(means: Sequence[float]) -> float:
     """Return the first mean loss of the window that is NaN or infinite; if there is none, that of the last step."""
-    means = [exact_sum(row) / len(row) for row in losses_sl.tolist()]
     return next((mean for mean in means if not math.isfinite(mean)), means[-1])

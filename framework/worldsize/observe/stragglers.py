@@ -23,7 +23,7 @@ _LEAST = 0.05  # share by which a straggler is slower in each block
 _MARGIN = 0.10  # and in most blocks
 _DEVIATIONS = 2.5  # or so many usual deviations of blocks, if these are more
 _HISTORY = 5  # times as many steps tell how much blocks usually deviate
-_KEPT = 5000  # steps that are remembered at most
+_KEPT, _TIMES = 5000, 400_000  # steps that are remembered at most, and their times on all ranks together
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,21 @@ class Stragglers:
         """Add the fresh steps, which lie evenly between the last one that is known and ``step``."""
         fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
         numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
-        self._recent = np.concatenate([self._recent[-_KEPT:], fresh]) if self._numbers else fresh
-        self._numbers = [*self._numbers[-_KEPT:], *map(int, numbers)]
+        kept = _kept(fresh.shape[1])
+        self._recent = np.concatenate([self._recent[-kept:], fresh]) if self._numbers else fresh
+        self._numbers = [*self._numbers[-kept:], *map(int, numbers)]
         self._fresh = []
 
     def _looked_at(self) -> int:
         """Number of steps to look at, a multiple of the number of blocks."""
         seconds = float(np.median(self._recent[-_STEPS:].sum(2).max(1)))
         block = max(_STEPS / _BLOCKS, _SECONDS / max(seconds, 1e-9) / _BLOCKS)
-        return _BLOCKS * min(math.ceil(block), _KEPT // _BLOCKS)
+        return _BLOCKS * min(math.ceil(block), _kept(self._recent.shape[1]) // _BLOCKS)
+
+
+def _kept(ranks: int) -> int:
+    """Return how many steps are remembered of so many ranks."""
+    return max(_STEPS * _HISTORY, min(_KEPT, _TIMES // ranks))
 
 
 def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Straggler, bool]]:
