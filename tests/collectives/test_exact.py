@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives import exact
-from worldsize.collectives.exact import accumulated, reduce_metrics, rounded
+from worldsize.collectives.exact import accumulated, exact_sum, reduce_metrics, rounded
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -45,14 +45,18 @@ def test_a_rank_without_batches_takes_part() -> None:
     assert run_in_worlds(lonely, 3) == [1.5] * 3
 
 
-def total(values: Sequence[float]) -> float:
+Total = Callable[[Sequence[float]], float]
+
+
+def in_accumulators(values: Sequence[float]) -> float:
     """Add in accumulators: the first half in one, the second in another."""
     middle = len(values) // 2
     first, second = (torch.tensor([half], dtype=torch.float64) for half in (values[:middle], values[middle:]))
     return rounded(accumulated(first) + accumulated(second))[0]
 
 
-def test_any_sum_is_that_of_fractions() -> None:
+@pytest.mark.parametrize("total", [in_accumulators, exact_sum])
+def test_any_sum_is_that_of_fractions(total: Total) -> None:
     generator = random.Random(1)
     for _ in range(300):
         bits = [generator.getrandbits(64) for _ in range(generator.randint(0, 9))]
@@ -63,7 +67,8 @@ def test_any_sum_is_that_of_fractions() -> None:
     assert total(near) == float(sum(map(Fraction, near)))
 
 
-def test_the_smallest_and_the_largest_floats_are_added_exactly() -> None:
+@pytest.mark.parametrize("total", [in_accumulators, exact_sum])
+def test_the_smallest_and_the_largest_floats_are_added_exactly(total: Total) -> None:
     tiny, largest = 5e-324, sys.float_info.max
     assert total([tiny, tiny, -largest, tiny, largest]) == 3 * tiny
     assert total([largest, -tiny]) == largest
@@ -73,7 +78,8 @@ def test_the_smallest_and_the_largest_floats_are_added_exactly() -> None:
     assert total([-0.0]) == 0.0
 
 
-def test_a_sum_beyond_floats_is_infinite_and_one_that_only_passes_beyond_them_is_exact() -> None:
+@pytest.mark.parametrize("total", [in_accumulators, exact_sum])
+def test_a_sum_beyond_floats_is_infinite_and_one_that_only_passes_beyond_them_is_exact(total: Total) -> None:
     assert total([1e308, 1e308]) == math.inf
     assert total([-1e308, 1.0, -1e308]) == -math.inf
     assert total([1e308, 1e308, -1e308]) == total([1e308, -1e308, 1e308]) == 1e308

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -9,8 +10,19 @@ from itertools import repeat
 import pytest
 import torch
 
-from worldsize.core import Evaluated, EvaluationBatch, Event, MicroBatch, Replica, StateDict, StepResult, World
+from worldsize.core import (
+    Evaluated,
+    EvaluationBatch,
+    Event,
+    MicroBatch,
+    Replica,
+    StateDict,
+    StepDone,
+    StepResult,
+    World,
+)
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
+from worldsize.testing.worlds import run_in_worlds
 
 ALONE = World.alone(torch.device("cpu"))
 
@@ -105,3 +117,46 @@ def test_a_run_that_is_asked_to_end_saves_without_examining_its_last_step() -> N
 def test_the_more_ranks_the_fewer_steps_are_measured(log_every: int, ranks: int, measured: int) -> None:
     config = LoopConfig(1000, batch_size=1, log_every=log_every)
     assert sum(config.measures(step, ranks) for step in range(101, 201)) == measured
+
+
+class Diverging(Idle):
+    """A replica of two micro-batches whose losses are given for each step, by rank."""
+
+    def __init__(self, losses: Sequence[tuple[float, float]]) -> None:
+        self._losses = iter(losses)
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        return StepResult([torch.tensor(loss) for loss in next(self._losses)], 0.1, None, False)
+
+
+FINE, INF, NAN = (1.0, 2.0), (math.inf, 1.0), (math.nan, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "expected"),
+    [
+        ([[FINE, FINE, (3.0, 4.0)], [FINE, FINE, (5.0, 7.0)]], 4.75),
+        ([[FINE, INF, FINE], [FINE, FINE, FINE]], math.inf),
+        ([[FINE, FINE, FINE], [(-math.inf, 1.0), FINE, FINE]], -math.inf),
+        ([[FINE, NAN, INF], [FINE, INF, FINE]], math.nan),
+        ([[FINE, INF, NAN], [FINE, FINE, NAN]], math.inf),  # the first step counts, not the last
+        ([[NAN, FINE, FINE], [FINE, INF, FINE]], math.nan),
+        ([[INF, FINE, FINE], [(-math.inf, 1.0), FINE, FINE]], math.nan),
+    ],
+)
+def test_a_logged_loss_is_the_first_of_any_rank_that_is_not_finite_and_else_the_last(
+    by_rank: Sequence[Sequence[tuple[float, float]]], expected: float
+) -> None:
+    def body(world: World) -> float:
+        logged: list[float] = []
+
+        def emit(event: Event) -> None:
+            if isinstance(event, StepDone) and event.step == 4:
+                logged.append(event.loss)
+
+        replica = Diverging([FINE, *by_rank[world.rank]])
+        config = LoopConfig(4, batch_size=1, log_every=4, stop_on_nonfinite=False)
+        fit(replica, repeat([]), world, config=config, callbacks=LoopCallbacks(lambda step: {}, emit))
+        return logged[0]
+
+    assert run_in_worlds(body, 2) == pytest.approx([expected] * 2, abs=0, rel=0, nan_ok=True)

@@ -9,7 +9,8 @@ grow with the number of parts, nor with the world.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import torch
@@ -78,6 +79,27 @@ def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tenso
     return dict(sorted(gathered.items()))
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the correctly rounded sum, the same in any order; of what is not all finite, what floats add up to.
+
+    A sum that is too large for a float is infinite.
+    """
+    numbers = list(values)
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers)
+    try:
+        return math.fsum(numbers)
+    except OverflowError:  # on the way; the sum itself may be small enough
+        return _float(sum(map(Fraction, numbers), Fraction()))
+
+
+def _float(number: Fraction) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 def quotient(total: float, count: float) -> float:
     """Return the mean that a sum and its count make; NaN if nothing counts."""
     return total / count if count else math.nan
@@ -119,11 +141,7 @@ def _rounded(row: list[int]) -> float:
         return math.nan
     if above or below:
         return math.inf if above else -math.inf
-    total = sum(limb << (_BITS * place) for place, limb in enumerate(limbs) if limb)
-    try:
-        return total / _UNIT  # of whole numbers, which Python rounds correctly
-    except OverflowError:
-        return math.inf if total > 0 else -math.inf
+    return _float(Fraction(sum(limb << (_BITS * place) for place, limb in enumerate(limbs) if limb), _UNIT))
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:

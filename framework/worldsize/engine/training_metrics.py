@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.exact import accumulated, gather, quotient
+from worldsize.collectives.exact import exact_sum, gather, quotient
 from worldsize.core import World
 from worldsize.strategies.loss_record import metrics_differ
 
@@ -68,16 +68,16 @@ class TrainingMetrics:
             self._agreed = True
 
     def take(self, world: World) -> tuple[Sequence[str], Tensor]:
-        """Return the names and exact sums of this rank, accumulators [names × 2, 69], and begin anew.
+        """Return the names and the sums, [names × micro-batches × 2], and begin anew.
 
         Raises:
             ConfigError: a rank's names are not those of the first rank.
         """
         self.agree(world)
         names = self._names or []
-        pairs = [self.sums[name].T for name in names]
+        sums = [self.sums[name].flatten() for name in names]
         self.sums = {}
-        return names, accumulated(torch.cat(pairs) if pairs else torch.empty(0, 0, dtype=torch.float64))
+        return names, torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
 
 
 def _agree(names: list[str], world: World) -> None:
@@ -90,9 +90,13 @@ def _agree(names: list[str], world: World) -> None:
             raise metrics_differ(of_all[0], others, where=f"ranks 0 and {rank}")
 
 
-def means(names: Sequence[str], totals: Sequence[float]) -> dict[str, float]:
-    """Divide the sum of each metric by its count, which follows it in ``totals``."""
-    return {name: quotient(*totals[2 * place : 2 * place + 2]) for place, name in enumerate(names)}
+def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
+    """Divide the sums of all ranks, whose rows are what :meth:`TrainingMetrics.take` returned, by their counts."""
+    if not names:
+        return {}
+    sums_pmb2 = sums_pn.view(len(sums_pn), len(names), -1, 2)
+    totals_m2 = [[exact_sum(side) for side in pairs] for pairs in sums_pmb2.permute(1, 3, 0, 2).flatten(2).tolist()]
+    return {name: quotient(total, count) for name, (total, count) in zip(names, totals_m2, strict=True)}
 
 
 def by_logical_rank(sums: Mapping[str, Tensor], mine: Sequence[int], world: World) -> dict[str, list[list[float]]]:

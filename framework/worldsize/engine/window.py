@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import accumulated, gather, rounded, share
+from worldsize.collectives.exact import exact_sum, gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, means
@@ -71,8 +71,10 @@ class Window:
         steps = len(self._results)
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
-        losses_sb = torch.stack([torch.stack([*result.losses]) for result in self._results]).double()
+        losses_sb = torch.stack([loss for result in self._results for loss in result.losses]).double().view(steps, -1)
         names, metrics = self.metrics.take(self.world)
+        figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), losses_sb[-1], metrics]
+        flat = torch.cat([each.to(losses_sb.device) for each in figures])
         logged = LoggedStep(
             step=step,
             batch_size=self.batch_size,
@@ -83,8 +85,7 @@ class Window:
             skipped=self.skipped,
             waited=self._waited,
             facts=facts,
-            sums=share(torch.cat([accumulated(losses_sb), metrics.to(losses_sb.device)]), self.world),
-            gathered=gather(torch.cat([splits_s4.flatten(), times]).to(losses_sb.device), self.world),
+            gathered=gather(flat, self.world),
         )
         self._results, self._waited, self._opened = [], 0.0, time.perf_counter()
         return logged
@@ -108,21 +109,20 @@ class LoggedStep:
     waited: float
     """Seconds that the steps of the window waited for data on this rank."""
     facts: Mapping[str, Any]
-    sums: Callable[[], Tensor]
-    """Waits for the other ranks and returns accumulators [n, 69].
-
-    They are of all micro-batches' losses in each step, and of each metric's sums and counts.
-    """
     gathered: Callable[[], Tensor]
     """Waits for the other ranks and returns float64 [ranks, n].
 
-    A row has the splits of the measured steps, and the mean time of a step without and with the wait for data.
+    A row has the splits of the measured steps, the mean time of a step without and with the wait for data, what
+    :func:`_first_nonfinite` returns, the losses of the last step, and of each metric the sums and counts of this rank's
+    logical ranks: nothing of each step that was not measured.
     """
 
     def event(self) -> StepDone:
         """Wait for the other ranks, and return the event of this step."""
-        sums, rows_pn, steps = rounded(self.sums()), self.gathered(), len(self.results)
-        splits_pn, times_p2 = torch.split(rows_pn, [self.measured * _SPLITS, 2], dim=1)
+        rows_pn = self.gathered()
+        splits, losses = self.measured * _SPLITS, len(self.results[-1].losses)
+        sizes = [splits, 2, 2, losses, rows_pn.shape[1] - splits - 4 - losses]
+        splits_pn, times_p2, nonfinite_p2, losses_pb, metrics_pn = torch.split(rows_pn, sizes, dim=1)
         splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
         last = self.results[-1]
         means_p4 = splits_ps4.mean(1)
@@ -130,7 +130,7 @@ class LoggedStep:
         return StepDone(
             step=self.step,
             samples=self.step * self.batch_size,
-            loss=_logged_loss([total / (len(rows_pn) * len(last.losses)) for total in sums[:steps]]),
+            loss=_logged_loss(nonfinite_p2.tolist(), losses_pb.flatten().tolist()),
             lr=last.lr,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
             skipped=self.skipped,
@@ -142,11 +142,27 @@ class LoggedStep:
             communication_seconds=communication,
             update_seconds=update,
             exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
-            metrics=means(self.metrics, sums[steps:]),
+            metrics=means(self.metrics, metrics_pn),
             splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
         )
 
 
-def _logged_loss(means: Sequence[float]) -> float:
-    """Return the first mean loss of the window that is NaN or infinite; if there is none, that of the last step."""
-    return next((mean for mean in means if not math.isfinite(mean)), means[-1])
+def _first_nonfinite(losses_sb: Tensor) -> Tensor:
+    """Return the sum of a step's losses and its place: of the first that is NaN or infinite, or of the first."""
+    sums_s = losses_sb.sum(1)
+    first = sums_s.isfinite().logical_not_().byte().argmax(0, keepdim=True)
+    return torch.cat([sums_s.gather(0, first), first])
+
+
+def _logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Sequence[float]) -> float:
+    """Return the first mean loss of the window that is NaN or infinite; if there is none, that of the last step.
+
+    Args:
+        nonfinite_p2: What :func:`_first_nonfinite` returned on each rank.
+        losses: Those of all micro-batches of the last step.
+    """
+    nonfinite = [(place, total) for total, place in nonfinite_p2 if not math.isfinite(total)]
+    if not nonfinite:
+        return exact_sum(losses) / len(losses)
+    first = min(place for place, _ in nonfinite)
+    return sum(total for place, total in nonfinite if place == first)
