@@ -1,7 +1,8 @@
-"""Measure rehearsals: how they grow with the world, and how soon planted faults are named.
+"""Measure rehearsals: how they grow with the world, how soon planted faults are named, how far memory is off.
 
 uv run python benchmarks/rehearse.py worlds 64,512,4096     # seconds, calls, memory and open files of a rank
 uv run python benchmarks/rehearse.py faults 64 ddp,fsdp     # six planted faults under each strategy
+uv run python benchmarks/rehearse.py memory                 # what plan says of 20 runs, and what four processes use
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -22,10 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))
+from tests.planning.rehearsal.composed import really
 from tests.planning.rehearsal.faulty import FAULTS, Faulty, line
 from worldsize.config.compose import compose_and_call
 from worldsize.config.settings import Settings
 from worldsize.driver.execute import settings_of
+from worldsize.planning.predictor import Given, Predictor
 from worldsize.planning.rehearsal.differences import differences
 from worldsize.planning.rehearsal.exchange import Said
 from worldsize.planning.rehearsal.rank import Part, data_of, rehearse_rank
@@ -114,11 +117,60 @@ def faults(size: int, strategies: Sequence[str]) -> None:
     Console(width=120).print(table)
 
 
+# ---------------------------------------------------------------- memory
+
+GPT = ("recipe=stdlib_lm", "recipe.width=128", "recipe.depth=4", "recipe.context=64", "batch_size=32")
+LLAMA = ("recipe=hf_causal_lm", "recipe.context=64", "batch_size=16")
+DIGITS = ("recipe=digits", "recipe.width=64", "batch_size=64")
+ACCUMULATED, RECOMPUTED = "logical_ranks=16", "strategy.activation_checkpointing=true"
+CASES: Mapping[str, Sequence[str]] = {
+    "GPT, ddp": (*GPT, "strategy=ddp"),
+    "GPT, ddp, accumulation": (*GPT, "strategy=ddp", ACCUMULATED),
+    "GPT, ddp, sums by node": (*GPT, "strategy=ddp", "cluster.nodes=2", "strategy.reduce=hierarchical"),
+    "GPT, ddp, bf16": (*GPT, "strategy=ddp", "precision=bf16"),
+    "GPT, ddp, elastic, accumulation": (*GPT, "strategy=ddp", ACCUMULATED, "reproducibility=elastic"),
+    "GPT, zero": (*GPT, "strategy=zero"),
+    "GPT, zero, accumulation": (*GPT, "strategy=zero", ACCUMULATED),
+    "GPT, fsdp": (*GPT, "strategy=fsdp"),
+    "GPT, fsdp, recomputed": (*GPT, "strategy=fsdp", RECOMPUTED),
+    "GPT, fsdp, accumulation, whole": (*GPT, "strategy=fsdp", ACCUMULATED, "strategy.accumulate=whole"),
+    "GPT, fsdp, accumulation, sharded": (*GPT, "strategy=fsdp", ACCUMULATED, "strategy.accumulate=sharded"),
+    "GPT, fsdp, recomputed, sharded": (*GPT, "strategy=fsdp", RECOMPUTED, ACCUMULATED, "strategy.accumulate=sharded"),
+    "GPT, hsdp": (*GPT, "strategy=hsdp", "cluster.nodes=2"),
+    "GPT, hsdp, recomputed, accumulation": (*GPT, "strategy=hsdp", "cluster.nodes=2", RECOMPUTED, ACCUMULATED),
+    "GPT, mesh, tensor=2": (*GPT, "strategy=mesh", "strategy.tensor=2"),
+    "GPT, mesh, tensor=2, recomputed": (*GPT, "strategy=mesh", "strategy.tensor=2", RECOMPUTED),
+    "Llama, ddp": (*LLAMA, "strategy=ddp"),
+    "Llama, fsdp, recomputed": (*LLAMA, "strategy=fsdp", RECOMPUTED),
+    "digits, ddp, accumulation": (*DIGITS, "strategy=ddp", ACCUMULATED),
+    "digits, zero": (*DIGITS, "strategy=zero"),
+}
+PROCESSES = 4
+
+
+def planned_and_used(settings: Settings) -> tuple[float, int]:
+    """Return the bytes that a rank needs as ``plan`` says, and the most that any of real processes had."""
+    planned = Predictor(Given(compute_seconds=1.0)).forecast(settings).cost.memory_bytes
+    return planned, max(peak.nbytes for _, peak, _ in really(settings, Part(steps=3, evaluates=False), PROCESSES))
+
+
+def memory() -> None:
+    """Draw how far plan's memory is from that of real processes."""
+    table = Table("run of four processes", "planned MB", "used MB", "off")
+    network = "cluster.links.network={bandwidth: 1e9, latency: 1e-5}"
+    for name, options in CASES.items():
+        planned, used = composed(planned_and_used, *options, network, f"cluster.processes={PROCESSES}")
+        table.add_row(name, f"{planned / 1e6:.2f}", f"{used / 1e6:.2f}", f"{planned / used - 1:+.1%}")
+    Console(width=120).print(table)
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["worlds", sizes]:
             worlds([int(size) for size in sizes.split(",")])
         case ["faults", size, strategies]:
             faults(int(size), strategies.split(","))
+        case ["memory"]:
+            memory()
         case _:
             sys.exit(__doc__)

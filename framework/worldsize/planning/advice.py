@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Collection, Mapping
 
 import torch
@@ -16,15 +17,17 @@ WANTED = 0.8  # efficiency
 
 
 def detected_memory_bytes(cluster: Cluster) -> float | None:
-    """Memory of one process on this machine, in bytes: a GPU's, or its part of the physical memory.
+    """Memory for the tensors of one process on this machine, in bytes: a GPU's, or a part of the physical memory.
 
-    None: it is not known from here, since there is no GPU, or several nodes.
+    That part is what an equal share leaves beside all that this process has imported, as each rank will. None: it is
+    not known from here, since there is no GPU, or several nodes.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
     if cluster.nodes > 1:
         return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
+    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node - imported
 
 
 def unfit(forecast: Forecast, memory_bytes: float | None) -> str | None:

@@ -15,10 +15,13 @@ import torch
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Link, Workload
 from worldsize.data.loader import Order
+from worldsize.planning.absent_peers import check_alone
 from worldsize.planning.calibrate import calibrate
 from worldsize.planning.construction import check_trainable
 from worldsize.planning.dry_run import slowdown
 from worldsize.planning.forecast import Forecast, accumulated, forecast
+from worldsize.planning.rehearsal.rank import Part
+from worldsize.planning.rehearsal.ranks import rehearse
 from worldsize.world.world import threads_per_process
 
 
@@ -72,6 +75,9 @@ class Predictor:
         cost = settings.strategy.cost(work, self.cluster(settings))
         if cost is None:
             raise ConfigError("it does not say what it costs")
+        if self._given.parameter_bytes is None and (rehearsed := _rehearsed_bytes(settings)) is not None:
+            # two steps have no round of a strategy that communicates once in many: its own figure has
+            cost = replace(cost, memory_bytes=rehearsed if cost.same else max(rehearsed, cost.memory_bytes))
         return forecast(cost, work, self._computed(settings))
 
     def _computed(self, settings: Settings) -> float | None:
@@ -134,6 +140,16 @@ class Predictor:
         if self._given.one_machine or cluster.nodes == 1:
             return workers
         return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be another machine
+
+
+def _rehearsed_bytes(settings: Settings) -> float | None:
+    """Return the most bytes that the tensors of the first rank take in two steps; None: it cannot be rehearsed."""
+    try:
+        check_alone(settings)
+        (rehearsed,) = rehearse(settings, [0], Part(evaluates=False))
+    except ConfigError:  # peers decide what it does
+        return None
+    return None if rehearsed.error else rehearsed.peak.nbytes
 
 
 def _micro_batches(settings: Settings) -> int:

@@ -1,4 +1,4 @@
-"""Settings of runs to be rehearsed, in a process of their own."""
+"""Settings of runs to be rehearsed, in a process of their own, and such runs in real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 from omegaconf import DictConfig
 
 from worldsize.config.compose import compose_and_call
+from worldsize.config.settings import Settings
+from worldsize.core import World
 from worldsize.driver.execute import settings_of
+from worldsize.planning.rehearsal.calls import CallRecorder
+from worldsize.planning.rehearsal.memory import MemoryRecorder
+from worldsize.planning.rehearsal.rank import Part, Recorders, data_of, take_part
+from worldsize.planning.rehearsal.storage_log import Peak
+from worldsize.testing.worlds import run_in_worlds
 
 
 def isolated(work: Callable[..., Any], *options: str, given: tuple[Any, ...] = ()) -> Any:
@@ -29,3 +36,16 @@ def _composed(work: Callable[..., Any], options: tuple[str, ...], given: tuple[A
 
     compose_and_call(task, ["logger=none", "cluster.threads=1", *options])
     return results[0]
+
+
+def really(settings: Settings, part: Part, ranks: int) -> list[tuple[list[str], Peak, Peak | None]]:
+    """Train in real processes; return of each its calls in order, and what it held at most, also in an evaluation."""
+    data = data_of(settings, part)
+
+    def body(world: World) -> tuple[list[str], Peak, Peak | None]:
+        calls, memory = CallRecorder(), MemoryRecorder()
+        with memory.recording(), calls:
+            take_part(settings, world, part, data, Recorders(calls, memory))
+        return [call.described for call in calls.calls], memory.log.peak(), memory.log.evaluation_peak()
+
+    return run_in_worlds(body, ranks, local_size=ranks // settings.cluster.nodes)
