@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.records.manifest import write_manifest
+from worldsize.records.run_directory import RunDirectory
 
 START = 1_795_000_000.0
 HOSTILE = "<script>alert('x')</script>&\"$_{\ud800"
@@ -41,7 +42,9 @@ def write_run(
     _write_lines(folder / "metrics.jsonl", lines)
     for rank in range(ranks):
         timing = [_timing(step, own[rank], max(own), phases) for step in range(1, steps + 1)]
-        _write_lines(folder / "timing" / f"worker_{rank:05d}.jsonl", timing)
+        path = RunDirectory(folder).timing(rank)
+        path.parent.mkdir(exist_ok=True)
+        _write_lines(path, timing)
     facts = _manifest(
         folder.name, ranks, nodes, servers, [attempt(1, steps=[0, steps])] if attempts is None else list(attempts)
     )

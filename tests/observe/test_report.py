@@ -17,6 +17,8 @@ import pytest
 
 from tests.observe.browser import PROGRAM, browser
 from tests.observe.run_folders import HOSTILE, START, attempt, write_run
+from worldsize.app.logs import lines
+from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.curves import means
 from worldsize.observe.report.page import page, run_page
@@ -25,8 +27,10 @@ from worldsize.observe.report.read import number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.sweep import read_sweep
 from worldsize.observe.report.timeline import timeline
+from worldsize.observe.watch import Watched
 from worldsize.records.lock import run_lock
 from worldsize.records.manifest import write_manifest
+from worldsize.records.run_directory import RunDirectory
 
 
 class Shown(HTMLParser):
@@ -182,6 +186,27 @@ def test_lines_that_no_run_writes_are_counted_and_left_out(tmp_path: Path) -> No
     record = read_run(run)
     assert (record.damaged, sorted(record.timing), record.events) == (5, [0, 1], [])
     assert "5 damaged lines of the run's files were left out" in page([run])
+
+
+def test_no_folder_has_the_files_of_more_than_a_thousand_ranks(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1, ranks=2345, nodes=5)
+    record, ranks = read_run(run), Watched(run)
+    assert sorted(record.timing) == list(range(2345))
+    assert record.timing[2344][0]["compute_seconds"] == pytest.approx(0.012)
+    assert ranks.own_seconds(2344) == pytest.approx(0.013)
+    folders = (run / "timing", *(run / "timing").glob("0*"))
+    assert sorted(sum(path.is_file() for path in folder.iterdir()) for folder in folders) == [345, 1000, 1000]
+
+
+def test_logs_of_thousands_of_ranks_are_shown(tmp_path: Path) -> None:
+    run = RunDirectory(write_run(tmp_path / "run", steps=1))
+    for rank in (3, 1500):
+        log = run.log("worker", rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"rank {rank} says this\n")
+    shown = [f"[worker {rank}] rank {rank} says this" for rank in (3, 1500)]
+    assert [*lines(Scheduler(run), None, follow=False)] == shown
+    assert [*lines(Scheduler(run), [1500], follow=False)] == shown[1:]
 
 
 @pytest.mark.parametrize("value", [None, "x", [], {}, 10**400, "nan", float("inf")])

@@ -68,7 +68,7 @@ def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Ite
     run = scheduler.run
     while True:
         ended = not is_alive(scheduler)
-        for path in sorted((run.path / "logs").glob("*.log")):
+        for path in sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name):
             prefix, rank = _prefix(path)
             if ranks is None or rank in ranks:
                 yield from (f"{prefix}{line}" for line in _new(path, read, whole=ended))

@@ -89,7 +89,7 @@ def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, ran
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     log = run.log(role, rank)
-    log.parent.mkdir(exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
     run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt
     assert placement.heartbeat is not None
     environment = {**rendezvous.variables, **plan.environment, **plan.secrets, **placement.variables()}

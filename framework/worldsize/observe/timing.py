@@ -23,7 +23,7 @@ class Timing:
     """Appends this rank's mean step time and its parts, in seconds, at each logged step."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("a", buffering=1)
         self._rank = rank

@@ -21,6 +21,7 @@ from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told
 from worldsize.records.json_lines import Row, row_of
 from worldsize.records.metrics import is_metric, is_timing
+from worldsize.records.run_directory import RunDirectory
 
 _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, where there are more
@@ -75,7 +76,7 @@ class Watched:
 
     def own_seconds(self, rank: int) -> float:
         """Return the seconds of the rank's own work in its last logged step; NaN where runs do not tell it."""
-        row = last_row(self._folder / "timing" / f"worker_{rank:05d}.jsonl")
+        row = last_row(RunDirectory(self._folder).timing(rank))
         return number(row.get("data_seconds")) + number(row.get("compute_seconds"))
 
 

@@ -73,7 +73,7 @@ def read_timed(run: Path, batch_size: int) -> Timed:
 
     Ranks write none with ``observe.step_breakdown=false`` and where servers lead.
     """
-    files = sorted((run / "timing").glob("worker_*.jsonl"))
+    files = sorted((run / "timing").rglob("worker_*.jsonl"))
     if files:
         return timed([list(Rows(file)) for file in files])
     rows = metric_rows(run / "metrics.jsonl")

@@ -13,6 +13,8 @@ from typing import ClassVar, final
 
 from worldsize.errors import ConfigError
 
+_RANKS = 1000  # whose files lie in one folder: file systems of clusters are slow with more
+
 
 @final
 class RunDirectory:
@@ -48,11 +50,11 @@ class RunDirectory:
 
     def log(self, role: str, rank: int) -> Path:
         """The file that takes the output of one process, ``rank`` within its role."""
-        return self.path / "logs" / f"{role}_{rank:05d}.log"
+        return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.log"
 
     def error(self, role: str, rank: int) -> Path:
         """The file in which a process that fails says why."""
-        return self.path / "logs" / f"{role}_{rank:05d}.error.json"
+        return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.error.json"
 
     def listener_lock(self, name: str) -> Path:
         """The file at which the listeners of that name, one an attempt, take turns."""
@@ -64,7 +66,12 @@ class RunDirectory:
 
     def timing(self, rank: int) -> Path:
         """The file with the step breakdown of one worker, a JSON line for each measured step."""
-        return self.path / "timing" / f"worker_{rank:05d}.jsonl"
+        return _of_rank(self.path / "timing", rank) / f"worker_{rank:05d}.jsonl"
+
+
+def _of_rank(folder: Path, rank: int) -> Path:
+    """Return the folder below ``folder`` for the files of a rank: every thousand ranks after the first has its own."""
+    return folder / f"{rank // _RANKS * _RANKS:05d}" if rank >= _RANKS else folder
 
 
 def is_missing(path: Path) -> bool:

@@ -104,7 +104,7 @@ def _write_error(path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process says that
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(cause))
 
 

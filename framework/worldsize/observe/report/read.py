@@ -101,7 +101,7 @@ def read_run(folder: Path) -> Record:
 def _timing_files(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[int, Path]]:
     """Yield the rank and the path of each file of a rank that an attempt had."""
     sizes = (manifest["cluster"]["processes"], *(attempt["world_size"] for attempt in manifest["attempts"]))
-    for path in sorted((folder / "timing").glob("worker_*.jsonl")):
+    for path in sorted((folder / "timing").rglob("worker_*.jsonl")):
         named = re.fullmatch(r"worker_(\d{5,7})\.jsonl", path.name, re.ASCII)
         if named and int(named[1]) < max(sizes):
             yield int(named[1]), path
