@@ -20,6 +20,7 @@ from worldsize.observe.progress import Progress, Tail
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
 from worldsize.records.metrics import JsonLines, metrics_digest
+from worldsize.records.run_directory import RunDirectory
 
 ENDED = RunEnded(1, "completed")
 
@@ -65,10 +66,10 @@ def test_the_digest_depends_on_the_computation_and_not_on_time(tmp_path: Path) -
 
 
 def test_each_rank_writes_its_own_time(tmp_path: Path) -> None:
-    listener = Timing(tmp_path / "timing" / "one.jsonl", rank=1)
+    listener = Timing(RunDirectory(tmp_path), rank=1)
     listener(step(1))
     listener(ENDED)
-    assert json.loads((tmp_path / "timing" / "one.jsonl").read_text()) == {
+    assert json.loads((tmp_path / "timing" / "worker_00001.jsonl").read_text()) == {
         "step": 1,
         "step_seconds": 1.0,
         "data_seconds": 0.0,

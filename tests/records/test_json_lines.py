@@ -14,6 +14,7 @@ from worldsize.observe.progress import Tail
 from worldsize.observe.timing import Timing
 from worldsize.records.json_lines import Rows, row_of
 from worldsize.records.metrics import JsonLines, is_timing, last_metrics, metric_rows, metrics_digest, rewind
+from worldsize.records.run_directory import RunDirectory
 from worldsize.strict_json import parse
 
 STEP = {"event": "step", "samples": 8, "samples_per_second": 9.0, "loss": "nan", "step_seconds": [0.1]}
@@ -121,13 +122,13 @@ def test_a_line_that_is_too_long_is_passed_over_like_any_damaged_one(
 
 def test_a_resumed_run_keeps_the_times_of_the_steps_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "timing" / "worker_00000.jsonl"
-    timing = Timing(path, rank=0)
+    timing = Timing(RunDirectory(tmp_path), rank=0)
     for step in (10, 20, 30):
         timing.write(step, step_seconds=0.1, data_seconds=0.0)
     timing(RunEnded(30, "preempted"))
     with path.open("a") as file:
         file.write('{"step": 40, "step_se')
-    timing = Timing(path, rank=0)
+    timing = Timing(RunDirectory(tmp_path), rank=0)
     timing(RunStarted("run", 100, 20, True))
     timing.write(30, step_seconds=0.2)
     timing(RunEnded(30, "completed"))

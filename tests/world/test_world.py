@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from worldsize.core import Cluster, ConfigError, Role, World
@@ -154,3 +156,23 @@ def test_a_host_knows_its_place_under_every_scheduler() -> None:
 def test_a_host_refuses_contradictory_variables(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         node(variables)
+
+
+@pytest.mark.heavy
+def test_in_a_large_world_only_ranks_that_talk_are_connected() -> None:
+    def body(world: World) -> tuple[float, int, int]:
+        before, ones = _sockets(), torch.ones(10_000)
+        for name in ("all", "checkpoint/worker", "node", "across"):
+            dist.all_reduce(ones, group=world.groups[name])
+        return ones[0].item(), before, _sockets()
+
+    size = 34
+    for total, before, after in run_in_worlds(body, size, local_size=size // 2):
+        assert total == size * size * (size // 2) * 2
+        assert before < size // 2, "nobody has said anything yet"
+        assert after < 2 * size, "four groups that connect all with all are more than 80 connections"
+
+
+def _sockets() -> int:
+    descriptors = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(str(path.readlink()).startswith("socket:") for path in descriptors)

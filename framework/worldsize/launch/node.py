@@ -20,7 +20,7 @@ from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
 from worldsize.launch.terminal import Terminal
-from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
 from worldsize.world.fork import ready_to_fork
 from worldsize.world.interfaces import variables
@@ -89,7 +89,7 @@ def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, ran
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     log = run.log(role, rank)
-    log.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(log, run)
     run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt
     assert placement.heartbeat is not None
     environment = {**rendezvous.variables, **plan.environment, **plan.secrets, **placement.variables()}

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import final
 
 import torch
@@ -15,6 +14,7 @@ from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.records.json_lines import drop_lines
 from worldsize.records.metrics import is_timing
+from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.strict_json import strict
 
 
@@ -22,10 +22,10 @@ from worldsize.strict_json import strict
 class Timing:
     """Appends this rank's mean step time and its parts, in seconds, at each logged step."""
 
-    def __init__(self, path: Path, *, rank: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._file = path.open("a", buffering=1)
+    def __init__(self, run: RunDirectory, *, rank: int) -> None:
+        self._path = run.timing(rank)
+        make_folder_of(self._path, run)
+        self._file = self._path.open("a", buffering=1)
         self._rank = rank
 
     def __call__(self, event: Event) -> None:

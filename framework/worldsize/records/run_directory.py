@@ -74,6 +74,17 @@ def _of_rank(folder: Path, rank: int) -> Path:
     return folder / f"{rank // _RANKS * _RANKS:05d}" if rank >= _RANKS else folder
 
 
+def make_folder_of(file: Path, run: RunDirectory) -> None:
+    """Create the folder of one of the run's files, and those between it and the run's own folder.
+
+    Raises:
+        FileNotFoundError: the run's own folder was deleted. It is never created again.
+    """
+    for folder in reversed(file.parents):
+        if run.path in folder.parents:
+            folder.mkdir(exist_ok=True)
+
+
 def is_missing(path: Path) -> bool:
     """Whether there is no such file for certain: a file server that does not answer has not deleted it."""
     try:

@@ -90,9 +90,7 @@ class _UnitTiming(StepTiming):
     @cached_property
     def _times(self) -> UnitTimes:
         rank = self._world.rank
-        return UnitTimes(
-            Timing(self._run.timing(rank), rank=rank), self._world.device, every=self._settings.training.log_every
-        )
+        return UnitTimes(Timing(self._run, rank=rank), self._world.device, every=self._settings.training.log_every)
 
     def drawing(self) -> AbstractContextManager[None]:
         """Time the wait for data within the block."""

@@ -21,7 +21,7 @@ from worldsize.engine.averaging import AveragedReplica
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import show_messages
 from worldsize.observe.transport import audit, listen_to_nccl, transport_warning, write
-from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import opened, writing
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.context import context_of
@@ -87,7 +87,7 @@ def play(run: RunDirectory, placement: Placement) -> int:
         listeners = listeners_of(settings, run, placement.rank, preemption)
         return _play(settings, run, placement, listeners, preemption)
     except BaseException as error:
-        _write_error(_error_file(run, placement, settings), error)
+        _write_error(run, _error_file(run, placement, settings), error)
         for listener in listeners:  # after the error is out: a logger may take its time
             listener(RunFailed(f"{type(error).__name__}: {error}"))
         raise
@@ -100,11 +100,11 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
     return run.error("process", placement.rank)  # it is not known which role this process was to play
 
 
-def _write_error(path: Path, error: BaseException) -> None:
+def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process says that
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(path, run)
         path.write_text(json.dumps(cause))
 
 

@@ -59,7 +59,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemp
     Where all serve, the run's first process leads, and logs.
     """
     role, rank = role_of(global_rank, settings.roles)
-    own: list[Listener] = [] if settings.roles[role].serves else [Timing(run.timing(rank), rank=rank)]
+    own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
     if global_rank != (gang_of(settings.roles) or [0])[0]:
         return own
     manifest = view(run.path).manifest  # its configuration is without secrets

@@ -16,6 +16,10 @@ from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.world.environments import Placement, host_name
 from worldsize.world.roles import role_of, role_ranks
 
+# ranks, at most, that gloo connects each with each when a group is made, by a store message for each; two of a larger
+# world are connected when they first have something to say to each other
+_ALL_CONNECTED = 32
+
 
 @contextmanager
 def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]) -> Iterator[World]:
@@ -91,6 +95,8 @@ def device_of(placement: Placement, cluster: Cluster) -> torch.device:
 
 
 def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
+    if len(gang) > _ALL_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         cluster.backend,
         init_method=placement.store,
