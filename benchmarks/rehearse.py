@@ -1,6 +1,7 @@
 """Measure rehearsals: how they grow with the world, how soon planted faults are named, how far memory is off.
 
 uv run python benchmarks/rehearse.py worlds 64,512,4096     # seconds, calls, memory and open files of a rank
+uv run python benchmarks/rehearse.py store 8,32,64,256      # what real ranks say to the store, and their sockets
 uv run python benchmarks/rehearse.py faults 64 ddp,fsdp     # six planted faults under each strategy
 uv run python benchmarks/rehearse.py memory                 # what plan says of 20 runs, and what four processes use
 """
@@ -10,14 +11,19 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -27,12 +33,15 @@ from tests.planning.rehearsal.composed import really
 from tests.planning.rehearsal.faulty import FAULTS, Faulty, line
 from worldsize.config.compose import compose_and_call
 from worldsize.config.settings import Settings
+from worldsize.core import Cluster, Role
 from worldsize.driver.execute import settings_of
 from worldsize.planning.predictor import Given, Predictor
 from worldsize.planning.rehearsal.differences import differences
 from worldsize.planning.rehearsal.exchange import Said
 from worldsize.planning.rehearsal.rank import Part, data_of, rehearse_rank
 from worldsize.planning.rehearsal.ranks import rehearse
+from worldsize.world.environments import Placement
+from worldsize.world.world import open_world
 
 PER_NODE, FAULTY = 8, 5
 MODEL = ("recipe=stdlib_lm", "recipe.width=64", "recipe.depth=4", "recipe.context=16")
@@ -92,6 +101,81 @@ def worlds(sizes: Sequence[int]) -> None:
 
 
 # ---------------------------------------------------------------- planted faults
+
+
+class Counting(dist.Store):
+    """Counts what a process says to the store of its run."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self.messages = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.messages += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.messages += 1
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        self.messages += 1
+        return self._store.add(key, value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.messages += 1
+        self._store.wait(keys, *timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        self.messages += 1
+        return self._store.check(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+def _joined(placement: Placement, said: Connection) -> None:
+    """Join the world of ``placement``, let each group sum twice, and say what was asked of the store."""
+    size, stores, inherited = placement.world_size, list[Counting](), _open_files()
+
+    def counted(url: str, **options: object) -> Iterator[tuple[Counting, int, int]]:
+        stores.append(Counting(dist.FileStore(urlsplit(url).path, size)))
+        yield stores[0], placement.rank, size
+
+    dist.register_rendezvous_handler("counted", counted)
+    cluster = Cluster("many", size // placement.local_world_size, size, "cpu", "gloo", threads=1)
+    with open_world(placement, cluster, {"worker": Role(size)}) as world:
+        begun = stores[0].messages
+        for _ in range(2):
+            for group in world.groups.values():
+                dist.all_reduce(torch.ones(10_000), group=group)
+        said.send((begun, stores[0].messages, _open_files() - inherited))
+        dist.barrier()
+
+
+def store(sizes: Sequence[int]) -> None:
+    """Draw what real processes of each world say to the store until all their groups have summed."""
+    table = Table(
+        "ranks", "messages to join", "until all groups have summed", "files opened", title="the most of any rank"
+    )
+    context = get_context("fork")
+    for size in sizes:
+        with TemporaryDirectory() as folder:
+            mine, theirs = context.Pipe(duplex=False)
+            places = (
+                Placement(rank, size, rank % PER_NODE, min(PER_NODE, size), f"counted://{folder}/store")
+                for rank in range(size)
+            )
+            processes = [context.Process(target=_joined, args=(place, theirs)) for place in places]
+            for process in processes:
+                process.start()
+            theirs.close()
+            rows = [mine.recv() for _ in processes]
+            for process in processes:
+                process.join()
+        table.add_row(str(size), *(str(max(column)) for column in zip(*rows, strict=True)))
+    Console().print(table)
 
 
 def named(settings: Settings, fault: str) -> tuple[float, str]:
@@ -168,6 +252,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["worlds", sizes]:
             worlds([int(size) for size in sizes.split(",")])
+        case ["store", sizes]:
+            store([int(size) for size in sizes.split(",")])
         case ["faults", size, strategies]:
             faults(int(size), strategies.split(","))
         case ["memory"]:
