@@ -1,6 +1,7 @@
 """Measure rehearsals: how they grow with the world, how soon planted faults are named, how far memory is off.
 
 uv run python benchmarks/rehearse.py worlds 64,512,4096     # seconds, calls, memory and open files of a rank
+uv run python benchmarks/rehearse.py begin 1024             # a Llama of 6.7 billion parameters, as one rank begins
 uv run python benchmarks/rehearse.py store 8,32,64,256      # what real ranks say to the store, and their sockets
 uv run python benchmarks/rehearse.py faults 64 ddp,fsdp     # six planted faults under each strategy
 uv run python benchmarks/rehearse.py memory                 # what plan says of 20 runs, and what four processes use
@@ -19,7 +20,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -27,19 +28,22 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.planning.rehearsal.composed import really
 from tests.planning.rehearsal.faulty import FAULTS, Faulty, line
 from worldsize.config.compose import compose_and_call
 from worldsize.config.settings import Settings
-from worldsize.core import Cluster, Role
+from worldsize.core import Cluster, Role, RunContext
 from worldsize.driver.execute import settings_of
+from worldsize.planning.absent_peers import world_seen_by
 from worldsize.planning.predictor import Given, Predictor
 from worldsize.planning.rehearsal.differences import differences
 from worldsize.planning.rehearsal.exchange import Said
 from worldsize.planning.rehearsal.rank import Part, data_of, rehearse_rank
 from worldsize.planning.rehearsal.ranks import rehearse
+from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.world.environments import Placement
 from worldsize.world.world import open_world
 
@@ -101,6 +105,34 @@ def worlds(sizes: Sequence[int]) -> None:
 
 
 # ---------------------------------------------------------------- planted faults
+
+
+SEVEN_BILLION = (
+    *("recipe=hf_causal_lm", "recipe.config.hidden_size=4096", "recipe.config.intermediate_size=11008"),
+    *("recipe.config.num_hidden_layers=32", "recipe.config.num_attention_heads=32"),
+    *("recipe.config.num_key_value_heads=32", "+recipe.config.vocab_size=32000"),
+)
+
+
+def begun(settings: Settings) -> tuple[float, float, int, int, int]:
+    """Make a rank's replica: processor and wall seconds, bytes of shards and of the largest parameter, growth."""
+    cpu, wall, before = time.process_time(), time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with world_seen_by(3, settings, torch.device("cpu")) as world:
+        replica = settings.strategy.replica(settings.recipe, RunContext(world))
+        spent = time.process_time() - cpu, time.perf_counter() - wall
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        parameters = list(cast("SynchronousReplica", replica).model.parameters())
+        shards = sum(cast("DTensor", parameter).to_local().nbytes for parameter in parameters)
+        return *spent, shards, max(parameter.nbytes for parameter in parameters), grown
+
+
+def begin(size: int) -> None:
+    """Draw what one rank of a large world needs until its part of a large model is made."""
+    shape = (f"cluster.processes={size}", f"cluster.nodes={size // PER_NODE}", f"batch_size={size}", "strategy=fsdp")
+    cpu, wall, shards, largest, grown = composed(begun, *SEVEN_BILLION, *shape)
+    table = Table("ranks", "processor s", "wall s", "shards MB", "largest parameter MB", "process grew MB")
+    table.add_row(f"{size:,}", f"{cpu:.0f}", f"{wall:.0f}", *(f"{each / 1e6:.0f}" for each in (shards, largest, grown)))
+    Console().print(table)
 
 
 class Counting(dist.Store):
@@ -252,6 +284,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["worlds", sizes]:
             worlds([int(size) for size in sizes.split(",")])
+        case ["begin", size]:
+            begin(int(size))
         case ["store", sizes]:
             store([int(size) for size in sizes.split(",")])
         case ["faults", size, strategies]:
