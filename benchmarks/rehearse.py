@@ -28,6 +28,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from torch._C._distributed_c10d import FileStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -135,10 +137,10 @@ def begin(size: int) -> None:
     Console().print(table)
 
 
-class Counting(dist.Store):
+class Counting(Store):
     """Counts what a process says to the store of its run."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
         self.messages = 0
@@ -172,10 +174,10 @@ def _joined(placement: Placement, said: Connection) -> None:
     size, stores, inherited = placement.world_size, list[Counting](), _open_files()
 
     def counted(url: str, **options: object) -> Iterator[tuple[Counting, int, int]]:
-        stores.append(Counting(dist.FileStore(urlsplit(url).path, size)))
+        stores.append(Counting(FileStore(urlsplit(url).path, size)))
         yield stores[0], placement.rank, size
 
-    dist.register_rendezvous_handler("counted", counted)
+    register_rendezvous_handler("counted", counted)  # type: ignore[no-untyped-call]
     cluster = Cluster("many", size // placement.local_world_size, size, "cpu", "gloo", threads=1)
     with open_world(placement, cluster, {"worker": Role(size)}) as world:
         begun = stores[0].messages

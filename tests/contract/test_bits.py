@@ -49,6 +49,7 @@ ELASTIC = {  # 8 logical ranks, so that most ranks have several micro-batches
     "zero": (BF16, "strategy=zero", "cluster.processes=2"),
     "fsdp": (BF16, "strategy=fsdp", "cluster.processes=4"),
     "hsdp": (BF16, "strategy=hsdp", "strategy.shard=2", "cluster.processes=8"),
+    "shards": (BF16, "strategy=hsdp", "strategy.shard=2", "strategy.accumulate=sharded", "cluster.processes=4"),
     "parameter_server": ("strategy=parameter_server", "cluster.processes=3"),
 }
 

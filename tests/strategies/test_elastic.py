@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,23 @@ def test_bfloat16_and_dropout_end_with_the_same_bits_at_every_world_size(train: 
 def test_six_logical_ranks_end_with_the_same_bits_on_one_two_three_and_six_processes(train: Any) -> None:
     different = {digests(train, *DIGITS, "logical_ranks=6", f"cluster.processes={size}") for size in (1, 2, 3, 6)}
     assert len(different) == 1
+
+
+def test_shards_of_micro_batches_add_up_to_the_same_bits_at_every_world_size(train: Any) -> None:
+    """Each of 24 logical ranks has another rank's work at another world size, and 6 nodes are no power of two."""
+    lengths = (*DIGITS, "logical_ranks=24", "batch_size=48")
+    alone = digests(train, *lengths, "strategy=single", "cluster.processes=1")
+    for size, shard in ((2, "all"), (4, "2"), (8, "all")):
+        sharded = ("strategy=fsdp", "strategy.accumulate=sharded", f"strategy.shard={shard}")
+        assert digests(train, *lengths, *sharded, f"cluster.processes={size}") == alone
+
+
+def test_three_processes_cannot_add_up_shards_with_the_bits_of_one(train: Any) -> None:
+    options = ("strategy=fsdp", "strategy.accumulate=sharded", "logical_ranks=6", "cluster.processes=3")
+    run = train("reproducibility=elastic", *options)
+    assert run.code == 2
+    assert "Set cluster.processes=2, or strategy.accumulate=whole." in run.error
+    assert run.folder is None, "no run has begun"
 
 
 def test_another_strategy_and_another_bucket_size_do_not_change_a_bit(train: Any) -> None:
@@ -107,10 +125,11 @@ class Normalised(Recipe):
         return {}
 
 
-def trained(world: World) -> Mapping[str, Tensor]:
+def trained(strategy: Strategy, world: World) -> Mapping[str, Tensor]:
     recipe = Normalised()
-    replica = DDP(reduce="ordered").replica(recipe, RunContext(world))
-    order = Order(seed=1, batch_size=48, logical_ranks=12, mine=logical_ranks_of(world.rank, world.size, 12))
+    replica = strategy.replica(recipe, RunContext(world))
+    mine = logical_ranks_of(world.rank, world.size, 12, replica.dealing)
+    order = Order(seed=1, batch_size=48, logical_ranks=12, mine=mine)
     batches = micro_batches(recipe.data("train"), order, world.device)
     for _ in range(10):
         replica.step(next(batches))
@@ -119,8 +138,12 @@ def trained(world: World) -> Mapping[str, Tensor]:
 
 
 def test_batch_norm_statistics_are_the_same_at_every_world_size() -> None:
-    states = [state for size in (1, 2, 3, 4, 6) for state in run_in_worlds(trained, size)]
+    plain = partial(trained, DDP(reduce="ordered"))
+    states = [state for size in (1, 2, 3, 4, 6) for state in run_in_worlds(plain, size)]
     assert len({state_digest(tensor_digests(state)) for state in states}) == 1
+    for size in (2, 4):  # parameters come in shards, buffers do not
+        for state in run_in_worlds(partial(trained, FSDP(reduce="ordered", accumulate="sharded")), size):
+            assert all(torch.equal(state[name], states[0][name]) for name in ("1.running_mean", "1.running_var"))
     assert states[0]["1.running_mean"].abs().sum() > 0
     assert states[0]["1.num_batches_tracked"] == 10
 

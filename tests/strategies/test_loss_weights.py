@@ -84,7 +84,7 @@ def trained(
 ) -> tuple[list[float], Mapping[str, Tensor]]:
     replica = strategy.replica(recipe, RunContext(world, numerics=Numerics(clip_norm=clip)))
     parts = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
-    mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks)
+    mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks, replica.dealing)
     batches = micro_batches(recipe.data("train"), Order(SEED, BATCH, logical_ranks, mine), world.device)
     shares = torch.zeros(STEPS)
     for step in range(STEPS):
@@ -106,6 +106,7 @@ def trained(
         (ZeRO(), 2, 4),
         (FSDP(), 2, 4),
         (FSDP(reduce="ordered", shard=2), 4, 8),
+        (FSDP(reduce="ordered", accumulate="sharded"), 2, 8),
         (Mesh(pipeline=2), 4, 8),
         (Mesh(), 2, 4),
     ],

@@ -49,7 +49,7 @@ def trained(
 ) -> tuple[Mapping[str, Tensor], list[StepResult]]:
     recipe = DCGAN()
     replica = strategy.replica(recipe, RunContext(world, numerics))
-    order = Order(SEED, BATCH, logical_ranks, logical_ranks_of(world.rank, world.size, logical_ranks))
+    order = Order(SEED, BATCH, logical_ranks, logical_ranks_of(world.rank, world.size, logical_ranks, replica.dealing))
     batches = micro_batches(recipe.data("train"), order, world.device)
     results = [replica.step(next(batches)) for _ in range(steps)]
     weights = gather_full(replica.state()["model"], world)
@@ -97,8 +97,9 @@ def alone() -> Mapping[str, Tensor]:
         (ZeRO(reduce="ordered"), 2),
         (FSDP(reduce="ordered", wrap="size", wrap_parameters=100), 2),
         (FSDP(reduce="ordered", shard=2, reshard_after_forward=False, wrap="size", wrap_parameters=100), 4),
+        (FSDP(reduce="ordered", accumulate="sharded", wrap="size", wrap_parameters=100), 2),
     ],
-    ids=["ddp", "zero", "fsdp", "hsdp"],
+    ids=["ddp", "zero", "fsdp", "hsdp", "fsdp, shards added up"],
 )
 def test_ordered_sums_have_the_same_bits_under_every_strategy_and_at_every_world_size(
     strategy: Strategy, processes: int, alone: Mapping[str, Tensor]

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from worldsize.core import Cluster, ConfigError, Link, MicroBatch, RunContext, Workload, World
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.sharded_reducer import OrderedShardReducer
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
@@ -76,10 +78,50 @@ def has_whole_gradients(model: nn.Module) -> bool:
     return any(each.unsharded_accumulated_grad is not None for group in groups for each in group.fsdp_params)
 
 
-def test_elastic_sums_are_kept_whole() -> None:
-    with pytest.raises(ConfigError, match=r"strategy.accumulate=sharded .* Set strategy.accumulate=whole"):
-        FSDP(reduce="ordered", accumulate="sharded")
-    assert FSDP(reduce="ordered").accumulate == "auto"
+@pytest.mark.parametrize("shard", ["all", 2], ids=["one copy", "two copies"])
+def test_in_the_fixed_tree_too_a_rank_keeps_sums_of_its_own_shard_alone(shard: str | int) -> None:
+    recipe = Chain(depth=2)
+
+    def body(world: World) -> list[int]:
+        strategy = FSDP(reduce="ordered", shard=shard, accumulate="sharded")  # type: ignore[arg-type]
+        replica = strategy.replica(recipe, RunContext(world))
+        assert isinstance(replica, SynchronousReplica)
+        assert replica.dealing == "block"
+        kept = []
+
+        def backward(micro_batch: MicroBatch, scale: float) -> object:
+            record = replica._backward(micro_batch, scale)
+            kept.append(_summed(replica.reducer))
+            return record
+
+        replica.reducer.run([batch(recipe, world.rank * 4 + turn) for turn in range(4)], backward)  # type: ignore[arg-type]
+        return kept
+
+    whole = sum(parameter.numel() for parameter in recipe.model().parameters())
+    padded = 1.2 * whole / RANKS  # each rank, of whichever copy, sums a quarter; shards are of whole rows
+    for first, second, third, last in run_in_worlds(body, RANKS, local_size=2):
+        assert 0 < first <= padded
+        assert second == first, "two micro-batches are one sum"
+        assert third == 2 * first
+        assert last == 0
+
+
+def _summed(reducer: GradientReducer) -> int:
+    """Return how many numbers the reducer keeps between two micro-batches, which only it knows."""
+    assert isinstance(reducer, OrderedShardReducer)
+    counters = [counter for scatter in reducer._scatters for counter in scatter._counters]
+    return sum(tensor.numel() for counter in counters for tensors in counter.waiting for tensor in tensors)
+
+
+@pytest.mark.parametrize(("processes", "sharded"), [(2, True), (3, False), (8, True)])
+def test_a_large_model_adds_up_shards_in_the_fixed_tree_where_it_can(processes: int, sharded: bool) -> None:
+    work = Workload(parameter_bytes=4e9, optimizer_bytes=8e9, micro_batches=4)
+    cluster = replace(CLUSTER, processes=processes)
+    chosen = FSDP(reduce="ordered", accumulate="sharded" if sharded else "whole")
+    assert FSDP(reduce="ordered").cost(work, cluster) == chosen.cost(work, cluster)
+    if not sharded:
+        with pytest.raises(ConfigError, match="Set cluster.processes=2, or strategy.accumulate=whole"):
+            FSDP(reduce="ordered", accumulate="sharded").roles(cluster)
 
 
 def test_what_is_kept_whole_is_part_of_the_predicted_memory() -> None:

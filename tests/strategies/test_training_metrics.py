@@ -96,7 +96,7 @@ def trained(strategy: Strategy, world: World, logical_ranks: int, recipe: ToldCh
 
     replica = strategy.replica(recipe, RunContext(world))
     parts = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
-    mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks)
+    mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks, replica.dealing)
     batches = micro_batches(recipe.data("train"), Order(3, BATCH, logical_ranks, mine), world.device)
     config = LoopConfig(STEPS, batch_size=BATCH, log_every=EVERY)
     fit(replica, batches, world, config=config, callbacks=LoopCallbacks(lambda step: {}, emit))
@@ -127,7 +127,11 @@ def test_metrics_of_the_loss_are_those_of_whole_batches(
             assert metrics == pytest.approx(expected[step], rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", [DDP(reduce="ordered"), FSDP(reduce="ordered")], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [DDP(reduce="ordered"), FSDP(reduce="ordered"), FSDP(reduce="ordered", accumulate="sharded")],
+    ids=["ddp", "fsdp", "fsdp, shards added up"],
+)
 def test_an_elastic_run_logs_the_same_bits_at_every_world_size(strategy: Strategy) -> None:
     alone = trained(DDP(reduce="ordered"), World.alone(torch.device("cpu")), 8, ToldChain())
     for processes in (2, 4):

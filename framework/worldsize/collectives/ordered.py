@@ -1,10 +1,14 @@
 """Sums over logical ranks in one fixed tree, so that the bits are the same at any world size.
 
 The tree of L logical ranks: as long as the number n of nodes is even, node i is added to node i + n/2; an odd
-number is added up from the left. Process p of P holds the logical ranks p, p + P, p + 2P ..., so the first
-levels of the tree are local sums. What is left crosses the network as an all-to-all of shards, an ordered
-local sum and an all-gather: 2 (P - 1) / P of the gradient, the same bytes as a ring all-reduce, if L / P is a
-power of two; otherwise the all-to-all carries several nodes a process.
+number is added up from the left. Process p of P holds the logical ranks p, p + P, p + 2P ... (dealing "cyclic"),
+so the first levels of the tree are local sums. What is left crosses the network as an all-to-all of shards, an
+ordered local sum and an all-gather: 2 (P - 1) / P of the gradient, the same bytes as a ring all-reduce, if L / P
+is a power of two; otherwise the all-to-all carries several nodes a process.
+
+Where process p holds the k = L / P logical ranks from pk on (dealing "block") and P is a power of two, the first
+levels of the same tree are sums over processes: node m of k is the sum of the m-th logical rank of each. So shards
+can be summed after each micro-batch, and what is left is a tree of k shards in the process that owns them.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.staged import Phases
 from worldsize.collectives.step_timer import wait
+from worldsize.core import Dealing
 
 
 @final
@@ -53,6 +58,11 @@ class Tree:
         while len(order) < count:
             order = [2 * index for index in order] + [2 * index + 1 for index in order]
         return [node + self.local_nodes * index for index in order]
+
+
+def turns(micro_batches: int, processes: int, dealing: Dealing) -> Tree:
+    """Return the tree in whose order a process computes its ``micro_batches`` in a step."""
+    return Tree(micro_batches, 1) if dealing == "block" else Tree(micro_batches * processes, processes)
 
 
 @final
@@ -126,8 +136,11 @@ def finish(nodes: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup) -> Phases:
-    """Sum this process's nodes, flat tensors of equal length, with those of the others."""
+def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup, dealing: Dealing = "cyclic") -> Phases:
+    """Sum this process's nodes, flat tensors of equal length, with those of the others.
+
+    If logical ranks are dealt in blocks, each of them is a node.
+    """
     size, length = dist.get_world_size(group), rows[0].numel()
     shard = -(-length // size)
     mine_pns = rows[0].new_zeros(size, len(rows), shard)
@@ -137,7 +150,8 @@ def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup) -> Phases:
     work = dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True)
     yield
     wait(work)
-    total_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
+    in_order = theirs_pns if dealing == "block" else theirs_pns.transpose(0, 1)
+    total_s = finish(in_order.flatten(0, 1).unbind())
     whole = total_s.new_empty(size * shard)
     work = dist.all_gather_into_tensor(whole, total_s, group=group, async_op=True)
     yield

@@ -25,6 +25,7 @@ from worldsize.core import (
     BatchLauncher,
     Cluster,
     ConfigError,
+    Dealing,
     Launcher,
     LaunchMethod,
     Link,
@@ -102,9 +103,9 @@ class Settings:
         """``world`` as the data see it: the part that this process trains, and of how many."""
         return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
 
-    def order(self, rank: int, size: int) -> Order:
+    def order(self, rank: int, size: int, dealing: Dealing = "cyclic") -> Order:
         """The data order as seen by worker ``rank`` of ``size``."""
-        mine = logical_ranks_of(rank, size, self.logical_ranks)
+        mine = logical_ranks_of(rank, size, self.logical_ranks, dealing)
         training = self.training
         return Order(training.seed, training.batch_size, self.logical_ranks, mine, training.length_balanced)
 

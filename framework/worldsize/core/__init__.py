@@ -56,6 +56,7 @@ from worldsize.core.recipe import (
 from worldsize.core.state_metric import StateMetric, StateReduction
 from worldsize.core.strategy import (
     Cost,
+    Dealing,
     Reduction,
     Replica,
     StepResult,
@@ -74,6 +75,7 @@ __all__ = [
     "ConfigError",
     "Cost",
     "DataSource",
+    "Dealing",
     "Emit",
     "Evaluated",
     "EvaluationBatch",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+Dealing = Literal["cyclic", "block"]  # of L logical ranks to P processes: p, p + P, ...; or L / P neighbours each
 Reduction = Literal["flat", "ordered", "hierarchical"]  # torch's own sums, the fixed tree of logical ranks, by node
 
 
@@ -138,6 +139,7 @@ class Replica(ABC):
         """Return what else there is to log of the steps since the last call; plain values."""
         return {}
 
+    dealing: Dealing = "cyclic"  # of logical ranks: which of them this process is given in a step
     step_reached: int | None = None  # where it stands by itself; None: at 0, or where the loaded checkpoint stood
 
     def close(self, *, complete: bool) -> None:  # noqa: B027 - most replicas hold nothing to release

@@ -19,7 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, Recipe, World
+from worldsize.core import Batch, ConfigError, Dealing, EvaluationBatch, MicroBatch, Recipe, World
 from worldsize.data.balanced import Balanced
 from worldsize.data.permutation import permuted
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -69,8 +69,10 @@ class Order:
         return stream(self.seed, "step", step, logical_rank)
 
 
-def logical_ranks_of(rank: int, size: int, total: int) -> tuple[int, ...]:
-    """Return the logical ranks of process ``rank``: strided, so that halving the processes merges tree neighbours."""
+def logical_ranks_of(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:
+    """Return the logical ranks of process ``rank`` of ``size``, of ``total`` that are dealt."""
+    if dealing == "block":
+        return tuple(range(rank * total // size, (rank + 1) * total // size))
     return tuple(range(rank, total, size))
 
 

@@ -47,7 +47,7 @@ class AveragedReplica(Replica):
 
     def __init__(self, inner: Replica, average: WeightAverage) -> None:
         self._inner, self._average = inner, average
-        self.step_reached = inner.step_reached
+        self.step_reached, self.dealing = inner.step_reached, inner.dealing
         self._updates = 0
         averages: dict[Tensor, Tensor] = {}  # by weight: one that has several names is averaged once
         weights = inner.trained_weights()

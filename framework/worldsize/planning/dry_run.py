@@ -38,7 +38,7 @@ def _slowdown(settings: Settings, device: torch.device) -> float:
         single = alone(recipe, recipe.model().to(device), RunContext(World.alone(device), settings.numerics))
         replica = strategy.replica(recipe, RunContext(world, settings.numerics))
         replicas, part = (single, replica), settings.data_part(world)
-        order, collate = settings.order(part.rank, part.size), collate_of(recipe)
+        order, collate = settings.order(part.rank, part.size, replica.dealing), collate_of(recipe)
         batches = micro_batches(recipe.data("train"), order, device, collate=collate)
         turns = ([partial(replica.step, each) for replica in replicas] for each in batches)
         by_itself, under_it = medians(turns, device, _SECONDS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
 from worldsize.collectives.staged import finished
+from worldsize.core import Dealing
 
 
 class StepBuffers(ABC):
@@ -37,20 +39,31 @@ class BufferMean:
     after one micro-batch: a step counts once.
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
+    def __init__(self, module: nn.Module, group: ProcessGroup | None, dealing: Dealing = "cyclic") -> None:
         own = module.module if isinstance(module, DistributedDataParallel) else module
         kept = own.state_dict().keys()
         changing = [buffer for name, buffer in own.named_buffers() if name in kept]
         self._buffers = [buffer for buffer in changing if buffer.is_floating_point()]
         self._integers = [buffer for buffer in changing if not buffer.is_floating_point()]
         self._group, self._size = group, dist.get_world_size(group) if group else 1
+        self._dealing = dealing
 
     def begin(self, batches: int) -> StepBuffers:
         """Begin a step of so many micro-batches on each rank."""
         logical_ranks = batches * self._size
         if logical_ranks == 1 or not self._buffers:
             return _UNTOUCHED
-        return _AveragedBuffers(self._buffers, self._integers, Tree(logical_ranks, self._size), self._group)
+        if self._dealing == "block":
+            nodes = {batch: batch for batch in range(batches)}
+        else:
+            tree = Tree(logical_ranks, self._size)
+            nodes = {leaf: node for node in range(tree.local_nodes) for leaf in tree.leaves(node)}
+        return _AveragedBuffers(self._buffers, self._integers, nodes, partial(self._mean, logical_ranks))
+
+    def _mean(self, logical_ranks: int, rows: Sequence[Tensor]) -> Tensor:
+        """Add up the nodes of all processes, flat, and divide by the number of logical ranks."""
+        total = finished(reduce_ordered(rows, self._group, self._dealing)) if self._group else finish(rows)
+        return total / logical_ranks
 
 
 @final
@@ -67,12 +80,17 @@ _UNTOUCHED = _UntouchedBuffers()
 
 @final
 class _AveragedBuffers(StepBuffers):
+    """Averaged over the step; micro-batch ``batch`` is part of the local sum ``nodes[batch]``."""
+
     def __init__(
-        self, buffers: Sequence[Tensor], integers: Sequence[Tensor], tree: Tree, group: ProcessGroup | None
+        self,
+        buffers: Sequence[Tensor],
+        integers: Sequence[Tensor],
+        nodes: Mapping[int, int],
+        mean: Callable[[Sequence[Tensor]], Tensor],
     ) -> None:
-        self._buffers, self._integers, self._tree, self._group = buffers, integers, tree, group
-        self._node = {leaf: node for node in range(tree.local_nodes) for leaf in tree.leaves(node)}
-        self._counters = [Counter() for _ in range(tree.local_nodes)]
+        self._buffers, self._integers, self._node, self._mean = buffers, integers, nodes, mean
+        self._counters = [Counter() for _ in set(nodes.values())]
         self._first = [buffer.clone() for buffer in (*buffers, *integers)]
         self._counted: Sequence[Tensor] = ()
 
@@ -84,8 +102,7 @@ class _AveragedBuffers(StepBuffers):
 
     def finish(self) -> None:
         rows = [torch.cat([total.flatten() for total in counter.waiting[0]]) for counter in self._counters]
-        whole = finished(reduce_ordered(rows, self._group)) if self._group else finish(rows)
-        parts = torch.split(whole / self._tree.logical_ranks, [buffer.numel() for buffer in self._buffers])
+        parts = torch.split(self._mean(rows), [buffer.numel() for buffer in self._buffers])
         changed = (_changed(*pair) for pair in zip(self._buffers, parts, strict=True))
         _copy((*self._buffers, *self._integers), (*changed, *self._counted))
 

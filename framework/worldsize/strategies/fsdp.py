@@ -54,7 +54,7 @@ class FSDP(Strategy):
     parameters are gathered and computed with, and gradients summed (None: as they are; ``numerics.precision`` is
     autocast, as everywhere). ``accumulate``: between the micro-batches of a step, gradients are kept "whole" and
     reduced once, or "sharded" and reduced each time; "auto": sharded if whole they take more than 1 GiB.
-    ``reduce="ordered"``: the bits of every other strategy at every world size, whose sums are kept whole.
+    ``reduce="ordered"``: the bits of every other strategy at every world size, whichever way gradients are kept.
     """
 
     averages_weights = True
@@ -74,11 +74,6 @@ class FSDP(Strategy):
         super().__post_init__()
         if not (self.shard in ("all", "node") or isinstance(self.shard, int)):
             raise ConfigError(f"strategy.shard={self.shard!r} is unknown. Known: all, node, or a number of ranks.")
-        if self.accumulate == "sharded" and self.reduce == "ordered":
-            raise ConfigError(
-                "strategy.accumulate=sharded adds up shards in an order that depends on the number of processes, which "
-                "reproducibility=elastic excludes. Set strategy.accumulate=whole, or reproducibility=deterministic."
-            )
 
     def check_recipe(self, recipe: Recipe) -> None:
         if isinstance(recipe, MultiUpdateRecipe) and self.param_dtype is not None:
@@ -97,6 +92,12 @@ class FSDP(Strategy):
                 f"{cluster.processes} processes do not divide into copies of {size} shards. "
                 f"Set strategy.shard to a divisor of {cluster.processes}, or cluster.processes to a multiple of {size}."
             )
+        if self.accumulate == "sharded" and not self._may_sum_shards(cluster.processes):
+            raise ConfigError(
+                f"strategy.accumulate=sharded cannot have the same bits on {cluster.processes} processes as on one, "
+                "which reproducibility=elastic promises: their number must be a power of two. Set "
+                f"cluster.processes={2 ** (cluster.processes.bit_length() - 1)}, or strategy.accumulate=whole."
+            )
         if self.cpu_offload and cluster.device == "cpu":
             raise ConfigError("strategy.cpu_offload=true moves shards from GPUs to the host; cluster.device is cpu.")
         return {"worker": Role(processes=cluster.processes)}
@@ -112,13 +113,18 @@ class FSDP(Strategy):
             scattered_share=_share_of_fp32(self.reduce_dtype or self.param_dtype),
             activation_checkpointing=self.activation_checkpointing,
             cpu_offload=self.cpu_offload,
-            accumulates_shards=self._accumulates_shards(work.parameter_bytes),
+            accumulates_shards=self._accumulates_shards(work.parameter_bytes, cluster.processes),
         )
         return fsdp_cost(work, cluster, sharding)
 
-    def _accumulates_shards(self, parameter_bytes: float) -> bool:
-        by_size = self.accumulate == "auto" and self.reduce != "ordered" and parameter_bytes > _WHOLE_AT_MOST
-        return by_size or self.accumulate == "sharded"
+    def _accumulates_shards(self, parameter_bytes: float, processes: int) -> bool:
+        if self.accumulate == "auto":
+            return parameter_bytes > _WHOLE_AT_MOST and self._may_sum_shards(processes)
+        return self.accumulate == "sharded"
+
+    def _may_sum_shards(self, processes: int) -> bool:
+        """Tell whether shards of micro-batches can be added up: in the fixed tree a power of two of processes can."""
+        return self.reduce != "ordered" or processes.bit_count() == 1
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
@@ -132,7 +138,7 @@ class FSDP(Strategy):
         deferred.fill(torch.device("cpu") if self.cpu_offload else world.device)
         copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
         shards = self._accumulates_shards(
-            sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+            sum(parameter.numel() * parameter.itemsize for parameter in model.parameters()), world.size
         )
         if isinstance(recipe, MultiUpdateRecipe):
             sums = sharded_reducer(self.reduce, root, world, copies, averages_buffers=False, accumulates_shards=shards)

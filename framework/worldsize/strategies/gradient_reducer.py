@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.core import MicroBatch, StateDict
+from worldsize.core import Dealing, MicroBatch, StateDict
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_weights import scale_gradients
 
@@ -19,6 +19,8 @@ Backward = Callable[[MicroBatch, float], LossRecord]
 
 class GradientReducer(ABC):
     """Runs the backward passes of a step and leaves the mean gradient of all logical ranks in ``.grad``."""
+
+    dealing: Dealing = "cyclic"  # of logical ranks, which :meth:`run` counts on
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.step_timer import phase
+from worldsize.core import Dealing
 
 
-def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:
+def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None, dealing: Dealing = "cyclic") -> Tensor:
     """Return what turns the mean of summed gradients into the gradient of the mean: micro-batches over their weight.
 
     Each rank writes its weights into a table that is zero elsewhere, and all add up the whole table in one order: the
@@ -25,6 +26,7 @@ def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None) -> Tens
     Args:
         weights: Weight of each local micro-batch, scalars.
         group: Processes whose gradients are summed; None: this one alone.
+        dealing: Which logical ranks each of them has.
 
     Returns:
         A scalar, float64: 0 where nothing weighs anything.
@@ -32,11 +34,11 @@ def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None) -> Tens
     table = torch.stack(list(weights))
     if group is not None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        table_bp = table.new_zeros(len(weights), size)  # strided, as data are dealt
-        table_bp[:, rank] = table
+        all_l = table.new_zeros(len(weights) * size)
+        (all_l.view(size, -1)[rank] if dealing == "block" else all_l[rank::size]).copy_(table)
         with phase("communication"):
-            dist.all_reduce(table_bp, group=group)
-        table = table_bp.flatten()
+            dist.all_reduce(all_l, group=group)
+        table = all_l
     total = table.sum()
     return torch.where(total > 0, len(table) / total, 0.0)
 

@@ -88,7 +88,7 @@ class ModelReplica(Replica):
         self.numerics = context.numerics
         self.model = train_state.model
         self.train_state = train_state
-        self.reducer = reducer
+        self.reducer, self.dealing = reducer, reducer.dealing
         self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
         self._fp16_share: Tensor | None = None  # of a sum in float16, agreed on for each gradient
@@ -133,7 +133,7 @@ class ModelReplica(Replica):
         share, self._fp16_share = self._fp16_share, None
         if not records[0].is_weighted:
             return [record.loss for record in records]
-        factor = weight_factor([record.loss[1] for record in records], self._group)
+        factor = weight_factor([record.loss[1] for record in records], self._group, self.dealing)
         self.reducer.scale(parameters, factor if share is None else factor / share)
         return [record.loss[0] * factor for record in records]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from worldsize.collectives.broadcast import make_equal
-from worldsize.collectives.ordered import Tree
+from worldsize.collectives.ordered import turns
 from worldsize.collectives.step_timer import phase
 from worldsize.core import MicroBatch, MultiUpdateRecipe, Reduction, RunContext, StepResult
 from worldsize.strategies.buffer_mean import BufferMean
@@ -49,7 +49,7 @@ class MultiUpdateReplica(ModelReplica):
         self._updates, self._parts, self._root = recipe.updates, train_state.parts, root
         self._parameters = list(self.model.parameters())
         self._size = 1 if self._group is None else self.world.size
-        self._buffers = BufferMean(self.model, self._group)
+        self._buffers = BufferMean(self.model, self._group, self.dealing)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         rates = {name: first_rate(part.optimizer) for name, part in self._parts.items()}
@@ -105,7 +105,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def _order(self, batches: int) -> list[int]:
         """Return the places of the micro-batches in the order of the tree of sums."""
-        tree = Tree(batches * self._size, self._size)
+        tree = turns(batches, self._size, self.dealing)
         return [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
 
     def _advance(self, current: UpdatePass, same_as: UpdatePass | None = None) -> None:

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.ordered import Counter, Tree, finish
+from worldsize.collectives.ordered import Counter, finish, turns
 from worldsize.collectives.step_timer import phase
 from worldsize.collectives.timed_sharding import time_sharding
-from worldsize.core import MicroBatch, Reduction, World
+from worldsize.core import Dealing, MicroBatch, Reduction, World
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
@@ -40,14 +40,16 @@ def sharded_reducer(
         world: The ranks that train it.
         copies: The ranks with the same shards; None: there is one copy.
         averages_buffers: Whether the reducer averages what forward passes change, such as BatchNorm's statistics.
-        accumulates_shards: Whether gradients are reduced after each micro-batch, which the fixed tree does not do.
+        accumulates_shards: Whether gradients are reduced after each micro-batch. The fixed tree then needs a power of
+            two of ranks, and deals logical ranks to them in blocks.
     """
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
     time_sharding(model, world.device, copies=copies is not None and reduce != "ordered")
-    buffers = BufferMean(model if averages_buffers else nn.Module(), world.group)
+    dealing: Dealing = "block" if reduce == "ordered" and accumulates_shards else "cyclic"
+    buffers = BufferMean(model if averages_buffers else nn.Module(), world.group, dealing)
     if reduce == "ordered":
-        return OrderedShardReducer(model, world, copies, buffers)
+        return OrderedShardReducer(model, world, copies, buffers, dealing)
     return ReduceScatterReducer(model, buffers, accumulates_shards=accumulates_shards)
 
 
@@ -86,25 +88,30 @@ class ReduceScatterReducer(GradientReducer):
 @final
 class OrderedShardReducer(GradientReducer):
     """The fixed tree of :mod:`worldsize.collectives.ordered`, as FSDP's reduce-scatter: the bits of every other
-    strategy at every world size. Micro-batches but the last are summed here, whole.
+    strategy at every world size.
+
+    If logical ranks are dealt cyclically, micro-batches are summed here, whole, and cross the network with the last; if
+    they are dealt in blocks, each crosses the network, and shards are summed.
     """
 
-    def __init__(self, model: FSDPModule, world: World, copies: ProcessGroup | None, buffers: BufferMean) -> None:
+    def __init__(
+        self, model: FSDPModule, world: World, copies: ProcessGroup | None, buffers: BufferMean, dealing: Dealing
+    ) -> None:
         assert isinstance(model, nn.Module)
         assert world.group is not None
-        self._model, self._size, self._buffers = model, world.size, buffers
+        self._model, self._size, self._buffers, self.dealing = model, world.size, buffers, dealing
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._scatters = [_OrderedScatter(world.group, copies) for _ in modules]
+        self._scatters = [_OrderedScatter(_Exchange(world.group, copies), dealing) for _ in modules]
         for module, scatter in zip(modules, self._scatters, strict=True):
             module.set_custom_reduce_scatter(scatter)
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
-        tree, losses = Tree(len(batches) * self._size, self._size), dict[int, LossRecord]()
+        tree, losses = turns(len(batches), self._size, self.dealing), dict[int, LossRecord]()
         buffers = self._buffers.begin(len(batches))
         for scatter in self._scatters:
-            scatter.begin(tree)
+            scatter.begin(tree.local_nodes, logical_ranks=len(batches) * self._size)
         order = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
         for place, (node, leaf) in enumerate(order):
             for scatter in self._scatters:
@@ -135,25 +142,21 @@ def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> 
 
 @final
 class _OrderedScatter(ReduceScatter):
-    """Sums one unit's micro-batches until the last, then exchanges with the ranks of all copies at once.
+    """Takes the gradients of one unit's micro-batches, and with the last leaves their mean, this rank's shard of it."""
 
-    ``group``: every rank, those that hold one copy of the model next to each other; ``copies``: those that hold the
-    same shard.
-    """
-
-    def __init__(self, group: ProcessGroup, copies: ProcessGroup | None) -> None:
-        self._group, self._copies = group, copies
-        self._tree = Tree(group.size(), group.size())
+    def __init__(self, exchange: _Exchange, dealing: Dealing) -> None:
+        self._exchange, self._sums_shards = exchange, dealing == "block"
+        self._logical_ranks = exchange.ranks
         self._counters = [Counter()]
         self._node, self._is_last = 0, True
 
-    def begin(self, tree: Tree) -> None:
-        """Begin a step whose micro-batches are summed in ``tree``."""
-        self._tree = tree
-        self._counters = [Counter() for _ in range(tree.local_nodes)]
+    def begin(self, nodes: int, *, logical_ranks: int) -> None:
+        """Begin a step, in which each rank adds up its micro-batches in so many ``nodes``."""
+        self._logical_ranks = logical_ranks
+        self._counters = [Counter() for _ in range(nodes)]
 
     def expect(self, node: int, *, last: bool) -> None:
-        """Prepare for the gradients of a micro-batch of this local node; is it the ``last`` one of the step?"""
+        """Prepare for the gradients of a micro-batch of this node; is it the ``last`` one of the step?"""
         self._node, self._is_last = node, last
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -163,30 +166,49 @@ class _OrderedScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Add the unit's gradients, ``input_tensor`` [shards * s]; leave this rank's mean in ``output_tensor`` [s]."""
-        self._counters[self._node].add([input_tensor.clone()])
+        whole = input_tensor.view(group.size(), -1)
+        leaf = self._exchange.sum_of_part([whole]) if self._sums_shards else whole.clone()
+        self._counters[self._node].add([leaf])
         if not self._is_last:
             output_tensor.zero_()
             return
-        rows = [counter.waiting[0][0].view(dist.get_world_size(group), -1) for counter in self._counters]
+        nodes = [counter.waiting[0][0] for counter in self._counters]
         self._counters = []
-        output_tensor.copy_(self._exchanged(rows))
+        part = finish(nodes) if self._sums_shards else self._exchange.sum_of_part(nodes)
+        output_tensor.copy_(self._exchange.shard_of(part / self._logical_ranks)[: len(output_tensor)])
 
-    def _exchanged(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return this rank's shard of the mean of ``rows`` [shards, s]; each copy sums a part, and all share them."""
-        copies = dist.get_world_size(self._copies) if self._copies else 1
+
+@final
+class _Exchange:
+    """Sums one unit's gradients over the ranks of all copies at once: each rank a part of its shard.
+
+    ``group``: every rank, those that hold one copy of the model next to each other; ``copies``: those that hold the
+    same shard.
+    """
+
+    def __init__(self, group: ProcessGroup, copies: ProcessGroup | None) -> None:
+        self._group, self._copies = group, copies
+        self.ranks = group.size()
+
+    def sum_of_part(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the sum of all ranks' ``rows`` [shards, s], which are nodes of the tree: this rank's part of it."""
+        copies = self._copies.size() if self._copies else 1
         shards, length = rows[0].shape
-        part = -(-length // copies)
-        mine = rows[0].new_zeros(copies, shards, len(rows), part)
+        size = -(-length // copies)
+        mine = rows[0].new_zeros(copies, shards, len(rows), size)
         for node, row in enumerate(rows):
-            for copy, piece in enumerate(torch.split(row, part, dim=1)):
+            for copy, piece in enumerate(torch.split(row, size, dim=1)):
                 mine[copy, :, node, : piece.shape[1]] = piece
         theirs_pns = torch.empty_like(mine.flatten(0, 1))
         with phase("communication"):
             dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group)
-        mean_s = finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind()) / self._tree.logical_ranks
+        return finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
+
+    def shard_of(self, part: Tensor) -> Tensor:
+        """Return the parts of all copies in a row: this rank's shard, and what fills it up."""
         if self._copies is None:
-            return mean_s
-        whole = mean_s.new_empty(copies * part)
+            return part
+        whole = part.new_empty(self._copies.size() * len(part))
         with phase("communication"):
-            dist.all_gather_into_tensor(whole, mean_s, group=self._copies)
-        return whole[:length]
+            dist.all_gather_into_tensor(whole, part, group=self._copies)
+        return whole

@@ -98,7 +98,7 @@ def train(
     before = _held(replica)
     part = strategy.data_rank(world), strategy.data_parallel(_beside(strategy, world.size))
     total = part[1] * strategy.default_micro_batches
-    order = Order(SEED, BATCH, total, logical_ranks_of(*part, total))
+    order = Order(SEED, BATCH, total, logical_ranks_of(*part, total, replica.dealing))
     batches = micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
     losses = []
     for _ in range(first, steps):

@@ -81,7 +81,8 @@ class _Part:
         replica = self._strategy.replica(self._recipe, context_of(world, config))
         if config.average:
             replica = AveragedReplica(replica, config.average)
-        steps = steps_of(self._recipe, config, self._strategy.data_rank(world), self._parts)
+        order = config.order(self._strategy.data_rank(world), self._parts, replica.dealing)
+        steps = steps_of(self._recipe, config, order)
         losses = [mean_of(_gathered(replica.step(step).losses, world)) for step in steps]
         return Trained(losses, weights_of(replica, world))
 

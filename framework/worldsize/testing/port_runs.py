@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.gather_full import gather_full
-from worldsize.core import Batch, MicroBatch, Numerics, Recipe, Replica, RunContext, World
+from worldsize.core import Batch, Dealing, MicroBatch, Numerics, Recipe, Replica, RunContext, World
 from worldsize.data.loader import Order, collate_of, logical_ranks_of, micro_batches
 from worldsize.engine.averaging import AveragedReplica, WeightAverage
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -41,9 +41,9 @@ class PortConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Device of both trainings in one process."""
 
-    def order(self, rank: int = 0, size: int = 1) -> Order:
+    def order(self, rank: int = 0, size: int = 1, dealing: Dealing = "cyclic") -> Order:
         """Return the order of samples as process ``rank`` of ``size`` draws them."""
-        mine = logical_ranks_of(rank, size, self.micro_batches)
+        mine = logical_ranks_of(rank, size, self.micro_batches, dealing)
         return Order(self.seed, self.batch_size, self.micro_batches, mine, self.length_balanced)
 
 
@@ -69,9 +69,9 @@ def initial_model(recipe: Recipe, config: PortConfig) -> nn.Module:
     return recipe.model().to(config.device)
 
 
-def steps_of(recipe: Recipe, config: PortConfig, rank: int = 0, size: int = 1) -> Iterator[list[MicroBatch]]:
-    """Draw the micro-batches of each step that process ``rank`` of ``size`` trains."""
-    order, data = config.order(rank, size), recipe.data("train")
+def steps_of(recipe: Recipe, config: PortConfig, order: Order | None = None) -> Iterator[list[MicroBatch]]:
+    """Draw the micro-batches of each step that a process trains, in its ``order``; None: one that is alone."""
+    order, data = order or config.order(), recipe.data("train")
     return islice(micro_batches(data, order, config.device, collate=collate_of(recipe)), config.steps)
 
 

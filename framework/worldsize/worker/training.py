@@ -32,7 +32,7 @@ from worldsize.core import (
     StepDone,
     World,
 )
-from worldsize.data.loader import collate_of, micro_batches
+from worldsize.data.loader import Order, collate_of, micro_batches
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
 from worldsize.observe.events import EventLog
@@ -178,7 +178,7 @@ class Training:
     def _window_sums(self, facts: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Return what the logical ranks of this process had added up since the last logged step when it was saved."""
         by_rank = facts.get("training_metrics", {})
-        mine = list(self._settings.order(self._part.rank, self._part.size).mine)
+        mine = list(self._order().mine)
         rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
         fits = all(len(pairs) == self._settings.logical_ranks for pairs in rows.values())  # else it begins anew
         return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
@@ -186,7 +186,7 @@ class Training:
     def _fit(self, first: TrainingProgress, heartbeat: Heartbeat | None) -> TrainingProgress:
         settings, world = self._settings, self._world
         part = self._part
-        batches = self._data(part, first.step)
+        batches = self._data(first.step)
         data, splits = EvaluationData(settings), settings.evaluation.splits
         if not self._leads:
             data.build(splits)
@@ -220,15 +220,17 @@ class Training:
                 timer=timer,
             )
 
-    def _data(self, part: World, first: int) -> Iterable[list[MicroBatch]]:
+    def _data(self, first: int) -> Iterable[list[MicroBatch]]:
         """Return the batches of the steps after ``first``; a process that leads draws none."""
         if self._leads:
             return repeat([])
         settings, recipe = self._settings, self._settings.recipe
         train = recipe.data("train")
-        order, workers = settings.order(part.rank, part.size), settings.training.data_workers
-        collate = collate_of(recipe)
-        return micro_batches(train, order, self._world.device, first=first, workers=workers, collate=collate)
+        workers, collate = settings.training.data_workers, collate_of(recipe)
+        return micro_batches(train, self._order(), self._world.device, first=first, workers=workers, collate=collate)
+
+    def _order(self) -> Order:
+        return self._settings.order(self._part.rank, self._part.size, self._replica.dealing)
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, beat, and see whether a save has ended."""
@@ -246,9 +248,7 @@ class Training:
             "evaluated": progress.evaluated,
             "metrics": dict(self._history.metrics),
             "samples": progress.step * self._settings.training.batch_size,
-            "training_metrics": by_logical_rank(
-                progress.metrics, self._settings.order(self._part.rank, self._part.size).mine, self._world
-            ),
+            "training_metrics": by_logical_rank(progress.metrics, self._order().mine, self._world),
         }
         self._emit(*self._saver.save(self._replica.state(), step=progress.step, facts=facts))
         if not progress.evaluated:

@@ -142,7 +142,7 @@ def take_part(
     averaged = AveragedReplica(inner, settings.average) if settings.average else inner
     recorders.memory.log.begin_training()
     replica, mine = _RehearsedReplica(averaged, fakes, recorders), settings.data_part(world)
-    order, collate = settings.order(mine.rank, mine.size), collate_of(settings.recipe)
+    order, collate = settings.order(mine.rank, mine.size, inner.dealing), collate_of(settings.recipe)
     batches = micro_batches(data["train"], order, world.device, collate=collate)
 
     def evaluate(step: int) -> dict[str, float]:
