@@ -32,7 +32,7 @@ from worldsize.core import (
     StepDone,
     World,
 )
-from worldsize.data.loader import Order, collate_of, micro_batches
+from worldsize.data.loader import collate_of, micro_batches
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
 from worldsize.observe.events import EventLog
@@ -94,7 +94,8 @@ class Training:
         self._leads = settings.roles[world.role].serves
         self._settings, self._run, self._replica = settings, run, replica
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
-        self._part = world if self._leads else settings.data_part(world)
+        self._part = part = world if self._leads else settings.data_part(world)
+        self._order = settings.order(part.rank, part.size, replica.dealing)
         self._preemption = preemption
         self._history = _History(run.metrics)
         self._watch: SlowHostWatch | None = None
@@ -178,7 +179,7 @@ class Training:
     def _window_sums(self, facts: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Return what the logical ranks of this process had added up since the last logged step when it was saved."""
         by_rank = facts.get("training_metrics", {})
-        mine = list(self._order().mine)
+        mine = list(self._order.mine)
         rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
         fits = all(len(pairs) == self._settings.logical_ranks for pairs in rows.values())  # else it begins anew
         return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
@@ -227,10 +228,7 @@ class Training:
         settings, recipe = self._settings, self._settings.recipe
         train = recipe.data("train")
         workers, collate = settings.training.data_workers, collate_of(recipe)
-        return micro_batches(train, self._order(), self._world.device, first=first, workers=workers, collate=collate)
-
-    def _order(self) -> Order:
-        return self._settings.order(self._part.rank, self._part.size, self._replica.dealing)
+        return micro_batches(train, self._order, self._world.device, first=first, workers=workers, collate=collate)
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, beat, and see whether a save has ended."""
@@ -248,7 +246,7 @@ class Training:
             "evaluated": progress.evaluated,
             "metrics": dict(self._history.metrics),
             "samples": progress.step * self._settings.training.batch_size,
-            "training_metrics": by_logical_rank(progress.metrics, self._order().mine, self._world),
+            "training_metrics": by_logical_rank(progress.metrics, self._order.mine, self._world),
         }
         self._emit(*self._saver.save(self._replica.state(), step=progress.step, facts=facts))
         if not progress.evaluated:
