@@ -17,6 +17,7 @@ from worldsize.core import MicroBatch, MultiUpdateRecipe, Reduction, RunContext,
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics
+from worldsize.strategies.model_flags import ModelFlags
 from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
 from worldsize.strategies.update_pass import UpdatePass
@@ -53,17 +54,18 @@ class MultiUpdateReplica(ModelReplica):
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         rates = {name: first_rate(part.optimizer) for name, part in self._parts.items()}
-        passes = [self._begun(batch) for batch in micro_batches]
+        flags = ModelFlags(self.model)
+        passes = [self._begun(batch, flags) for batch in micro_batches]
         results: list[UpdateResult] = []
         while (result := self._update(passes, micro_batches)) is not None:
             results.append(result)
         returned = step_metrics([each.take_metrics() for each in passes])
         return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
 
-    def _begun(self, batch: MicroBatch) -> UpdatePass:
+    def _begun(self, batch: MicroBatch, flags: ModelFlags) -> UpdatePass:
         kind, device = type(self.recipe).__name__, self.world.device
         begin = partial(self._updates, self.model, batch.data, batch.step)
-        return UpdatePass(kind, begin, batch, names=self._parts, device=device)
+        return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
 
     def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
         """Take the next update of the step; return None if none was left."""

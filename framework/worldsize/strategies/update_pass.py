@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update, Wo
 from worldsize.errors import neighbours
 from worldsize.reproducibility.seeds import GeneratorStates, seed_generators
 from worldsize.strategies.loss_record import LossRecord, differentiable
+from worldsize.strategies.model_flags import ModelFlags
 
 
 @final
@@ -35,6 +36,8 @@ class UpdatePass:
         batch: The micro-batch.
         names: Names of the recipe's optimizers.
         device: Device on which it computes.
+        flags: What of the model is frozen or evaluates when the step begins. What the generator sets holds for its own
+            way through the step: others of the same process do not see it.
     """
 
     def __init__(
@@ -45,9 +48,10 @@ class UpdatePass:
         *,
         names: Collection[str],
         device: torch.device,
+        flags: ModelFlags,
     ) -> None:
         self._kind, self._begin, self._batch = kind, begin, batch
-        self._names, self._device = names, device
+        self._names, self._device, self._flags = names, device, flags
         self._states: GeneratorStates | None = None  # as the last update left them
         self._updates: Iterator[Update] | None = None
         self.name: str | None = None
@@ -67,12 +71,19 @@ class UpdatePass:
         elif self._states is not None:
             self._states.restore(self._device)
         updates = self._updates
+        self._flags.restore()
         yielded = call(lambda: _next_of(updates))
+        self._flags = ModelFlags(self._flags.model)
         self._states = GeneratorStates.of(self._device)  # others draw, and so may backward passes and optimizers
         if isinstance(yielded, _End):
             self.name, self._loss, self._returned = None, None, yielded.returned
         else:
             self.name, self._loss = self._checked(yielded)
+
+    def close(self) -> None:
+        """End the generator where it waits, as a recipe's ``finally`` hears."""
+        if isinstance(self._updates, Generator):
+            self._updates.close()
 
     def take_loss(self) -> tuple[Tensor, LossRecord]:
         """Return the scalar whose gradient the update takes, and the record of the rest; keep nothing of them.

@@ -29,7 +29,8 @@ def decay(count: int) -> float:
 class Players(MultiUpdateRecipe):
     """A generator and a critic, which is updated twice in every third step and whose learning rate falls.
 
-    The generator's loss is a sum with its weight. An observer learns what the generator makes from step 5 on. A
+    The generator's loss is a sum with its weight; while it is computed the critic is frozen and drops nothing,
+    and the generator is frozen in the critic's updates. An observer learns what the generator makes from step 5 on. A
     parameter that no optimizer has stays what it is. Other kinds than "exact" do in step 2 what no recipe may.
     """
 
@@ -38,7 +39,7 @@ class Players(MultiUpdateRecipe):
     def model(self) -> nn.Module:
         torch.manual_seed(5)
         generator = nn.Sequential(nn.Linear(NOISE, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
-        critic = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        critic = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
         parts = {"generator": generator, "critic": critic, "observer": nn.Linear(8, 1), "idle": nn.Linear(3, 1)}
         return nn.ModuleDict(parts)
 
@@ -65,13 +66,17 @@ class Players(MultiUpdateRecipe):
         if step == 2 and self.kind != "exact":
             yield self._impossible(model, real)
         fake = model["generator"](torch.randn(len(real), NOISE))
+        model["generator"].requires_grad_(False)
         for _ in range(2 if step % 3 == 0 else 1):
             noisy = real + 0.1 * torch.randn(real.shape)
             yield (
                 "critic",
                 (model["critic"](noisy) - 1).square().mean() + model["critic"](fake.detach()).square().mean(),
             )
+        model["generator"].requires_grad_(True)
+        model["critic"].eval().requires_grad_(False)
         yield "generator", ((model["critic"](fake) - 1).square().sum(), torch.tensor(len(real)))
+        model["critic"].train().requires_grad_(True)
         if step >= 5:
             yield "observer", (model["observer"](fake.detach()) - model["critic"](real).detach()).square().mean()
         return {"drawn": (fake.detach().double().sum(), fake.numel())}
@@ -109,8 +114,10 @@ def original(steps: int) -> Mapping[str, Tensor]:
             of_critic.step()
             schedule.step()
         generator.zero_grad()
+        critic.eval().requires_grad_(False)
         ((critic(fake) - 1).square().sum() / len(real)).backward()
         of_generator.step()
+        critic.train().requires_grad_(True)
         if step >= 5:
             observer.zero_grad()
             (observer(fake.detach()) - critic(real).detach()).square().mean().backward()

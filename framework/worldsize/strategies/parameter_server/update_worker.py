@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from worldsize.collectives.ordered import Arrivals
 from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, MultiUpdateRecipe, RunContext
 from worldsize.strategies.gradient_reducer import taken
 from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.model_flags import ModelFlags
 from worldsize.strategies.model_replica import autocast
 from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
 from worldsize.strategies.parameter_server.dense_links import DenseLinks
@@ -21,6 +24,7 @@ from worldsize.strategies.parameter_server.shard_link import ShardLink
 from worldsize.strategies.parameter_server.shard_planner import parameters_by_optimizer
 from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.task_loop import Task, TaskLoop
+from worldsize.strategies.parameter_server.unit_start import UnitStart
 from worldsize.strategies.parameter_server.unowned import UnownedWeights
 from worldsize.strategies.update_pass import UpdatePass
 from worldsize.transport.dialer import Dialer
@@ -58,7 +62,7 @@ class UpdateWorker:
         }
         self._servers = len(next(iter(plans.values())).shards)
         self._pulled: dict[str, int] = {}  # the updates of each optimizer that the model has seen
-        self._unit: Iterator[dict[str, Any]] = iter(())
+        self._unit: Generator[dict[str, Any], None, None] | None = None
 
     def run(self, lease: float) -> None:
         """Work until the server that leads says that it is enough."""
@@ -77,11 +81,14 @@ class UpdateWorker:
 
     def _begin(self, task: Task) -> dict[str, Any]:
         """Begin a unit, which may be the last one again; return what there is to say of its first update."""
+        if self._unit is not None:
+            self._unit.close()
         self._unit = self._updates(task)
         return next(self._unit)
 
     def _continue(self, _: Task) -> dict[str, Any]:
         self._context.faults.at("update:continue")
+        assert self._unit is not None, "the server lets nobody go on who has not begun"
         return next(self._unit)
 
     def _evaluate(self, task: Task) -> dict[str, Any]:
@@ -90,16 +97,17 @@ class UpdateWorker:
             dense.pull(0)
         return evaluated_part(self._recipe, self._model, self._context, task)
 
-    def _updates(self, task: Task) -> Iterator[dict[str, Any]]:
+    def _updates(self, task: Task) -> Generator[dict[str, Any], None, None]:
         """Compute a unit, update by update: yield what there is to say of each, and at last of the whole unit."""
         step, ranks, counts = task["step"], task["ranks"], dict(task["counts"])
         unit = {"unit_of": [step, ranks], "attempt": task["attempt"]}
         batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
         options = self._options()
-        with self._context.timing.measured(step):
+        flags = ModelFlags(self._model)
+        passes = [self._pass(batch, flags) for batch in batches]
+        with self._context.timing.measured(step), taken_back(self._model, passes):
             for each, count in counts.items():
                 self._pull(each, count)
-            passes = [self._pass(batch) for batch in batches]
             while True:
                 name, records, arrivals = self._computed(passes, ranks)
                 if name is None:
@@ -118,10 +126,10 @@ class UpdateWorker:
             )
         yield {"unit": [step, ranks], "records": [each.take_metrics().message() for each in passes]}
 
-    def _pass(self, batch: Any) -> UpdatePass:
+    def _pass(self, batch: Any, flags: ModelFlags) -> UpdatePass:
         begin = partial(self._recipe.updates, self._model, batch.data, batch.step)
         kind, device = type(self._recipe).__name__, self._context.world.device
-        return UpdatePass(kind, begin, batch, names=self._parts, device=device)
+        return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
 
     def _computed(
         self, passes: Sequence[UpdatePass], ranks: Sequence[int]
@@ -164,6 +172,19 @@ class UpdateWorker:
         """Copy the options of all optimizers, such as learning rates."""
         groups = [group for part in self._parts.values() for group in part.optimizer.param_groups]
         return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+@contextmanager
+def taken_back(model: nn.Module, passes: Sequence[UpdatePass]) -> Iterator[None]:
+    """End the passes and make the model what it was, if they are not to go on to their end."""
+    start = UnitStart(model)
+    try:
+        yield
+    except GeneratorExit:  # the step is given up, and this unit with it
+        for each in passes:
+            each.close()
+        start.restore()
+        raise
 
 
 def _plain(value: Any) -> Any:
