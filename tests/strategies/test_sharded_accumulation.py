@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,8 +80,15 @@ def has_whole_gradients(model: nn.Module) -> bool:
     return any(each.unsharded_accumulated_grad is not None for group in groups for each in group.fsdp_params)
 
 
+@pytest.mark.parametrize(
+    ("micro_batches", "kept"),
+    [(4, [1, 1, 2, 0]), (7, [1, 1, 1, 1, 1, 1, 0]), (12, [1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 0])],
+)
 @pytest.mark.parametrize("shard", ["all", 2], ids=["one copy", "two copies"])
-def test_in_the_fixed_tree_too_a_rank_keeps_sums_of_its_own_shard_alone(shard: str | int) -> None:
+def test_in_the_fixed_tree_too_a_rank_keeps_few_sums_of_its_own_shard_alone(
+    shard: str | int, micro_batches: int, kept: list[int]
+) -> None:
+    """Twelve are three nodes of four micro-batches: at most their running total is there with two sums of one."""
     recipe = Chain(depth=2)
 
     def body(world: World) -> list[int]:
@@ -87,30 +96,96 @@ def test_in_the_fixed_tree_too_a_rank_keeps_sums_of_its_own_shard_alone(shard: s
         replica = strategy.replica(recipe, RunContext(world))
         assert isinstance(replica, SynchronousReplica)
         assert replica.dealing == "block"
-        kept = []
+        numbers = []
 
         def backward(micro_batch: MicroBatch, scale: float) -> object:
             record = replica._backward(micro_batch, scale)
-            kept.append(_summed(replica.reducer))
+            numbers.append(_summed(replica.reducer))
             return record
 
-        replica.reducer.run([batch(recipe, world.rank * 4 + turn) for turn in range(4)], backward)  # type: ignore[arg-type]
-        return kept
+        mine = range(world.rank * micro_batches, (world.rank + 1) * micro_batches)
+        replica.reducer.run([batch(recipe, logical_rank) for logical_rank in mine], backward)  # type: ignore[arg-type]
+        return numbers
 
     whole = sum(parameter.numel() for parameter in recipe.model().parameters())
     padded = 1.2 * whole / RANKS  # each rank, of whichever copy, sums a quarter; shards are of whole rows
-    for first, second, third, last in run_in_worlds(body, RANKS, local_size=2):
-        assert 0 < first <= padded
-        assert second == first, "two micro-batches are one sum"
-        assert third == 2 * first
-        assert last == 0
+    for numbers in run_in_worlds(body, RANKS, local_size=2):
+        assert 0 < numbers[0] <= padded
+        assert [count / numbers[0] for count in numbers] == kept
 
 
 def _summed(reducer: GradientReducer) -> int:
     """Return how many numbers the reducer keeps between two micro-batches, which only it knows."""
     assert isinstance(reducer, OrderedShardReducer)
-    counters = [counter for scatter in reducer._scatters for counter in scatter._counters]
-    return sum(tensor.numel() for counter in counters for tensors in counter.waiting for tensor in tensors)
+    counted = [tensor for each in reducer._scatters for tensors in each._counter.waiting for tensor in tensors]
+    return sum(tensor.numel() for tensor in [*counted, *(sums for each in reducer._scatters for sums in each._sums)])
+
+
+class Skipping(nn.Module):
+    """A chain that can leave out its last block or the first bias of it."""
+
+    def __init__(self, chain: nn.Module, left_out: str) -> None:
+        super().__init__()
+        self.first, self.one, self.other, self.last = chain.children()
+        self.left_out = left_out
+
+    def forward(self, inputs: Tensor, leaves_out: bool) -> Tensor:
+        hidden = self.one(self.first(inputs))
+        if not leaves_out:
+            hidden = self.other(hidden, bias=True)
+        elif self.left_out == "bias":
+            hidden = self.other(hidden, bias=False)
+        out: Tensor = self.last(hidden)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, bias: bool = True) -> Tensor:
+        return nn.functional.linear(hidden, self.layer.weight, self.layer.bias if bias else None)
+
+
+@dataclass(frozen=True)
+class Sometimes(Chain):
+    """A chain that leaves out a ``block`` or a ``bias`` in some of the micro-batches of a process."""
+
+    left_out: str = "block"
+    leaves_out: tuple[int, ...] = ()
+
+    def model(self) -> nn.Module:
+        chain = nn.Sequential(nn.Linear(7, 16), Block(), Block(), nn.Linear(16, 3))
+        return Skipping(chain, self.left_out)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, Block)]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets, turn = batch
+        return nn.functional.mse_loss(model(inputs, turn in self.leaves_out), targets)
+
+
+@pytest.mark.parametrize("accumulate", ["whole", "sharded"])
+@pytest.mark.parametrize("turns", [(0,), (1,), (3,), (2, 3)])
+@pytest.mark.parametrize("left_out", ["block", "bias"])
+def test_what_some_micro_batches_leave_out_is_refused_in_the_fixed_tree(
+    accumulate: str, turns: tuple[int, ...], left_out: str
+) -> None:
+    recipe = Sometimes(left_out=left_out, leaves_out=turns)
+
+    def body(world: World) -> str:
+        strategy = FSDP(reduce="ordered", accumulate=accumulate)  # type: ignore[arg-type]
+        replica = strategy.replica(recipe, RunContext(world))
+        made = [batch(recipe, 4 * world.rank + turn) for turn in range(4)]
+        with pytest.raises(ConfigError, match="use strategy=ddp or zero") as raised:
+            replica.step([replace(each, data=(*each.data, turn)) for turn, each in enumerate(made)])
+        return str(raised.value)
+
+    first, second = run_in_worlds(body, 2)
+    assert first == second
+    assert "parameters of other have a gradient in some micro-batches" in first
 
 
 @pytest.mark.parametrize(("processes", "sharded"), [(2, True), (3, False), (8, True)])

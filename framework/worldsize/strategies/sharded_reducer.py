@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from worldsize.collectives.ordered import Counter, finish, turns
 from worldsize.collectives.step_timer import phase
 from worldsize.collectives.timed_sharding import time_sharding
-from worldsize.core import Dealing, MicroBatch, Reduction, World
+from worldsize.core import ConfigError, Dealing, MicroBatch, Reduction, World
 from worldsize.strategies.buffer_mean import BufferMean
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
@@ -100,9 +100,9 @@ class OrderedShardReducer(GradientReducer):
         assert isinstance(model, nn.Module)
         assert world.group is not None
         self._model, self._size, self._buffers, self.dealing = model, world.size, buffers, dealing
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._scatters = [_OrderedScatter(_Exchange(world.group, copies), dealing) for _ in modules]
-        for module, scatter in zip(modules, self._scatters, strict=True):
+        units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        self._scatters = [_OrderedScatter(name, _Exchange(world.group, copies), dealing) for name in units]
+        for module, scatter in zip(units.values(), self._scatters, strict=True):
             module.set_custom_reduce_scatter(scatter)
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -111,14 +111,14 @@ class OrderedShardReducer(GradientReducer):
         tree, losses = turns(len(batches), self._size, self.dealing), dict[int, LossRecord]()
         buffers = self._buffers.begin(len(batches))
         for scatter in self._scatters:
-            scatter.begin(tree.local_nodes, logical_ranks=len(batches) * self._size)
-        order = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
-        for place, (node, leaf) in enumerate(order):
-            for scatter in self._scatters:
-                scatter.expect(node, last=place == len(order) - 1)
+            scatter.begin(tree.local_nodes, len(batches), logical_ranks=len(batches) * self._size)
+        order = [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
+        for place, leaf in enumerate(order, 1):
             losses[leaf] = backward(batches[leaf], 1.0)
             buffers.add(leaf)
-            if place < len(order) - 1:
+            for scatter in self._scatters:
+                scatter.check(place)
+            if place < len(order):
                 self._model.zero_grad()  # shards of zeros
         buffers.finish()
         return [losses[leaf] for leaf in range(len(batches))]
@@ -142,22 +142,35 @@ def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> 
 
 @final
 class _OrderedScatter(ReduceScatter):
-    """Takes the gradients of one unit's micro-batches, and with the last leaves their mean, this rank's shard of it."""
+    """Takes the gradients of one unit's micro-batches, and with the last leaves their mean, this rank's shard of it.
 
-    def __init__(self, exchange: _Exchange, dealing: Dealing) -> None:
-        self._exchange, self._sums_shards = exchange, dealing == "block"
+    Where the tree leaves several nodes to a rank, they come one after the other. Shards of them are added up as they
+    come; whole ones have to wait for each other, since the tree goes on across ranks.
+    """
+
+    def __init__(self, unit: str, exchange: _Exchange, dealing: Dealing) -> None:
+        self._unit, self._exchange, self._sums_shards = unit or "the model", exchange, dealing == "block"
+        self._nodes = self._leaves = 1  # of this rank in a step
         self._logical_ranks = exchange.ranks
-        self._counters = [Counter()]
-        self._node, self._is_last = 0, True
+        self._counter, self._sums = Counter(), list[Tensor]()  # of the node in progress; and of those before
+        self._taken = 0  # micro-batches of the step
 
-    def begin(self, nodes: int, *, logical_ranks: int) -> None:
+    def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
         """Begin a step, in which each rank adds up its micro-batches in so many ``nodes``."""
-        self._logical_ranks = logical_ranks
-        self._counters = [Counter() for _ in range(nodes)]
+        self._nodes, self._leaves, self._logical_ranks = nodes, micro_batches // nodes, logical_ranks
+        self._counter, self._sums, self._taken = Counter(), [], 0
 
-    def expect(self, node: int, *, last: bool) -> None:
-        """Prepare for the gradients of a micro-batch of this node; is it the ``last`` one of the step?"""
-        self._node, self._is_last = node, last
+    def check(self, micro_batches: int) -> None:
+        """Raise ConfigError if the unit has had gradients in some of so many micro-batches of the step, not in all."""
+        if self._taken not in (0, micro_batches):
+            raise self._incomplete(micro_batches)
+
+    def _incomplete(self, micro_batch: int) -> ConfigError:
+        return ConfigError(
+            f"parameters of {self._unit} have a gradient in some micro-batches of a step, and not in micro-batch "
+            f"{micro_batch} of this process: sharded gradients cannot be added up in a fixed order then. Let the loss "
+            "depend on all parameters in each micro-batch, or use strategy=ddp or zero."
+        )
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -168,14 +181,28 @@ class _OrderedScatter(ReduceScatter):
         """Add the unit's gradients, ``input_tensor`` [shards * s]; leave this rank's mean in ``output_tensor`` [s]."""
         whole = input_tensor.view(group.size(), -1)
         leaf = self._exchange.sum_of_part([whole]) if self._sums_shards else whole.clone()
-        self._counters[self._node].add([leaf])
-        if not self._is_last:
+        self._add(leaf)
+        if self._taken < self._nodes * self._leaves:
             output_tensor.zero_()
             return
-        nodes = [counter.waiting[0][0] for counter in self._counters]
-        self._counters = []
-        part = finish(nodes) if self._sums_shards else self._exchange.sum_of_part(nodes)
+        nodes, self._sums = self._sums, []
+        part = nodes[0] if self._sums_shards else self._exchange.sum_of_part(nodes)
         output_tensor.copy_(self._exchange.shard_of(part / self._logical_ranks)[: len(output_tensor)])
+
+    def _add(self, leaf: Tensor) -> None:
+        self._taken += 1
+        known = [*self._sums, *(tensor for tensors in self._counter.waiting for tensor in tensors)]
+        if known and known[0].shape != leaf.shape:
+            raise self._incomplete(self._taken)
+        self._counter.add([leaf])
+        if self._taken % self._leaves:
+            return
+        ((node,),) = self._counter.waiting
+        self._counter = Counter()
+        if self._sums and self._sums_shards:
+            self._sums[0] += node  # an odd number of nodes is added up from the left
+        else:
+            self._sums.append(node)
 
 
 @final
