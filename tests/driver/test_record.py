@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,12 +14,18 @@ from worldsize.records.redaction import Scrubber
 from worldsize.reproducibility.data import fingerprint
 
 
-@pytest.mark.parametrize(("recorded", "is_told"), [({}, True), ({"order": 1}, True), ({"order": ORDER}, False)])
-def test_a_run_begun_with_another_order_of_samples_is_told_so(
-    recorded: dict[str, int], *, is_told: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("recorded", "size", "is_told"),
+    [({}, 5 << 20, True), ({"order": 1}, 5 << 20, True), ({"order": ORDER}, 5 << 20, False), ({}, 1 << 20, False)],
+)
+def test_a_run_begun_with_another_order_of_many_samples_is_told_so(
+    recorded: dict[str, int], size: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = SimpleNamespace(files=dict)
+    file = tmp_path / "tokens.bin"
+    with file.open("wb") as begun:
+        begun.truncate(size)
+    recipe = SimpleNamespace(files=lambda: {"tokens": file})
     settings = SimpleNamespace(config={}, recipe=recipe, initial=None)
-    record = SimpleNamespace(manifest={"config": {}, "data": fingerprint({}), "determinism": recorded})
+    record = SimpleNamespace(manifest={"config": {}, "data": fingerprint(recipe.files()), "determinism": recorded})
     check_same(cast("Any", settings), cast("Any", record), Scrubber(()), ())
     assert ("version 1 of the order of samples" in caplog.text) == is_told

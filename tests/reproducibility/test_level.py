@@ -28,13 +28,20 @@ def test_a_manifest_too_old_to_name_its_level_has_none() -> None:
     assert downgraded_level({}, BITWISE, []) == recorded_level({})
 
 
-def manifest(**determinism: object) -> dict[str, Any]:
+def manifest(size: int = 100, **determinism: object) -> dict[str, Any]:
     code: dict[str, Any] = {"commit": None, "patch_sha256": None, "left_out": [], "scrubbed": False, "framework": None}
     shared = {"environment": {"packages": {}}, "hardware": [{}], "cluster": {}, "code": code, "config": {"cluster": {}}}
-    return {**shared, "determinism": {"reduce": "ordered", **determinism}}
+    data = {"files": {"tokens": {"size": size, "sha256": ""}, "text": {"size": 3, "sha256": ""}}}
+    return {**shared, "data": data, "determinism": {"reduce": "ordered", **determinism}}
 
 
 def test_another_order_of_samples_is_another_result() -> None:
     assert downgrades(manifest(order=2), manifest(order=2)) == []
+    expected = [Downgrade("tolerance", "order of samples: 2 then, 3 now")]
+    assert downgrades(manifest(order=2), manifest(order=3)) == expected
+
+
+def test_a_record_without_a_version_of_the_order_has_the_first_which_small_data_keep() -> None:
+    assert downgrades(manifest(), manifest(order=2)) == []
     expected = [Downgrade("tolerance", "order of samples: 1 then, 2 now")]
-    assert downgrades(manifest(order=1), manifest(order=2)) == expected
+    assert downgrades(manifest(size=1 << 23), manifest(order=2)) == expected

@@ -41,6 +41,7 @@ from worldsize.reproducibility.level import (
     changes_but,
     downgraded_level,
     downgrades,
+    orders_differ,
     promised_level,
     resume_downgrades,
 )
@@ -136,7 +137,7 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
         )
     if "data" not in ignore:
         check_data(manifest["data"], fingerprint(settings.recipe.files()))
-    if (order := manifest["determinism"].get("order", 1)) != ORDER:
+    if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
             "the run was begun with version %d of the order of samples, and goes on with version %d: of a data set of "
             "more than 4 million, an epoch may see some twice and others not at all",

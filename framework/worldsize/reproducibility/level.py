@@ -127,6 +127,9 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
         then, now = _at(original, path), _at(present, path)
         if then != now:
             yield Downgrade("tolerance", f"{what}: {then} then, {now} now")
+    then, now = (manifest["determinism"].get("order", 1) for manifest in (original, present))
+    if orders_differ(then, now, original):
+        yield Downgrade("tolerance", f"order of samples: {then} then, {now} now")
     if original["determinism"]["reduce"] == "ordered":
         return
     for what, path in _DECIDES_SUMS.items():
@@ -146,7 +149,6 @@ _DECIDES_BITS = {
     "GPUs": ("hardware", 0, "gpus"),
     "backend": ("cluster", "backend"),
     "device": ("config", "cluster", "device"),
-    "order of samples": ("determinism", "order"),
     "threads a process": ("determinism", "threads_per_process"),
     "variables": ("determinism", "environment"),
 }
@@ -154,6 +156,15 @@ _DECIDES_BITS = {
 _DECIDE_BITS = ("cluster.device", "cluster.backend", "cluster.threads", "reproducibility.")
 _DECIDE_SUMS = ("cluster.processes", "strategy.")
 _DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "strategy")}
+
+
+def orders_differ(then: int, now: int, manifest: Mapping[str, Any]) -> bool:
+    """Tell whether two versions of the order of samples may differ for the data that ``manifest`` records.
+
+    Versions 1 and 2 differ for more than 2²² samples, which take at least as many bytes.
+    """
+    recorded_bytes = sum(file["size"] for file in manifest["data"]["files"].values())
+    return then != now and ({then, now} != {1, 2} or recorded_bytes > 1 << 22)
 
 
 def _at(manifest: Any, path: Sequence[str | int]) -> Any:
