@@ -39,6 +39,7 @@ class Players(MultiUpdateRecipe):
     def model(self) -> nn.Module:
         torch.manual_seed(5)
         generator = nn.Sequential(nn.Linear(NOISE, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+        generator[0].requires_grad_(self.kind != "thaws")
         critic = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
         parts = {"generator": generator, "critic": critic, "observer": nn.Linear(8, 1), "idle": nn.Linear(3, 1)}
         return nn.ModuleDict(parts)
@@ -82,7 +83,9 @@ class Players(MultiUpdateRecipe):
         return {"drawn": (fake.detach().double().sum(), fake.numel())}
 
     def _impossible(self, model: nn.ModuleDict, real: Tensor) -> tuple[str, Tensor]:
-        name = "generator" if self.kind == "by data" and float(real.sum()) > LIMIT else "critic"
+        by_data = self.kind == "by data" and float(real.sum()) > LIMIT
+        name = "generator" if by_data or self.kind == "thaws" else "critic"
+        model["generator"][0].requires_grad_(True)
         if self.kind == "rates":
             MADE[-1]["critic"].param_groups[0]["lr"] = 1.0
         factor = float("inf") if self.kind == "infinite" else 1.0

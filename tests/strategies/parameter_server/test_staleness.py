@@ -109,3 +109,19 @@ def test_no_unit_is_dealt_beyond_the_steps_that_are_open() -> None:
     assert clock.next("a", 0.0) is None
     clock.open(1)
     assert clock.next("a", 0.0) == Unit(1, (0,))
+
+
+def test_a_worker_that_never_begins_its_part_of_a_step_is_retired_too() -> None:
+    clock = StalenessScheduler(0, logical_ranks=2, lease=5.0)
+    clock.open(1)
+    clock.join("a", 0.0)
+    clock.join("b", 0.0)
+    assert clock.expired(6.0) == [], "no step has been dealt, so that nobody waits"
+    first = clock.next("a", 0.0)
+    assert first
+    assert clock.renew("a", 4.0)
+    assert clock.expired(6.0) == ["b"]
+    clock.retire("b")
+    assert clock.finish("a", first)
+    assert clock.next("a", 6.0) == Unit(1, (1,))
+    assert clock.expired(100.0) == ["a"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
 
 from tests.strategies.parameter_server.players import Players
-from worldsize.core import ConfigError
+from worldsize.core import ConfigError, RunContext, World
+from worldsize.errors import WorldsizeError
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.parameter_server.mastership import SoleMastership
 from worldsize.strategies.parameter_server.push_receiver import PushReceiver
@@ -28,6 +30,7 @@ from worldsize.strategies.parameter_server.sharding import plan_shards
 from worldsize.strategies.parameter_server.staleness import StalenessScheduler
 from worldsize.strategies.parameter_server.step_start import StepStart
 from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
+from worldsize.strategies.parameter_server.update_coordinator import UpdateCoordinator
 from worldsize.strategies.parameter_server.update_rounds import Reported, UpdateRounds
 from worldsize.strategies.train_state import TrainState
 
@@ -189,6 +192,20 @@ def test_workers_that_are_not_at_the_same_update_are_refused(
     act(leader, tasks["b"])
     with pytest.raises(ConfigError, match=message):
         leader.rounds.reported(9)
+
+
+def test_a_step_in_which_workers_are_lost_each_time_ends_the_run() -> None:
+    """No worker ever has its part in an update, and none waits: all are lost."""
+    opened = []
+    rounds = SimpleNamespace(
+        scheduler=None, open=lambda step, _, again: opened.append((step, again)), reported=lambda _: None
+    )
+    context = RunContext(World.alone(torch.device("cpu")))
+    train_state = MultiTrainState.of(Players(), Players().model())
+    leads = UpdateCoordinator({}, cast("Any", rounds), cast("Any", None), train_state, context, step_reached=8)
+    with pytest.raises(WorldsizeError, match="step 9 was begun 5 times"):
+        leads.step([])
+    assert opened == [(9, False)] + [(9, True)] * 4
 
 
 # ---------------------------------------------------------------- who owns what

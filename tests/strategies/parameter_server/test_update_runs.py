@@ -179,6 +179,7 @@ def test_checkpoints_go_over_between_ddp_and_servers_and_can_be_evaluated(
         ("by data", "Players.updates: in step 2 one worker updates"),
         ("rates", "Players.updates has changed an optimizer's options, such as its learning rate"),
         ("infinite", "is NaN or infinite"),
+        ("thaws", "Players begins to train a parameter of 'generator' that was frozen when the run began"),
     ],
 )
 def test_a_step_that_cannot_be_taken_ends_the_run_with_its_cause(train: Any, kind: str, message: str) -> None:

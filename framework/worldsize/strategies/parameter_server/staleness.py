@@ -98,9 +98,15 @@ class StalenessScheduler:
         return name in self.members
 
     def expired(self, now: float, busy: Container[str] = ()) -> list[str]:
-        """List workers whose lease has run out while they had a unit in hand, or were ``busy`` otherwise."""
-        late = [name for name, member in self.members.items() if member.deadline < now]
-        return [name for name in late if self.members[name].hand or name in busy]
+        """List workers whose lease has run out while others wait for them.
+
+        They have a unit in hand, have not begun their part of a step that all take together, or are ``busy`` otherwise.
+        """
+        late = [(name, member) for name, member in self.members.items() if member.deadline < now]
+        return [name for name, member in late if member.hand or name in busy or self._owes(member)]
+
+    def _owes(self, member: _Member) -> bool:
+        return self.staleness == 0 and member.clock < self._opened
 
     def finish(self, name: str, unit: Unit) -> bool:
         """Note that ``name`` has done the unit in its hand; False if it was not in its hand (any more)."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from worldsize.collectives.exact import reduce_metrics
 from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
+from worldsize.errors import WorldsizeError
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.loss_record import LossRecord, step_metrics
 from worldsize.strategies.loss_weights import weight_factor
@@ -23,6 +24,8 @@ from worldsize.strategies.update_results import UpdateResult, step_result
 from worldsize.transport.registry import Registry
 
 _logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5  # at one step, before it is taken for one that no worker survives
 
 
 @final
@@ -53,15 +56,24 @@ class UpdateCoordinator(Replica):
         self.step_reached: int = step_reached
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Have the workers compute the next step, who draw its data themselves; repeat it if one of them is lost."""
+        """Have the workers compute the next step, who draw its data themselves; repeat it if one of them is lost.
+
+        Raises:
+            WorldsizeError: workers were lost in every attempt at it.
+        """
         step = self.step_reached + 1
         rates = {name: shards.own.master.shard.parameters.lr for name, shards in self._shards.items()}
-        results = self._attempt(step, again=False)
+        results, attempts = self._attempt(step, again=False), 1
         while results is None:
+            if attempts == _ATTEMPTS:
+                raise WorldsizeError(
+                    f"step {step} was begun {attempts} times, and each time a worker was lost in it. Look into the "
+                    "workers' logs. If an update takes longer than cluster.timeout, set that higher."
+                )
             _logger.info("step %d is repeated, since a worker was lost in it", step)
             for shards in self._shards.values():
                 shards.roll_back()
-            results = self._attempt(step, again=True)
+            results, attempts = self._attempt(step, again=True), attempts + 1
         returned = step_metrics(self._scheduler.finished(step))
         self.step_reached = step
         return step_result(results, rates, returned, kind=self._rounds.kind, step=step)

@@ -146,10 +146,22 @@ class UpdateWorker:
             current.check_same(passes[0])
             if current.name is not None:
                 loss, record = current.take_loss()
-                loss.backward(inputs=parameters_of(self._parts[current.name].optimizer))  # type: ignore[no-untyped-call]
+                loss.backward(inputs=self._owned(current.name))  # type: ignore[no-untyped-call]
                 records.append(record)
                 arrivals.add(total, rank, taken(self._parameters[current.name].values()))
         return passes[0].name, records, arrivals
+
+    def _owned(self, name: str) -> list[nn.Parameter]:
+        """Return what optimizer ``name`` trains now, all of which the servers must own."""
+        owned, trained = {id(each) for each in self._parameters[name].values()}, []
+        for parameter in parameters_of(self._parts[name].optimizer):
+            if parameter.numel() and id(parameter) not in owned:
+                raise ConfigError(
+                    f"{type(self._recipe).__name__} begins to train a parameter of {name!r} that was frozen when the "
+                    "run began: no server owns it. Let it require gradients from the beginning, or use strategy=ddp."
+                )
+            trained.append(parameter)
+        return trained
 
     def _push(self, name: str, arrivals: Arrivals, *, count: int) -> None:
         """Push the gradient of update number ``count``, and wait until all shards have it."""
