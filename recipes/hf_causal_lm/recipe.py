@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, final
@@ -16,8 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
 from recipes.stdlib_lm.corpus import IGNORED, Windows
-from worldsize.core import ConfigError, FilePath, Range, Recipe
+from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
 from worldsize.errors import missing_extra
+
+_OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
 
 def _transformers() -> Any:
@@ -42,6 +45,7 @@ class HFCausalLM(Recipe):
         config: arguments of ``transformers.AutoConfig.for_model``, used without ``pretrained``.
         test_share: share of the tokens, taken from the end, that is the test split.
         test_tokens: at most this many tokens are tested. None: all of the test split.
+        empty: build the model of ``pretrained`` with zeros in place of its weights, for those who read them in parts.
 
     Raises:
         ConfigError: transformers is not installed, or the text is missing or shorter than two windows.
@@ -56,6 +60,7 @@ class HFCausalLM(Recipe):
     config: Mapping[str, Any] = field(default_factory=dict)
     test_share: Annotated[float, Range(above=0, below=1)] = 0.1
     test_tokens: Annotated[int | None, Range(least=1)] = None
+    empty: bool = False
 
     def __post_init__(self) -> None:
         _transformers()
@@ -64,14 +69,49 @@ class HFCausalLM(Recipe):
         self.files()
 
     def model(self) -> nn.Module:
-        transformers = _transformers()
-        auto, options = transformers.AutoModelForCausalLM, {"dtype": torch.float32, "attn_implementation": "sdpa"}
-        if self.pretrained is not None:
-            model: nn.Module = auto.from_pretrained(self.pretrained, use_safetensors=True, **options)
-            return model.train()
-        config = {"vocab_size": self._tokenizer.size, "max_position_embeddings": self.context, **self.config}
-        model = auto.from_config(transformers.AutoConfig.for_model(**config), **options)
+        if self.pretrained is None or self.empty:
+            return self._built()
+        auto = _transformers().AutoModelForCausalLM
+        model: nn.Module = auto.from_pretrained(self.pretrained, use_safetensors=True, **_OPTIONS)
         return model.train()
+
+    def _built(self) -> nn.Module:
+        """Build the model without a file's weights: they are random, or zeros for :attr:`empty`."""
+        transformers = _transformers()
+        from transformers.initialization import no_init_weights  # takes seconds
+
+        with no_init_weights() if self.empty else nullcontext():
+            model = transformers.AutoModelForCausalLM.from_config(self._model_config, **_OPTIONS)
+        if self.empty:
+            model.tie_weights()  # as the initialization would have
+            for parameter in model.parameters():
+                parameter.detach().zero_()
+        trained: nn.Module = model.train()
+        return trained
+
+    @cached_property
+    def _model_config(self) -> Any:
+        auto = _transformers().AutoConfig
+        if self.pretrained is not None:
+            return auto.from_pretrained(self.pretrained)
+        return auto.for_model(
+            **{"vocab_size": self._tokenizer.size, "max_position_embeddings": self.context, **self.config}
+        )
+
+    def pretrained_weights(self) -> PretrainedWeights | None:
+        """Return the folder of :attr:`pretrained` if its safetensors files name weights as the model does."""
+        files = sorted(Path(self.pretrained).glob("*.safetensors")) if self.pretrained else []
+        if self.empty or not files:
+            return None
+        from safetensors import safe_open
+
+        names = {name for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118 - it is no mapping
+        apart = replace(self, empty=True)
+        with torch.device("meta"):
+            tensors = apart.model().state_dict(keep_vars=True)
+        read = {id(tensors[name]) for name in names & tensors.keys()}  # of tied weights, one name is enough
+        fits = names <= tensors.keys() and read == {id(tensor) for tensor in tensors.values()}
+        return PretrainedWeights(Path(str(self.pretrained)), apart) if fits else None
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from recipes.hf_causal_lm.recipe import HFCausalLM
 from worldsize.core import ConfigError, MicroBatch, RunContext, Strategy, World
+from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.worlds import run_in_worlds
@@ -73,21 +78,57 @@ def test_blocks_are_the_decoder_layers(text: Path, model_type: str) -> None:
     assert len(own.blocks(own.model())) == 3
 
 
-def test_weights_and_tokenizer_come_from_a_folder(text: Path, tmp_path: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    kept = recipe(text).model()
-    folder = tmp_path / "kept"
-    kept.save_pretrained(folder)  # type: ignore[operator]
+def kept(model: Any, folder: Path) -> None:
+    """Save a model in files of at most 20 kB, and a tokenizer of four words."""
+    model.save_pretrained(folder, max_shard_size="20KB")
     words = {"[UNK]": 0, "the": 1, "fox": 2, "dog": 3, "<end>": 4}
-    tokenizers: Any = pytest.importorskip("tokenizers")
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
+
+
+def tied_gpt2(text: Path) -> nn.Module:
+    """Make a GPT-2, whose last layer is its embedding."""
+    return recipe(text, config={"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}).model()
+
+
+def test_weights_and_tokenizer_come_from_a_folder(text: Path, tmp_path: Path) -> None:
+    model, folder = recipe(text).model(), tmp_path / "kept"
+    kept(model, folder)
     own = recipe(text, pretrained=str(folder), config={})
     state = own.model().state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in kept.state_dict().items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     data = own.data("train")
     assert data.text[1:10].tolist() == [1, 0, 0, 2, 0, 0, 1, 0, 3]
+
+
+def test_weights_of_a_folder_are_read_in_parts_where_their_names_are_the_models(text: Path, tmp_path: Path) -> None:
+    model, folder = tied_gpt2(text), tmp_path / "kept"
+    kept(model, folder)
+    own = recipe(text, pretrained=str(folder), config={})
+    apart = own.pretrained_weights()
+    assert apart is not None
+    assert apart.path == folder
+    empty = apart.recipe.model()
+    assert not any(parameter.any() for parameter in empty.parameters())
+    assert empty.state_dict().keys() == model.state_dict().keys()
+    assert (recipe(text).pretrained_weights(), apart.recipe.pretrained_weights()) == (None, None)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name.removeprefix("transformer."): each for name, each in tensors.items()}, file, {"format": "pt"})
+    assert own.pretrained_weights() is None
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_run_begins_from_the_weights_of_a_folder(train: Any, text: Path, strategy: str, processes: int) -> None:
+    model, folder = tied_gpt2(text), text.parent / "kept"
+    kept(model, folder)
+    options = ("recipe=hf_causal_lm", f"recipe.text={text}", f"recipe.pretrained={folder}", "recipe.context=16")
+    run = train(*options, "steps=1", "lr=0", f"strategy={strategy}", f"cluster.processes={processes}")
+    assert run.code == 0, run.error
+    assert run.json("result.json")["state_digest"] == state_digest(tensor_digests(model.state_dict()))
+    assert {*run.json("run_manifest.json")["init_from"]["files"]} >= {path.name for path in folder.glob("model-*")}
+    assert "whole" not in run.error
 
 
 def test_what_cannot_train_is_refused(text: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     if run.evaluates is None:
         _check_divisible(logical_ranks, workers=parts, batch=training.batch_size)
         strategy.check_micro_batches(logical_ranks // parts)
-    recipe = recipe_of(config)
+    recipe, initial = _with_initial(recipe_of(config), config)
     evaluation = EvaluationConfig.of(config["evaluation"], recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
     evaluation.check_metric(config["early_stopping"]["metric"], key="early_stopping.metric")
@@ -151,7 +151,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         evaluation=evaluation,
         checkpoint=checkpoint,
         average=_average(config["ema"], strategy),
-        initial=_initial(config),
+        initial=initial,
         early_stopping=_early_stopping(config["early_stopping"], training),
         observe=observe,
         agents=AgentsConfig.of(config["cluster"]),
@@ -167,9 +167,12 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     )
 
 
-def _initial(config: Mapping[str, Any]) -> InitialWeights | None:
-    path = config["init_from"]
-    return None if path is None else InitialWeights(Path(path), config["init_from_strict"])
+def _with_initial(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, InitialWeights | None]:
+    """Return the recipe to train, and where its weights are if they lie in files."""
+    if config["init_from"] is not None:
+        return recipe, InitialWeights(Path(config["init_from"]), config["init_from_strict"])
+    pretrained = recipe.pretrained_weights()
+    return (recipe, None) if pretrained is None else (pretrained.recipe, InitialWeights(pretrained.path, strict=True))
 
 
 def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | None:

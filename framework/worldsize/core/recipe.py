@@ -53,6 +53,13 @@ class Recipe(ABC):
         Strategies that shard the model may run this with fakes of tensors, and make the weights later, one at a time.
         """
 
+    def pretrained_weights(self) -> PretrainedWeights | None:
+        """Say in which files the weights are that :meth:`model` returns; each rank then reads the parts that it holds.
+
+        ``None``: no file has them, or only the model's library can read it.
+        """
+        return None
+
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Make the optimizer of ``model``, whose parameters a strategy may have moved or divided by then."""
@@ -158,6 +165,20 @@ class Recipe(ABC):
     def files(self) -> Mapping[str, Path]:
         """Return the data files that decide the result, by names that do not depend on the machine."""
         return {}
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """The weights from which a recipe's training begins, apart from the recipe.
+
+    Attributes:
+        path: What ``init_from`` takes, such as a folder with safetensors files. It has every weight of the model, under
+            the model's own name, and no other.
+        recipe: The same recipe but for the values of its model's weights, which count for nothing.
+    """
+
+    path: Path
+    recipe: Recipe
 
 
 @dataclass(frozen=True)
