@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +21,14 @@ from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Reci
 from worldsize.errors import missing_extra
 
 _OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+
+
+def _names(file: Path) -> Collection[str]:
+    from safetensors import safe_open
+
+    opened: Any = safe_open(file, "pt")
+    names: Collection[str] = opened.keys()
+    return names
 
 
 def _transformers() -> Any:
@@ -103,9 +111,7 @@ class HFCausalLM(Recipe):
         files = sorted(Path(self.pretrained).glob("*.safetensors")) if self.pretrained else []
         if self.empty or not files:
             return None
-        from safetensors import safe_open
-
-        names = {name for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118 - it is no mapping
+        names = {name for file in files for name in _names(file)}
         apart = replace(self, empty=True)
         with torch.device("meta"):
             tensors = apart.model().state_dict(keep_vars=True)

@@ -84,7 +84,8 @@ def kept(model: Any, folder: Path) -> None:
     words = {"[UNK]": 0, "the": 1, "fox": 2, "dog": 3, "<end>": 4}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
+    fast: Any = transformers.PreTrainedTokenizerFast
+    fast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
 
 
 def tied_gpt2(text: Path) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Which parts of a model train and which are frozen, as a recipe has set it at one moment."""
+"""Remembers which parts of a model train and which are frozen, as a recipe has set it at one moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @final
 class ModelFlags:
-    """The modes of all modules of ``model``, and which parameters require gradients, as they are now."""
+    """Holds the modes of all modules of ``model``, and which parameters require gradients, as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -85,7 +85,7 @@ class Players(MultiUpdateRecipe):
     def _impossible(self, model: nn.ModuleDict, real: Tensor) -> tuple[str, Tensor]:
         by_data = self.kind == "by data" and float(real.sum()) > LIMIT
         name = "generator" if by_data or self.kind == "thaws" else "critic"
-        model["generator"][0].requires_grad_(True)
+        model["generator"].requires_grad_(True)
         if self.kind == "rates":
             MADE[-1]["critic"].param_groups[0]["lr"] = 1.0
         factor = float("inf") if self.kind == "infinite" else 1.0
