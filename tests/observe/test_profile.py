@@ -35,7 +35,7 @@ def data() -> Iterator[str]:
 
 
 def test_exactly_the_chosen_steps_are_traced(tmp_path: Path) -> None:
-    path = tmp_path / "profile" / "worker.json"
+    path = tmp_path / "worker.json"
     with closing(traced(data(), path, first=0, span=(2, 3), device=CPU)) as batches:
         seen = []
         for batch in islice(batches, 5):

@@ -45,5 +45,4 @@ def _trace(path: Path, device: torch.device) -> Iterator[None]:
         with profiler:
             yield
     finally:
-        path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))

@@ -60,9 +60,13 @@ class RunDirectory:
         """The file at which the listeners of that name, one an attempt, take turns."""
         return self.path / "logs" / f"{name}.lock"
 
+    def nccl_logs(self, host: str) -> Path:
+        """The folder in which NCCL writes a file for each process on one host."""
+        return self.path / "logs" / "nccl" / host
+
     def profile(self, rank: int) -> Path:
         """The trace of one worker, JSON."""
-        return self.path / "profile" / f"worker_{rank:05d}.json"
+        return _of_rank(self.path / "profile", rank) / f"worker_{rank:05d}.json"
 
     def timing(self, rank: int) -> Path:
         """The file with the step breakdown of one worker, a JSON line for each measured step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
@@ -133,20 +134,22 @@ def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int
     introduce(placement, settings.cluster, run.findings)
     _listen(settings, run)
     with open_world(placement, settings.cluster, settings.roles) as world:
-        transport = audit(world, settings.cluster, os.environ, run.path / "logs")
+        transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
         return probe(world, placement, transport, run.findings, pairs=settings.run.examine == "pairs")
 
 
 def _listen(settings: Settings, run: RunDirectory) -> None:
     if settings.cluster.backend == "nccl" and "NCCL_DEBUG" not in os.environ:
-        os.environ.update(listen_to_nccl(run.path / "logs"))
+        folder = run.nccl_logs(socket.gethostname())
+        make_folder_of(folder / "log", run)
+        os.environ.update(listen_to_nccl(folder))
 
 
 def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
     """Find out over which transport the gang communicates; its first rank writes it down."""
     if world.size < 2 or settings.roles[world.role].serves:
         return
-    transport = audit(world, settings.cluster, os.environ, run.path / "logs")
+    transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
     if world.rank == 0:
         write(run.transport, transport)
         if said := transport_warning(transport, settings.cluster):

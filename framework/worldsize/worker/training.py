@@ -40,7 +40,7 @@ from worldsize.observe.profile import traced
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
 from worldsize.records.metrics import JsonLines, evaluations, last_metrics, metrics_digest
-from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
@@ -209,6 +209,7 @@ class Training:
         watched = settings.faults.within(self._watched(batches, first.step, heartbeat), first.step)
         if settings.observe.profiled:
             trace = self._run.profile(world.rank)
+            make_folder_of(trace, self._run)
             watched = traced(watched, trace, first=first.step, span=settings.observe.profiled, device=world.device)
         with closing(watched), timer.opened() if timer else nullcontext():
             return fit(
