@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.conftest import folders
 from worldsize.app.sweep import call_sweep
+from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
 from worldsize.errors import ConfigError
 
@@ -98,6 +99,31 @@ def test_optuna_finds_the_planted_best_as_it_does_in_plain_python(train: Any, hi
     assert best["best_params"] == pytest.approx(study.best_params)
     assert best["best_value"] == pytest.approx(study.best_value, abs=1e-6)
     assert rates(hill) == pytest.approx([trial.params["lr"] for trial in study.trials])
+
+
+def in_a_file(folder: Path, text: str) -> None:
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    (folder / "conf" / "experiment" / "search.yaml").write_text(f"# @package _global_\n{text}")
+
+
+def test_a_search_that_a_file_asks_for_is_one(train: Any, hill: Path) -> None:
+    in_a_file(
+        hill,
+        "defaults: [{override /hydra/sweeper: optuna}, {override /hydra/sweeper/sampler: tpe}]\n"
+        "sweep: {metric: loss}\n"
+        "hydra: {mode: MULTIRUN, sweeper: {n_trials: 2, n_jobs: 1, params: {lr: 'interval(0.5, 1.5)'}}}\n",
+    )
+    run = train(*HILL, "experiment=search")
+    assert run.code == 0, run.error
+    assert searched(hill)["best_value"] < 0.5
+
+
+def test_joblib_that_a_file_chooses_is_told_of_signals(hill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_file(hill, "defaults: [{override /hydra/launcher: joblib}]\n")
+    monkeypatch.chdir(hill)
+    assert is_side_by_side(("-m", "lr=1,2", *HILL, "experiment=search"))
+    assert not is_side_by_side(("-m", "lr=1,2", *HILL))
+    assert not wants_sweep((*HILL, "experiment=search"))
 
 
 def test_the_direction_of_the_sweep_is_that_of_the_sweeper(train: Any, hill: Path) -> None:

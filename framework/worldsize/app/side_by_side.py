@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -14,11 +14,6 @@ from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 
 _WAKING = 0.5  # seconds
-
-
-def is_side_by_side(arguments: Sequence[str]) -> bool:
-    """Tell whether the words choose joblib, whose processes are children of this one."""
-    return "hydra/launcher=joblib" in (word.lstrip("+") for word in arguments)
 
 
 @final

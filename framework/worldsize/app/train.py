@@ -35,7 +35,7 @@ def train(arguments: Sequence[str]) -> int:
 
         return execute(cfg, sweep)
 
-    from worldsize.config.command_line import wants_sweep  # imports Hydra, which other commands do without
+    from worldsize.config.compose import wants_sweep  # imports Hydra, which other commands do without
 
     try:
         if wants_sweep(arguments):

@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config.overrides import key_of
@@ -52,12 +53,6 @@ def normalised(arguments: Sequence[str]) -> list[str]:
         return [word for word in words if word not in flags.overrides or key_of(word).startswith("hydra")]
     signs = _signs(flags)
     return [signs[_choice(word)] + word.lstrip("+") if _choice(word) in signs else word for word in words]
-
-
-def wants_sweep(arguments: Sequence[str]) -> bool:
-    """Tell whether the words ask Hydra for the runs of a sweep instead of one run."""
-    flags, _ = get_args_parser().parse_known_args(list(arguments))
-    return flags.multirun or any(word.startswith("hydra.mode=") for word in arguments)
 
 
 def _check_flags(flags: Namespace) -> None:
@@ -123,11 +118,25 @@ def _chosen(flags: Namespace, words: Sequence[str]) -> set[str]:
 
     There is none where they compose nothing, which is told when all is composed.
     """
+    own = hydra_of_first_point(flags, words)
+    return set() if own is None else {str(group) for group in own.runtime.choices}
+
+
+def hydra_of_first_point(flags: Namespace, words: Sequence[str]) -> DictConfig | None:
+    """Compose what ``words`` describe, of a sweep its first point; return Hydra's own part, None if that is refused."""
     GlobalHydra.instance().clear()
     first = [re.sub(r"^([^=,]*=[^,()\[\]]*),.*", r"\1", word, flags=re.DOTALL) for word in words]
     try:
         with initialize_config_dir(str(main_conf()), version_base="1.3"):
-            cfg = compose(flags.config_name or "config", overrides=first, return_hydra_config=True)
+            own: DictConfig = compose(flags.config_name or "config", overrides=first, return_hydra_config=True).hydra
     except (HydraException, OmegaConfBaseException, ConfigError):
-        return set()
-    return {str(group) for group in cfg.hydra.runtime.choices}
+        return None
+    return own
+
+
+def brings_files(arguments: Sequence[str]) -> bool:
+    """Tell whether the words choose an option that may say how Hydra runs, as an experiment's file can."""
+    flags, _ = get_args_parser().parse_known_args(list(arguments))
+    keys = [key for word in flags.overrides if (key := _choice(word)) is not None]
+    groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)} - {*GROUPS}
+    return any(key.partition("@")[0] in groups for key in keys)

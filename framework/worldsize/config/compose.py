@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from worldsize.config import schema
-from worldsize.config.command_line import normalised
+from worldsize.config.command_line import brings_files, hydra_of_first_point, normalised
 from worldsize.config.explain import explain
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.objective import SweepEnded
@@ -66,6 +67,35 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
     except SweepEnded as end:
         if end.error is not None:
             raise end.error from None
+
+
+def wants_sweep(arguments: Sequence[str]) -> bool:
+    """Tell whether the words, or a file that they choose, ask Hydra for the runs of a sweep instead of one run."""
+    flags, _ = get_args_parser().parse_known_args(list(arguments))
+    if flags.multirun or any(word.startswith("hydra.mode=") for word in arguments):
+        return True
+    own = _hydra_by_files(arguments)
+    return own is not None and str(own.mode).endswith("MULTIRUN")
+
+
+def is_side_by_side(arguments: Sequence[str]) -> bool:
+    """Tell whether the words, or a file, choose joblib as launcher, whose processes are children of this one."""
+    if "hydra/launcher=joblib" in (word.lstrip("+") for word in arguments):
+        return True
+    own = _hydra_by_files(arguments)
+    return own is not None and own.runtime.choices.get("hydra/launcher") == "joblib"
+
+
+def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
+    """Return Hydra's own configuration if a file may change it; None: none does, or the words are refused later."""
+    if not brings_files(arguments):
+        return None
+    try:
+        _prepare(arguments)
+        words = [word for word in normalised(arguments) if not word.startswith("-")]
+    except ConfigError:
+        return None
+    return hydra_of_first_point(get_args_parser().parse_known_args(list(arguments))[0], words)
 
 
 def compose_only(arguments: Sequence[str]) -> DictConfig:
