@@ -150,6 +150,8 @@ REFUSALS = {
         "no strategy 'dpd'; did you mean 'ddp'? Known: ddp,",
     ),
     "unknown option with a plus": (["+recipe=digit"], "no recipe 'digit'; did you mean 'digits'?"),
+    "no retention": (["checkpoint.keep=null"], "checkpoint.keep=null says nothing of what it is. Leave it out."),
+    "a key of Hydra's": (["optimizer._partial_=null"], "_partial_ flag must be a bool"),
     "unknown key": (["steqs=3"], "no key 'steqs'; did you mean 'steps'?"),
     "unknown nested key": (["cluster.procesess=3"], "no key 'cluster.procesess'; did you mean 'processes'?"),
     "unknown key of a strategy": (["strategy.bucket=3"], "no key 'strategy.bucket'; did you mean 'bucket_mb'?"),

@@ -209,7 +209,7 @@ def averages(average: WeightAverage, steps: int, **options: Any) -> list[float]:
 
 def test_skipped_steps_and_those_between_two_averagings_leave_the_average() -> None:
     assert averages(WeightAverage(0.5), 4, skips=[2, 3]) == [1, 1, 1, 2.5]
-    assert averages(WeightAverage(0.5, every=2), 6, skips=[4]) == [0, 2, 2, 2, 3.5, 3.5]
+    assert averages(WeightAverage(0.5, every=2), 6, skips=[4]) == [1, 2, 2, 2, 3.5, 3.5]
 
 
 def test_a_warm_average_forgets_the_first_weights_sooner() -> None:

@@ -32,15 +32,16 @@ def digests(run: Any) -> tuple[str, str]:
 
 
 def test_strategies_world_sizes_and_a_kill_in_the_middle_of_a_cycle_do_not_change_a_bit(train: Any) -> None:
-    """The critic is updated five times for each update of the generator; step 7 is the second of a cycle."""
-    killed = ("launcher.max_restarts=1", "faults=[{action: kill, rank: 1, step: 8}]")
+    """The critic is updated five times for each update of the generator; step 147 is the second of a cycle."""
+    killed = ("launcher.max_restarts=1", "faults=[{action: kill, rank: 1, step: 148}]")
+    words = (*ELASTIC, "steps=200", "checkpoint.every=49", "evaluate_every=70")
     ways = (
         ("strategy=single", "cluster.processes=1"),
         ("strategy=ddp", "cluster.processes=4"),
         ("strategy=zero", "cluster.processes=2", *killed),
         ("strategy=fsdp", "cluster.processes=2", *SHARDED, *killed),
     )
-    runs = [train(*ELASTIC, *way) for way in ways]
+    runs = [train(*words, *way) for way in ways]
     assert len({digests(run) for run in runs}) == 1
     attempts = [len(run.json("run_manifest.json")["attempts"]) for run in runs]
     assert attempts == [2 if way[-1] == killed[-1] else 1 for way in ways]

@@ -39,9 +39,13 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
         ConfigError: a target outside the allow-list, missing, not callable, with arguments that it does not take, or
             that raises an error; or an object that is not a ``kind``. A target whose import fails raises its own error.
     """
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{key}={'null' if node is None else node} says nothing of what it is. Leave it out.")
     check_node(node, allowed=allowed, key=key)
     try:
         built = hydra.utils.instantiate(node, _convert_="all")
+    except TypeError as error:  # of a key of Hydra's own, such as _partial_
+        raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Leave it as it is.") from error
     except InstantiationException as error:
         cause = error.__cause__ or error  # what the target itself raised
         if isinstance(cause, WorldsizeError | ImportError):

@@ -86,7 +86,10 @@ class AveragedReplica(Replica):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Hold the model at the average within the context."""
+        """Hold the model at the average within the context; before the first averaging that is what it is."""
+        if self._updates < self._average.every:
+            yield
+            return
         with torch.no_grad():
             self._inner.trained_weights()  # what has been gathered for an evaluation is divided again
             averages, live = self._local()
