@@ -4,20 +4,25 @@ uv run python benchmarks/sharded.py memory 4      # resident memory that each st
 uv run python benchmarks/sharded.py step 2        # strategy=fsdp beside a loop with fully_shard, 2 processes
 uv run python benchmarks/sharded.py begin 4       # the most memory of a process before the first step, 4 processes
 uv run python benchmarks/sharded.py begin 4 600   # the same if a process may grow by 600 MB
+uv run python benchmarks/sharded.py train 4 7000  # train a model of 1.7 GB on 4 processes with 7 GB in all; as root
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import torch
@@ -39,6 +44,7 @@ from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.worlds import run_in_worlds
 
+REPOSITORY = Path(__file__).parents[1]
 RECIPE = StdlibLM(512, 8, 8, 32, 0.0, 1000, partial(torch.optim.AdamW, lr=1e-3))
 BATCH, STEPS = 4, 6
 CONTENDERS: Mapping[str, Strategy] = {
@@ -205,5 +211,59 @@ def begin(processes: int, limit_mb: int = 0) -> None:
     Console().print(drawn)
 
 
+# ---------------------------------------------------------------- a whole run
+
+SGD = ("optimizer=sgd", "optimizer.momentum=0")
+MODEL = ("recipe.width=1536", "recipe.depth=15", "recipe.context=16", "recipe.test_bytes=2000")
+
+
+@contextmanager
+def memory_group(limit_mb: int) -> Iterator[Path]:
+    """Make a control group whose processes may use so much memory together; only root may."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    folder = (v1 if v1.exists() else v1.parent) / f"worldsize_{os.getpid()}"
+    folder.mkdir()
+    (folder / ("memory.limit_in_bytes" if v1.exists() else "memory.max")).write_text(str(limit_mb * 10**6))
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def trained(recipe: str, processes: int, limit_mb: int) -> tuple[str, str, str]:
+    """Train two steps; return the digest or the failure, the most memory of all processes, and the seconds."""
+    job = ("steps=2", "checkpoint.at_end=false", "logger=none")
+    words = [f"recipe={recipe}", f"batch_size={processes}", *MODEL, *SGD, *job]
+    command = [sys.executable, str(REPOSITORY / "train.py"), *words, "strategy=fsdp", f"cluster.processes={processes}"]
+    with memory_group(limit_mb) as group, TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        done = subprocess.run(
+            ["/bin/sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *command],
+            cwd=folder,
+            env={
+                **os.environ,
+                "WORLDSIZE_PLUGINS": str(REPOSITORY / "benchmarks"),
+                "MALLOC_MMAP_THRESHOLD_": "4000000",  # glibc gives larger blocks back at once, and keeps no gaps
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = time.perf_counter() - begun
+        peaks = (group / name for name in ("memory.max_usage_in_bytes", "memory.peak"))
+        peak = next(int(path.read_text()) for path in peaks if path.exists())
+        results = [json.loads(path.read_text()) for path in Path(folder).rglob("result.json")]
+    digests = [result["state_digest"] for result in results if "state_digest" in result]
+    failure = next((line for line in done.stderr.splitlines() if "SIGKILL" in line), f"exit code {done.returncode}")
+    return digests[0][:16] if digests else failure, f"{peak / 1e6:,.0f} MB", f"{seconds:.0f}"
+
+
+def train(processes: int, limit_mb: int) -> None:
+    drawn = Table("", "ended with", "most memory", "seconds", title=f"{processes} processes, {limit_mb} MB together")
+    for name, recipe in {"made whole": "whole_lm", "made in parts": "stdlib_lm"}.items():
+        drawn.add_row(name, *trained(recipe, processes, limit_mb))
+    Console().print(drawn)
+
+
 if __name__ == "__main__":
-    {"memory": memory, "step": step, "begin": begin}[sys.argv[1]](*map(int, sys.argv[2:]))
+    {"memory": memory, "step": step, "begin": begin, "train": train}[sys.argv[1]](*map(int, sys.argv[2:]))
