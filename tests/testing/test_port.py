@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,11 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
 
+from plugins.easgd.strategy import EASGD
 from worldsize.core import ConfigError, Numerics, Recipe, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.testing import PortConfig, composed, same_losses
+from worldsize.testing.port_runs import recipe_trained
+from worldsize.testing.recipes import TwoPlayers
 
 Batch = tuple[Tensor, Tensor]
 Losses = Generator[Any, None, nn.Module]  # yields losses, returns the model
@@ -196,6 +199,41 @@ def test_a_strategy_that_averages_otherwise_is_named_as_the_cause() -> None:
     lossy = DDP(compress="int8")
     text = told(Port(), Program(pieces=2), config, strategy=lossy, processes=2, tolerance=1e-5)
     assert "Cause: DDP on 2 processes." in text
+
+
+@dataclass(frozen=True)
+class Faster(TwoPlayers):
+    """Players of whom the one learns faster than the original's."""
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        optimizers = super().optimizers(model)
+        optimizers["player"].param_groups[0]["lr"] *= 2
+        return optimizers
+
+
+def test_a_recipe_with_several_updates_a_step_is_told_where_it_differs() -> None:
+    config = PortConfig(batch_size=8, steps=4)
+    own = recipe_trained(TwoPlayers(), config).losses
+    same_losses(TwoPlayers(), own, config)
+    text = told(Faster(), own, config)
+    assert "the losses differ from step 2 on" in text
+    with pytest.raises(AssertionError, match="Cause: an update of step 1 or of one before: which optimizers step"):
+        same_losses(Faster(), lambda model, batches: original(model, batches, own), config)
+
+
+def original(model: nn.Module, batches: Iterator[Any], losses: Sequence[float]) -> Losses:
+    """Take a batch a step, as the original's loop does, and say its losses."""
+    for loss in losses:
+        next(batches)
+        yield loss
+    return model
+
+
+def test_where_servers_serve_beside_replicas_both_take_part() -> None:
+    """EASGD's losses are those of workers that train apart: the comparison ends, and says that they are others."""
+    config = PortConfig(batch_size=8, micro_batches=2, steps=4)
+    text = told(Port(), Program(pieces=2), config, strategy=EASGD(period=1), processes=3, tolerance=1e-5)
+    assert "EASGD on 3 processes" in text
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -112,7 +112,7 @@ def _backward(
         seed_generators(batch.seed, config.device)
         without: AbstractContextManager[Any] = nullcontext() if alteration.dropout else NoDropout()
         with without, autocast(config.device, config.numerics.precision):
-            loss = LossOutput.of(recipe.loss(model, batch.data)).loss
+            loss = LossOutput.of(recipe.loss_at(model, batch.data, batch.step)).loss
             total, weight = loss if isinstance(loss, tuple) else (loss, torch.ones(()))
             if alteration.mean == "means":
                 total, weight = total / weight, torch.ones(())

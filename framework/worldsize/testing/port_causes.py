@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import MicroBatch, Recipe
+from worldsize.core import MicroBatch, MultiUpdateRecipe, Recipe
 from worldsize.testing.port_alterations import NoDropout, explaining, relative, worst
 from worldsize.testing.port_runs import (
     PortConfig,
@@ -107,11 +107,14 @@ def loss_causes(
         tolerance: Largest difference of two losses that are the same.
     """
     step = first_different(trained.losses, expected.losses, tolerance)
+    several = isinstance(recipe, MultiUpdateRecipe)  # which no alteration of one update describes
+    if several and (step is None or (step > 1 and callable(reference))):
+        return [_of_updates(config.steps if step is None else step - 1)]
     if step is None:
         return update_causes(recipe, reference, config, config.steps + 1) if callable(reference) else []
     if callable(reference) and expected.taken and (told := _wrong_batches(expected.taken, config)):
         return [f"Cause: {told}"]
-    found = explaining(recipe, config, trained.losses, expected.losses, tolerance)
+    found = None if several else explaining(recipe, config, trained.losses, expected.losses, tolerance)
     if found is not None:
         return [f"Cause: {found} So altered, the recipe computes the reference's losses."]
     if told := _scaled(trained.losses, expected.losses, config):
@@ -201,6 +204,13 @@ def other_batches(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatc
     later = islice(steps_of(recipe, replace(config, steps=2 * config.steps)), config.steps, None)
     for number, step in enumerate(later, 1):
         yield [replace(batch, seed=order.step_seed(number, rank)) for rank, batch in enumerate(step)]
+
+
+def _of_updates(step: int) -> str:
+    return (
+        f"Cause: an update of step {step} or of one before: which optimizers step, in which order, with which options, "
+        "and which losses their gradients are of. Compare Recipe.updates and Recipe.optimizers with the program's loop."
+    )
 
 
 def _unexplained(step: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,8 @@ from worldsize.core import (
     MicroBatch,
     Recipe,
     Rendezvous,
+    Role,
+    RunContext,
     Strategy,
     World,
 )
@@ -59,9 +61,8 @@ def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy,
         folder = Path(scratch) / "attempt" / "servers"  # as in a run folder: it and its parent are made private
         folder.mkdir(parents=True)
         strategy.prepare(folder)
-        part = _Part(recipe, config, strategy, parts, roles["worker"].processes, folder)
-        serves = any(role.serves for role in roles.values())
-        ended = run_in_worlds(part.serve if serves else part.train, processes, roles=roles)
+        part = _Part(recipe, config, strategy, parts, roles, folder)
+        ended = run_in_worlds(part.play, processes, roles=roles)
     return next(trained for trained in ended if trained is not None)
 
 
@@ -70,38 +71,52 @@ class _Part:
     """One process's part of a training; it is forked with all that it holds."""
 
     def __init__(
-        self, recipe: Recipe, config: PortConfig, strategy: Strategy, parts: int, workers: int, folder: Path
+        self,
+        recipe: Recipe,
+        config: PortConfig,
+        strategy: Strategy,
+        parts: int,
+        roles: Mapping[str, Role],
+        folder: Path,
     ) -> None:
         self._recipe, self._config, self._strategy = recipe, config, strategy
-        self._parts, self._workers, self._folder = parts, workers, folder
+        self._parts, self._roles, self._folder = parts, roles, folder
 
-    def train(self, world: World) -> Trained:
+    def play(self, world: World) -> Trained | None:
+        """Train or serve, as the role of this process says; None from those that serve others."""
+        return self._serve(world) if self._roles[world.role].serves else self._train(world)
+
+    def _train(self, world: World) -> Trained:
         """Train in a process that agrees with the others after each step."""
         config = self._seeded(world)
-        replica = self._strategy.replica(self._recipe, context_of(world, config))
+        replica = self._strategy.replica(self._recipe, self._context(world, config))
         if config.average:
             replica = AveragedReplica(replica, config.average)
         order = config.order(self._strategy.data_rank(world), self._parts, replica.dealing)
         steps = steps_of(self._recipe, config, order)
         losses = [mean_of(_gathered(replica.step(step).losses, world)) for step in steps]
-        return Trained(losses, weights_of(replica, world))
+        trained = Trained(losses, weights_of(replica, world))
+        replica.close(complete=True)
+        return trained
 
-    def serve(self, world: World) -> Trained | None:
+    def _serve(self, world: World) -> Trained | None:
         """Serve, and lead the training if the strategy says so; None from all processes but the one that leads."""
         config = self._seeded(world)
-        context = replace(
-            context_of(world, config),
-            workers=self._workers,
-            rendezvous=Rendezvous(self._folder),
-            data=_Drawn(self._recipe, config),
-        )
-        replica = self._strategy.serve(self._recipe, context)
+        replica = self._strategy.serve(self._recipe, self._context(world, config))
         if replica is None:
             return None
         losses = [mean_of(replica.step([]).losses) for _ in range(config.steps)]
         trained = Trained(losses, weights_of(replica, replace(world, rank=0, size=1)))
         replica.close(complete=True)
         return trained
+
+    def _context(self, world: World, config: PortConfig) -> RunContext:
+        return replace(
+            context_of(world, config),
+            workers=self._roles["worker"].processes,
+            rendezvous=Rendezvous(self._folder),
+            data=_Drawn(self._recipe, config),
+        )
 
     def _seeded(self, world: World) -> PortConfig:
         """Seed the initial weights, and return the configuration for this process's device."""
