@@ -31,6 +31,26 @@ def _names(file: Path) -> Collection[str]:
     return names
 
 
+def _built(recipe: HFCausalLM) -> nn.Module:
+    """Build the model without a file's weights: they are random, or zeros for an ``empty`` recipe."""
+    transformers = _transformers()
+    from transformers.initialization import no_init_weights  # takes seconds
+
+    if recipe.pretrained is not None:
+        config = transformers.AutoConfig.from_pretrained(recipe.pretrained)
+    else:
+        given = {"vocab_size": recipe._tokenizer.size, "max_position_embeddings": recipe.context, **recipe.config}
+        config = transformers.AutoConfig.for_model(**given)
+    with no_init_weights() if recipe.empty else nullcontext():
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, **_OPTIONS)
+    if recipe.empty:
+        model.tie_weights()  # as the initialization would have
+        for parameter in model.parameters():
+            parameter.detach().zero_()
+    trained: nn.Module = model.train()
+    return trained
+
+
 def _transformers() -> Any:
     try:
         import transformers
@@ -78,33 +98,10 @@ class HFCausalLM(Recipe):
 
     def model(self) -> nn.Module:
         if self.pretrained is None or self.empty:
-            return self._built()
+            return _built(self)
         auto = _transformers().AutoModelForCausalLM
         model: nn.Module = auto.from_pretrained(self.pretrained, use_safetensors=True, **_OPTIONS)
         return model.train()
-
-    def _built(self) -> nn.Module:
-        """Build the model without a file's weights: they are random, or zeros for :attr:`empty`."""
-        transformers = _transformers()
-        from transformers.initialization import no_init_weights  # takes seconds
-
-        with no_init_weights() if self.empty else nullcontext():
-            model = transformers.AutoModelForCausalLM.from_config(self._model_config, **_OPTIONS)
-        if self.empty:
-            model.tie_weights()  # as the initialization would have
-            for parameter in model.parameters():
-                parameter.detach().zero_()
-        trained: nn.Module = model.train()
-        return trained
-
-    @cached_property
-    def _model_config(self) -> Any:
-        auto = _transformers().AutoConfig
-        if self.pretrained is not None:
-            return auto.from_pretrained(self.pretrained)
-        return auto.for_model(
-            **{"vocab_size": self._tokenizer.size, "max_position_embeddings": self.context, **self.config}
-        )
 
     def pretrained_weights(self) -> PretrainedWeights | None:
         """Return the folder of :attr:`pretrained` if its safetensors files name weights as the model does."""

@@ -102,11 +102,9 @@ class StalenessScheduler:
 
         They have a unit in hand, have not begun their part of a step that all take together, or are ``busy`` otherwise.
         """
+        owed = self._opened if self.staleness == 0 else 0  # clocks that each has to finish
         late = [(name, member) for name, member in self.members.items() if member.deadline < now]
-        return [name for name, member in late if member.hand or name in busy or self._owes(member)]
-
-    def _owes(self, member: _Member) -> bool:
-        return self.staleness == 0 and member.clock < self._opened
+        return [name for name, member in late if member.hand or name in busy or member.clock < owed]
 
     def finish(self, name: str, unit: Unit) -> bool:
         """Note that ``name`` has done the unit in its hand; False if it was not in its hand (any more)."""
