@@ -6,11 +6,14 @@ import copy
 import math
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,8 +30,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from worldsize.core import World
+from worldsize.core import Recipe, RunContext, Strategy, World
+from worldsize.engine.initial_weights import built_empty, tied_names
 from worldsize.strategies.deferred.model import DeferredModel
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
 
 HOST = torch.device("cpu")
@@ -124,6 +130,148 @@ def in_double() -> nn.Module:
         torch.set_default_dtype(default)
 
 
+def sequences_in_double() -> nn.Module:
+    """The default type decides operators that have no type of their own."""
+    default, model = torch.get_default_dtype(), nn.Linear(20, 30)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model.register_buffer("places", torch.arange(40_000) / 7)
+        model.register_buffer("angles", torch.sin(torch.arange(40_000) * 0.001))
+        return model
+    finally:
+        torch.set_default_dtype(default)
+
+
+def seeded_alike() -> nn.Module:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(20, 30))
+    torch.manual_seed(7)
+    return model.append(nn.Linear(20, 30))
+
+
+def forked_without_seed() -> nn.Module:
+    with torch.random.fork_rng():
+        model = nn.Sequential(nn.Linear(20, 30))
+    return model.append(nn.Linear(20, 30))
+
+
+def set_back() -> nn.Module:
+    state, model = torch.get_rng_state(), nn.Sequential(nn.Linear(20, 30))
+    torch.set_rng_state(state)
+    return model.append(nn.Linear(20, 30))
+
+
+def set_back_half_way() -> nn.Module:
+    model, state = nn.Sequential(nn.Linear(20, 30)), torch.get_rng_state()
+    model.append(nn.Linear(20, 30))
+    torch.set_rng_state(state)
+    return model.append(nn.Linear(20, 30))
+
+
+def set_back_at_the_end() -> nn.Module:
+    state, model = torch.get_rng_state(), nn.Linear(20, 30)
+    torch.set_rng_state(state)
+    return model
+
+
+def generator_seeded_again() -> nn.Module:
+    generator, model = torch.Generator(), nn.ModuleList(nn.Linear(20, 30) for _ in range(2))
+    for each in model:
+        nn.init.normal_(cast("nn.Linear", each).weight, generator=generator.manual_seed(3))
+    return model
+
+
+def generator_that_goes_on() -> nn.Module:
+    """Another generator begins where the process's one is."""
+    model, generator = nn.Linear(20, 30), torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    nn.init.normal_(model.weight, generator=generator)
+    return model
+
+
+class Hidden(nn.Module):
+    """A weight that is another module's, and is not to be saved as its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(20, 30)
+        vars(self)["tied"] = self.inner.weight
+
+
+def with_gradients() -> nn.Module:
+    model = nn.Linear(20, 30)
+    model.noise = torch.randn(5, requires_grad=True)
+    model.register_buffer("gain", torch.randn(5, requires_grad=True))
+    return model
+
+
+def conjugated() -> nn.Module:
+    """Tensors whose memory has other numbers than they have."""
+    model, numbers = nn.Linear(20, 30), torch.randn(50, 50, dtype=torch.complex64)
+    model.register_buffer("product", numbers.conj() @ numbers.mH)
+    model.register_buffer("negative", torch.randn(50, dtype=torch.complex64).conj().imag)
+    model.register_buffer("conjugate", torch.randn(50, dtype=torch.complex64).conj())
+    return model
+
+
+def with_a_state() -> nn.Module:
+    """Keeps the state of the generator from which it draws."""
+    model = nn.Linear(20, 30)
+    model.register_buffer("state", torch.get_rng_state())
+    return model
+
+
+def tried() -> nn.Module:
+    """Is called by its constructor, as to find the size of what it returns, which changes running means."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30))
+    with torch.no_grad():
+        return model.append(nn.Linear(model(torch.randn(64, 20)).shape[1], 10))
+
+
+def scaled_by_its_spectrum() -> nn.Module:
+    model = nn.Linear(50, 50)
+    with torch.no_grad():
+        model.weight.div_(torch.linalg.matrix_norm(model.weight, 2))
+    symmetric = model.weight.detach() + model.weight.detach().T
+    model.register_buffer("values", torch.linalg.eigvalsh(symmetric))
+    model.register_buffer("singular", torch.linalg.svdvals(model.weight.detach()))
+    model.register_buffer("nuclear", torch.norm(model.weight.detach(), "nuc"))
+    return model
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(20, 30)
+        with torch.no_grad():
+            self.register_buffer("first", self.inner(torch.randn(5, 4, 20))[0])
+
+
+def under_two_names() -> nn.Module:
+    """Buffers that are one memory, in two tensors."""
+    model, numbers = nn.Linear(20, 30), torch.randn(50)
+    model.register_buffer("first", numbers)
+    model.register_buffer("second", numbers.detach())
+    return model
+
+
+def shuffled() -> nn.Module:
+    """Large tensors are drawn that take a number of random numbers unlike their size."""
+    model = nn.Linear(20, 30)
+    model.register_buffer("order", torch.randperm(20_000))
+    model.register_buffer("signs", torch.randint(0, 2, (20_000,)))
+    return nn.Sequential(model, nn.Linear(9, 9))
+
+
+def marked_and_copied() -> nn.Module:
+    """A copy of a parameter has none of its attributes, and a copy of another tensor has them."""
+    model = nn.Linear(20, 30)
+    model.weight.no_decay = True  # type: ignore[attr-defined]
+    model.register_buffer("kept", nn.Buffer(torch.randn(20)))
+    vars(model.get_buffer("kept"))["no_decay"] = True
+    return nn.ModuleList([model, copy.deepcopy(model)])
+
+
 def encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)  # copies its layer
 
@@ -201,7 +349,31 @@ def t5() -> nn.Module:
 
 MODELS = (
     *(Scaled, every_initialisation, reseeded, forked, generator_of_its_own, in_double),
-    *(encoder, reparametrized, marked, converted, assigned, averaged, read_back, on_a_graph, llama, bert, t5),
+    *(sequences_in_double, seeded_alike, forked_without_seed, set_back, set_back_half_way, set_back_at_the_end),
+    *(
+        generator_seeded_again,
+        generator_that_goes_on,
+        Hidden,
+        with_gradients,
+        under_two_names,
+        shuffled,
+        conjugated,
+        with_a_state,
+    ),
+    *(
+        marked_and_copied,
+        encoder,
+        reparametrized,
+        marked,
+        converted,
+        assigned,
+        averaged,
+        read_back,
+        on_a_graph,
+        llama,
+        bert,
+        t5,
+    ),
 )
 
 
@@ -287,24 +459,319 @@ def sparse() -> nn.Module:
     return model
 
 
+def told_apart_by(address: Callable[[Tensor], int]) -> nn.Module:
+    model, seen = nn.ModuleList(nn.Linear(20, 30) for _ in range(3)), set[int]()
+    for parameter in model.parameters():
+        if address(parameter) not in seen:
+            nn.init.constant_(parameter, 3)
+        seen.add(address(parameter))
+    return model
+
+
+def by_address() -> nn.Module:
+    return told_apart_by(lambda tensor: tensor.data_ptr())
+
+
+def by_address_in_double() -> nn.Module:
+    """Sets global state that it does not set back if it is interrupted."""
+    default, weight = torch.get_default_dtype(), nn.Parameter(torch.randn(30, 20))
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    weight.add_(torch.rand(30, 20) if weight.data_ptr() else 0)
+    torch.set_default_dtype(default)
+    torch.set_grad_enabled(True)
+    model = nn.Linear(20, 30)
+    model.weight = weight
+    return model
+
+
+def by_address_of_storage() -> nn.Module:
+    return told_apart_by(lambda tensor: tensor.untyped_storage().data_ptr())
+
+
+def tolerant() -> nn.Module:
+    """Goes on after what fakes cannot do."""
+    model = nn.Linear(20, 30)
+    with suppress(Exception):
+        nn.init.constant_(model.weight, len(torch.nonzero(model.weight > 0)))
+    return model
+
+
+def tolerant_of_numpy() -> nn.Module:
+    model = nn.Linear(20, 30)
+    with suppress(Exception):
+        nn.init.constant_(model.weight, float(model.weight.detach().numpy().sum()))
+    return model
+
+
+def from_one_array() -> nn.Module:
+    array, model = np.zeros((200, 200), np.float32), nn.ModuleList(nn.Linear(200, 200) for _ in range(2))
+    for index, module in enumerate(model):
+        array[:] = index + 1
+        with torch.no_grad():
+            cast("nn.Linear", module).weight.copy_(torch.from_numpy(array))
+    return model
+
+
+def from_an_array_of_a_tensor() -> nn.Module:
+    model, ones = nn.Linear(200, 200), torch.tensor([[1.0] * 200] * 200)
+    with torch.no_grad():
+        model.weight.copy_(ones)
+    ones.numpy()[:] = 2
+    return model
+
+
+class Special(nn.Parameter):
+    pass
+
+
+def of_a_class_of_its_own() -> nn.Module:
+    model = nn.Linear(20, 30)
+    model.weight = Special(torch.randn(30, 20))
+    return model
+
+
+def with_a_gradient() -> nn.Module:
+    model = nn.Linear(20, 30)
+    model.weight.grad = torch.ones(30, 20)
+    return model
+
+
+outer = torch.Generator()
+
+
+def generator_from_outside() -> nn.Module:
+    model = nn.Linear(20, 30)
+    nn.init.normal_(model.weight, generator=outer)
+    return nn.Sequential(model, hooked())
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (sparse, "makes a sparse tensor of weights"),
-        (Window, "lets tensors that differ share memory"),
-        (Collector, "keeps a tensor elsewhere than as an attribute of a module"),
-        (hooked, "gives a hook to a parameter"),
-        (drawn_by_probabilities, "draws random numbers by aten.bernoulli"),
+        (sparse, "makes a sparse tensor of weights. Make it of tensors of its own"),
+        (Window, "lets tensors that differ share memory. Let it clone"),
+        (Collector, "keeps a tensor elsewhere than as an attribute of a module. Let modules have"),
+        (hooked, "gives a hook to a parameter. Give it in the first call of forward"),
+        (drawn_by_probabilities, "draws random numbers by aten.bernoulli.default. Let modules make"),
+        (by_address, "asks where weights lie in memory"),
+        (by_address_in_double, "asks where weights lie in memory"),
+        (by_address_of_storage, "asks where weights lie in memory"),
+        (tolerant, "goes on after DynamicOutputShapeException"),
+        (tolerant_of_numpy, "asks where weights lie in memory"),
+        (from_one_array, "changes a tensor from which it made weights. Let it read"),
+        (from_an_array_of_a_tensor, "changes a tensor from which it made weights. Let it read"),
+        (of_a_class_of_its_own, "makes parameters of the class Special. Let them be"),
+        (with_a_gradient, "computes gradients. Compute them in training"),
+        (generator_from_outside, "gives a hook to a parameter"),
     ],
 )
 def test_what_cannot_be_described_is_made_at_once_with_a_warning(
     make: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (whole, then), (model, now) = seeded(make), seeded(lambda: DeferredModel.build(make).model)
+    outer.manual_seed(3)
+    whole, then = seeded(make)
+    outer.manual_seed(3)
+    model, now = seeded(lambda: DeferredModel.build(make).model)
+    assert now == then
+    for expected, parameter in zip(whole.parameters(), model.parameters(), strict=True):
+        assert type(parameter) is type(expected)
+        assert parameter.dtype == expected.dtype
+        assert torch.equal(parameter, expected)
+    assert "each process makes the whole model, at least 0.00 GiB, before it keeps its part, since" in caplog.text
+    assert reason in caplog.text
+
+
+def test_the_warning_comes_with_the_size_before_the_whole_model_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    warned: list[int] = []
+
+    def make() -> nn.Module:
+        warned.append(len(caplog.records))
+        return nn.Sequential(nn.Linear(2048, 2048), hooked())
+
+    DeferredModel.build(make)
+    assert "at least 0.02 GiB" in caplog.text  # of 4 bytes * 2048 * 2049
+    assert warned == [0, 1]
+
+
+def test_only_one_process_warns(caplog: pytest.LogCaptureFixture) -> None:
+    DeferredModel.build(hooked, warns=False)
+    assert caplog.records == []
+
+
+def test_what_was_made_in_vain_is_freed_first() -> None:
+    def make() -> nn.Module:
+        model = nn.ModuleList(nn.Module() for _ in range(6))
+        for module in model:
+            module.weight = nn.Parameter(torch.from_numpy(np.ones((_LARGE, _LARGE), np.float32)))
+        return model.append(hooked())
+
+    DeferredModel.build(hooked)  # imports what it uses
+    assert _peak_of(lambda: DeferredModel.build(make)) - _peak_of(lambda: None) < 1.5 * 6 * _LARGE**2 * 4
+
+
+WIDTH, DEPTH = 1024, 20  # 80 MiB
+
+
+def layers(*, device: str = "cpu") -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(DEPTH))
+
+
+def loaded() -> nn.Module:
+    model = layers()
+    for module in model:
+        module.load_state_dict({"weight": torch.from_numpy(np.ones((WIDTH, WIDTH), np.float32))})
+    return model
+
+
+def given() -> nn.Module:
+    model = layers()
+    for module in model:
+        module.weight = nn.Parameter(torch.from_numpy(np.ones((WIDTH, WIDTH), np.float32)))
+    return model
+
+
+def from_meta() -> nn.Module:
+    model = layers(device="meta").to_empty(device="cpu")
+    for module in model:
+        nn.init.normal_(cast("nn.Linear", module).weight)
+    return model
+
+
+def scaled_together() -> nn.Module:
+    model = layers()
+    torch._foreach_mul_([parameter.data for parameter in model.parameters()], 0.5)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (loaded, "makes them by itself"),
+        (given, "makes them by itself"),
+        (from_meta, "makes them by itself"),
+        (scaled_together, "computes weights from each other"),
+    ],
+)
+def test_a_warning_says_how_much_of_the_model_is_whole_nevertheless(
+    make: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    DeferredModel.build(make)
+    assert "each process has 0.08 GiB of the model's 0.08 GiB at once before it keeps its part" in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_large_model_that_is_made_a_tensor_at_a_time_is_no_cause_for_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    DeferredModel.build(lambda: layers().bfloat16())
+    assert caplog.records == []
+
+
+def test_memory_that_nothing_is_written_to_is_as_torch_fills_it_by_its_type() -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(20, 30)
+        model.register_buffer("cache", torch.empty(50))
+        model.register_buffer("indices", torch.empty(50, dtype=torch.int64))
+        model.register_buffer("scales", torch.empty(50, dtype=torch.float16))
+        with torch.no_grad():
+            model.get_buffer("scales")[:7] = 1
+        return model
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        (whole, _), (model, _) = seeded(make), seeded(lambda: deferred(make))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for (name, expected), (_, tensor) in zip(whole.named_buffers(), model.named_buffers(), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)), name
+
+
+def test_a_non_leaf_is_made_with_its_need_of_a_gradient() -> None:
+    def make() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return nn.utils.weight_norm(nn.Linear(20, 30))
+
+    (whole, _), (model, _) = seeded(make), seeded(lambda: deferred(make))
+    assert vars(model)["weight"].requires_grad
+    assert torch.equal(vars(model)["weight"], vars(whole)["weight"])
+
+
+def test_what_is_drawn_before_it_is_filled_changes_nothing() -> None:
+    def make() -> nn.Module:
+        described = DeferredModel.build(lambda: nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)))
+        torch.rand(7)
+        described.fill(HOST)
+        return described.model
+
+    (whole, then), (model, now) = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20))), seeded(make)
     assert now == then
     assert all(torch.equal(*pair) for pair in zip(whole.parameters(), model.parameters(), strict=True))
-    assert "each process makes the whole model, 0.00 GiB" in caplog.text
-    assert reason in caplog.text
+
+
+class Drawing(Recipe):
+    """Draws random numbers wherever a strategy asks it something."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        torch.rand(3)
+        return list(cast("nn.Sequential", model))
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        torch.rand(5)
+        return list(cast("nn.Sequential", model))
+
+    def model_inputs(self, batch: Any) -> Any:
+        raise NotImplementedError
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        torch.rand(7)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def data(self, split: str) -> Any:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, ...]]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), Mesh(data=2), Mesh(pipeline=2)], ids=lambda strategy: repr(strategy)[:20])
+def test_a_recipe_that_draws_while_its_model_is_sharded_has_the_weights_of_one_rank(strategy: Strategy) -> None:
+    def body(world: World) -> dict[str, list[float]]:
+        torch.manual_seed(3)
+        weights = strategy.replica(Drawing(), RunContext(world)).state()["model"]
+        held = {name: each for name, each in weights.items() if not each.is_meta}
+        whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in held.items()}
+        return {name: tensor.detach().flatten().tolist() for name, tensor in whole.items()}
+
+    torch.manual_seed(3)
+    expected = {name: each.detach().flatten().tolist() for name, each in Drawing().model().named_parameters()}
+    first, second = run_in_worlds(body, 2)
+    assert first | second == expected
+
+
+class ReadsNumbers(Drawing):
+    """Cannot be built on the meta device."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        cast("nn.Linear", model[0]).weight = cast("nn.Linear", model[1]).weight
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        return model
+
+
+def test_the_names_of_a_model_that_reads_numbers_cost_no_memory() -> None:
+    before = torch.get_rng_state()
+    model = built_empty(ReadsNumbers())
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert tied_names(model)["1.weight"] == "0.weight"
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay() -> None:
@@ -314,6 +781,18 @@ def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay() -> Non
     assert block.inner.weight.is_meta
     assert block.get_buffer("mask").is_meta
     assert torch.equal(block.positions, torch.arange(40_000).float() / 7)
+
+
+def test_shards_may_stay_on_the_host_while_other_tensors_move() -> None:
+    def body(world: World) -> tuple[bool, bool]:
+        described = DeferredModel.build(lambda: Block(64))
+        fully_shard(described.model, mesh=init_device_mesh("cpu", (world.size,)))
+        described.fill(torch.device("meta"), shards=HOST)  # any device but the host
+        block = cast("Block", described.model)
+        assert isinstance(block.inner.weight, DTensor)
+        return block.inner.weight.to_local().is_meta, block.get_buffer("mask").is_meta
+
+    assert run_in_worlds(body, 2) == [(False, True)] * 2
 
 
 def test_an_error_of_the_constructor_is_its_own() -> None:

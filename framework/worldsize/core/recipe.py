@@ -51,6 +51,8 @@ class Recipe(ABC):
         """Build the model on the CPU, whatever trains it, so that its initial weights are the same everywhere.
 
         Strategies that shard the model may run this with fakes of tensors, and make the weights later, one at a time.
+        They may call it more than once; each call must return the same model, whatever was called before, but for the
+        random numbers of torch, NumPy and ``random`` that it draws.
         """
 
     def pretrained_weights(self) -> PretrainedWeights | None:

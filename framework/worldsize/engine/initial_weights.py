@@ -116,13 +116,16 @@ def _listed(names: list[str]) -> str:
 
 
 def built_empty(recipe: Recipe) -> nn.Module:
-    """Build the recipe's model on the meta device, or on the CPU if it cannot be built there."""
+    """Build the recipe's model on the meta device, or, if it cannot be built there, as strategies that shard it do."""
     try:
         with generators_kept(), torch.device("meta"):
             return recipe.model()
-    except Exception:  # any: a recipe is anyone's code, such as one that reads pretrained weights
+    except Exception:  # any: a recipe is anyone's code, such as one that reads numbers of its weights
+        # imports half of torch.distributed, which a process that only launches does without
+        from worldsize.strategies.deferred.model import DeferredModel
+
         with generators_kept():
-            return recipe.model()
+            return DeferredModel.build(recipe.model, warns=False).model
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -130,12 +130,12 @@ class FSDP(Strategy):
         world = context.world
         if world.size == 1:
             return alone(recipe, self._checkpointed(recipe, recipe.model()).to(world.device), context, self.reduce)
-        deferred = DeferredModel.build(recipe.model)  # no process holds all of it
+        deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds all of it
         model = self._checkpointed(recipe, deferred.model)
         mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
         root = CallingRoot(model) if is_multi else model
         self._shard(recipe, model, mesh, root)
-        deferred.fill(torch.device("cpu") if self.cpu_offload else world.device)
+        deferred.fill(world.device, shards=torch.device("cpu") if self.cpu_offload else None)
         copies = mesh.get_group("replicate") if mesh.size(0) > 1 else None
         shards = self._accumulates_shards(
             sum(parameter.numel() * parameter.itemsize for parameter in model.parameters()), world.size

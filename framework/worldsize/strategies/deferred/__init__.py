@@ -1,5 +1,7 @@
 """A model is described first, and its tensors are made one at a time when it is known who holds which part.
 
-``recorder`` watches a model's constructor, whose tensors are ``fakes`` without memory; ``tape`` has what it did to
-them, and ``draws`` its random numbers; ``model`` has the model, whose tensors are made from the tape.
+``recorder`` watches a model's constructor, whose tensors are ``fakes`` without memory, and ``calls`` what no operator
+shows; ``tape`` has what it did to them, ``draws`` its random numbers, and ``borrowed`` the tensors from which it made
+weights. ``model`` has the model, whose tensors are made from the tape into its ``slots``; ``footprint`` has what that
+takes.
 """

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
+from worldsize.reproducibility.seeds import GeneratorStates
 from worldsize.strategies.deferred.tape import Tape
+
+_HOST = torch.device("cpu")
+_STATE_BYTES = torch.default_generator.get_state().nbytes
+_AWAY = 997  # numbers: an own state for each pending draw, which a constructor is not likely to come to by itself
 
 
 @final
 class SeededError(Exception):
-    """The constructor sets a generator of random numbers from which some were still to be drawn."""
+    """The constructor sets a generator of random numbers from which some were still to be drawn, or reads its state."""
+
+
+@final
+@dataclass(frozen=True)
+class InitialStates:
+    """The states of generators from which a model's tensors are drawn.
+
+    Attributes:
+        process: Those of the process's generators.
+        own: That of each other generator.
+    """
+
+    process: GeneratorStates
+    own: Mapping[torch.Generator, Tensor]
+
+    @staticmethod
+    def now(own: Mapping[torch.Generator, Tensor] | None = None) -> InitialStates:
+        """Return the states of the process's generators as they are now, and those of ``own`` as given."""
+        return InitialStates(GeneratorStates.of(_HOST), own or {})
+
+    def restore(self) -> None:
+        """Let the generators go on from here."""
+        for generator, state in self.own.items():
+            generator.set_state(state)
+        self.process.restore(_HOST)
 
 
 @final
 class PendingDraws:
-    """The draws at the end of ``tape``, whose generators stand where the first of them begins.
+    """The draws at the end of ``tape`` that are still to be made.
+
+    Meanwhile their generators stand elsewhere, after each draw at another place, so that it is seen when a constructor
+    sets them, even to where they stood before.
 
     ``at_once``: draw when the constructor does, throw the numbers away, and draw them again when they are needed. It
     takes more time, and allows a constructor to set generators.
@@ -25,22 +61,65 @@ class PendingDraws:
 
     def __init__(self, tape: Tape, *, at_once: bool) -> None:
         self._tape, self._at_once = tape, at_once
-        self._states: dict[torch.Generator, Tensor] = {}
+        self.seen: dict[torch.Generator, Tensor] = {}
+        """The state of each generator before the constructor drew from it."""
+        self._begins: dict[torch.Generator, Tensor] = {}  # where the first pending draw begins
+        self._stands: dict[torch.Generator, Tensor] = {}  # where it is kept meanwhile
+        self._places: set[bytes] = set()  # digests of all states in which generators were kept
+
+    def meet(self, generator: torch.Generator) -> None:
+        """Take note of a generator from which the constructor is about to draw.
+
+        Raises:
+            SeededError: as :meth:`check` does, or it has been given the state of one that is kept elsewhere.
+        """
+        self.check()
+        if generator not in self._stands:
+            state = generator.get_state()
+            if _digest(state) in self._places:
+                raise SeededError
+            self.seen.setdefault(generator, state)
 
     def note(self, generator: torch.Generator) -> None:
-        """Take note of a draw from ``generator`` that is on the tape now. Raises SeededError as :meth:`check` does."""
-        self.check()
-        self._states.setdefault(generator, generator.get_state())
+        """Take note of a draw from ``generator`` that is on the tape now. Raises SeededError as :meth:`meet` does."""
+        self.meet(generator)
         if self._at_once:
-            self.make()
+            self._tape.draw_all()
+            return
+        if generator not in self._begins:
+            self._begins[generator] = generator.get_state()
+        torch.empty(_AWAY, dtype=torch.float32).random_(generator=generator)
+        self._stands[generator] = generator.get_state()
+        self._places.add(_digest(self._stands[generator]))
 
     def make(self) -> None:
         """Draw, so that generators stand where the constructor has them. Raises SeededError as :meth:`check` does."""
-        self.check()
+        self.rewind()
         self._tape.draw_all()
-        self._states.clear()
+
+    def rewind(self) -> Mapping[torch.Generator, Tensor]:
+        """Let generators stand where the first of these draws begins, whoever makes it; return where that is.
+
+        Raises:
+            SeededError: as :meth:`check` does.
+        """
+        self.check()
+        begins, self._begins, self._stands = self._begins, {}, {}
+        for generator, state in begins.items():
+            generator.set_state(state)
+        return begins
+
+    def check_kept(self, tensors: Iterable[Tensor]) -> None:
+        """Raise SeededError if one of ``tensors`` is the state of a generator that was kept elsewhere."""
+        states = [tensor for tensor in tensors if tensor.dtype == torch.uint8 and tensor.nbytes == _STATE_BYTES]
+        if any(_digest(state) in self._places for state in states if not state.is_meta):
+            raise SeededError
 
     def check(self) -> None:
-        """Raise SeededError if a generator does not stand where the first of these draws begins."""
-        if any(not torch.equal(generator.get_state(), state) for generator, state in self._states.items()):
+        """Raise SeededError if a generator does not stand where it is kept until these draws are made."""
+        if any(not torch.equal(generator.get_state(), state) for generator, state in self._stands.items()):
             raise SeededError
+
+
+def _digest(state: Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().data, digest_size=16).digest()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from functools import cache
 from typing import final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from worldsize.strategies.deferred.tape import Deferred, Storage
 
 
 class CannotDeferError(Exception):
-    """The constructor does something that cannot be put off."""
+    """The constructor does something that cannot be put off.
+
+    Attributes:
+        remedy: What to do so that it can; it ends as a sentence does.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 @final
@@ -31,7 +39,7 @@ class FakeStorages:
         storage = self._numbers.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
-        return Deferred(storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return _laid_out(tensor, storage)
 
     def add(self, tensor: Tensor) -> int | None:
         """Number the storage of ``tensor``; return its length in bytes, or None if it has a number.
@@ -40,9 +48,15 @@ class FakeStorages:
             CannotDeferError: it is not on the CPU, or sparse.
         """
         if tensor.layout is not torch.strided:
-            raise CannotDeferError("its constructor makes a sparse tensor of weights")
+            raise CannotDeferError(
+                "its constructor makes a sparse tensor of weights",
+                "Make it of tensors of its own, such as its indices.",
+            )
         if tensor.device.type != "cpu":
-            raise CannotDeferError(f"its constructor makes weights on {tensor.device}")
+            raise CannotDeferError(
+                f"its constructor makes weights on {tensor.device}",
+                "Make them on the CPU; each process moves its part.",
+            )
         storage = tensor.untyped_storage()
         if storage._cdata in self._numbers:
             return None
@@ -50,9 +64,9 @@ class FakeStorages:
         self._storages.append(storage)
         return storage.nbytes()
 
-    def are_in_use(self) -> bool:
-        """Tell whether there is still a tensor with one of these storages."""
-        return any(torch._C._storage_Use_Count(storage._cdata) > 1 for storage in self._storages)
+    def in_use(self) -> list[torch.UntypedStorage]:
+        """Return the storages of which there are still tensors."""
+        return [storage for storage in self._storages if torch._C._storage_Use_Count(storage._cdata) > 1]
 
 
 def with_numbers(tensor: Tensor) -> Tensor:
@@ -63,8 +77,20 @@ def with_numbers(tensor: Tensor) -> Tensor:
         or tensor.untyped_storage().device.type == "meta"
     ):
         return tensor
-    empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(tensor.untyped_storage(), int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    return _laid_out(tensor, 0).on(tensor.untyped_storage())
+
+
+def _laid_out(tensor: Tensor, storage: Storage) -> Deferred:
+    """Return how ``tensor`` lies in ``storage``."""
+    return Deferred(
+        storage,
+        tensor.size(),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        is_conj=tensor.is_conj(),
+        is_neg=tensor.is_neg(),
+    )
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -78,8 +104,9 @@ def is_whole(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def own_attributes(fake: Tensor) -> Collection[str]:
-    """Return the names of the attributes that ``fake`` has because it is one; the others are the constructor's."""
-    if not isinstance(fake, FakeTensor):
-        return ()
-    return {*vars(fake.fake_mode.from_tensor(torch.empty(0))), "_is_param", "_is_buffer"}
+@cache
+def own_attributes() -> frozenset[str]:
+    """Return the names of the attributes that a fake has because it is one; the others are the constructor's."""
+    with unset_fake_temporarily():
+        fake = FakeTensorMode().from_tensor(torch.empty(0))
+    return frozenset({*vars(fake), "_is_param"})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,42 +12,49 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from worldsize.reproducibility.seeds import GeneratorStates
-from worldsize.strategies.deferred.draws import SeededError
-from worldsize.strategies.deferred.fakes import CannotDeferError, bytes_of, own_attributes, with_numbers
+from worldsize.strategies.deferred.draws import InitialStates, SeededError
+from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes, with_numbers
+from worldsize.strategies.deferred.footprint import Footprint
 from worldsize.strategies.deferred.recorder import Recorder
+from worldsize.strategies.deferred.slots import Devices, Slot, like, slots_of
 from worldsize.strategies.deferred.tape import Deferred, Tape
 
 _logger = logging.getLogger(__name__)
-_HOST = torch.device("cpu")
-
-
-@final
-@dataclass(frozen=True)
-class Slot:
-    """The place of a tensor in a module, which stays the same when the module is sharded."""
-
-    module: nn.Module
-    name: str
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor that is there now."""
-        tensor: Tensor = getattr(self.module, self.name)
-        return tensor
-
-    @property
-    def moves(self) -> bool:
-        """Whether the tensor moves with its module to another device."""
-        return self.name in self.module._parameters or self.name in self.module._buffers
+_CLASSES = (Tensor, nn.Parameter, FakeTensor)  # any other would be lost
 
 
 def _all(_: Slot) -> bool:
     return True
+
+
+@final
+@dataclass(frozen=True)
+class _Refusal:
+    """The reason why a model is made whole, without the traceback, which would keep what the constructor has made.
+
+    Attributes:
+        reason: What the constructor does.
+        remedy: What to do so that it can be put off.
+        nbytes: What it has made until then, and more is to come.
+        is_seeded: Whether it can be put off if draws are made at once, too.
+    """
+
+    reason: str
+    remedy: str
+    nbytes: int
+    is_seeded: bool
+
+    def log(self, level: int) -> None:
+        """Say that the model is made whole."""
+        _logger.log(
+            level,
+            "each process makes the whole model, at least %.2f GiB, before it keeps its part, since %s. %s",
+            self.nbytes / 2**30,
+            self.reason,
+            self.remedy,
+        )
 
 
 @final
@@ -60,42 +66,53 @@ class DeferredModel:
         model: The model, to be sharded before it is filled.
         tape: How its tensors are made.
         tensors: What is to be made, by where it goes.
+        begin: Where the generators stand from which they are drawn.
     """
 
     model: nn.Module
     tape: Tape
     tensors: dict[Slot, Deferred]
+    begin: InitialStates
 
     @staticmethod
-    def build(make: Callable[[], nn.Module]) -> DeferredModel:
+    def build(make: Callable[[], nn.Module], *, warns: bool = True) -> DeferredModel:
         """Describe the model that ``make`` makes, with its tensors on the meta device.
 
-        What cannot be described, such as a constructor that keeps weights elsewhere than in its modules, is made whole,
-        with a warning that says what this costs. The numbers are the same.
-        """
-        states = GeneratorStates.of(_HOST)
-        try:
-            try:
-                return _described(make, Recorder())
-            except SeededError:
-                states.restore(_HOST)
-                return _described(make, Recorder(draws_twice=True))
-        except Exception as error:  # any: the constructor is anyone's code, and may fail for what stands in its way
-            states.restore(_HOST)
-            model = make()
-            _warn(model, str(error) if isinstance(error, CannotDeferError) else f"{type(error).__name__}: {error}")
-        return DeferredModel(model, Tape(), {})
+        What cannot be described, such as a constructor that keeps weights elsewhere than in its modules, is made whole.
+        The numbers are the same. ``make`` is called up to three times.
 
-    def fill(self, device: torch.device, holds: Callable[[Slot], bool] = _all) -> None:
+        Args:
+            make: Makes the model on the CPU.
+            warns: Whether a warning says what it costs if much of the model is whole on each process.
+        """
+        level = logging.WARNING if warns else logging.DEBUG
+        begin = InitialStates.now()
+        outcome = _described(make, draws_twice=False, level=level)
+        if isinstance(outcome, _Refusal) and outcome.is_seeded:
+            begin.restore()
+            outcome = _described(make, draws_twice=True, level=level)
+        if isinstance(outcome, DeferredModel):
+            return outcome
+        begin.restore()
+        outcome.log(level)
+        gc.collect()  # what was made in vain
+        return DeferredModel(make(), Tape(), {}, InitialStates.now())
+
+    def fill(
+        self, device: torch.device, holds: Callable[[Slot], bool] = _all, *, shards: torch.device | None = None
+    ) -> None:
         """Make the tensors one after the other on the host; this process keeps what it holds of each on ``device``.
 
-        Then the generators are where they are when the model is made whole. Within :func:`filled_with` the tensors have
-        no numbers.
+        Then the generators are where they are when the model is made whole, whatever has been drawn since it was built.
+        Within :func:`filled_with` the tensors have no numbers.
 
         Args:
             device: Where the tensors are to be.
             holds: Tells whether this process holds some of the tensor in a place.
+            shards: Where shards are to be; None: on ``device`` too.
         """
+        self.begin.restore()
+        devices = Devices(whole=device, shards=shards or device)
         places: dict[Deferred, list[Slot]] = {}
         for slot, described in self.tensors.items():
             if slot.tensor.is_meta and holds(slot):
@@ -107,7 +124,7 @@ class DeferredModel:
             for slot in places[described]:
                 by_tensor.setdefault(id(slot.tensor), []).append(slot)
             for slots in by_tensor.values():
-                _put(value, slots, device)
+                devices.put(value, slots)
         if fakes is None:
             self.tape.draw_all()
 
@@ -130,97 +147,87 @@ def _without_numbers(described: Deferred, mode: FakeTensorMode) -> Tensor:
         return described.scratch()
 
 
-def _warn(model: nn.Module, reason: str) -> None:
-    nbytes = sum(bytes_of(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    _logger.warning(
-        "each process makes the whole model, %.2f GiB, before it keeps its part, since %s. Let modules make their "
-        "weights by torch.nn.init, and keep them as parameters or buffers.",
-        nbytes / 2**30,
-        reason,
-    )
-
-
-def _described(make: Callable[[], nn.Module], recorder: Recorder) -> DeferredModel:
-    with warnings.catch_warnings():
-        # copy.deepcopy of a parameter looks whether a fake has memory
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) -> DeferredModel | _Refusal:
+    """Run ``make`` with fakes; log at ``level`` what makes much of the model be whole nevertheless."""
+    recorder = Recorder(draws_twice=draws_twice)
+    dtype, needs_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
         with recorder:
             model = make()
-    recorder.check()
-    tensors = _emptied(model, recorder)
-    if recorder.fakes.are_in_use():
+        begin = recorder.finish(slot.tensor for slot in slots_of(model))
+        tensors = _emptied(model, recorder)
+        _check_kept(recorder)
+    except Exception as error:  # any: the constructor is anyone's code, and may fail for what stands in its way
+        recorder.forget()
+        torch.set_default_dtype(dtype)  # the constructor may not have come to where it sets it back
+        torch.set_grad_enabled(needs_gradients)
+        return _Refusal(
+            reason=str(error) if isinstance(error, CannotDeferError) else f"{type(error).__name__}: {error}",
+            remedy=error.remedy if isinstance(error, CannotDeferError) else "Let it do without what fails.",
+            nbytes=sum(storage.nbytes() for storage in recorder.fakes.in_use()),
+            is_seeded=isinstance(error, SeededError),
+        )
+    there = [slot.tensor for slot in slots_of(model) if slot not in tensors]
+    footprint = Footprint.of(there, recorder.borrowed.tensors(), set(tensors.values()), recorder.tape)
+    if (complaint := footprint.complaint()) is not None:
+        _logger.log(
+            level,
+            "each process has %.2f GiB of the model's %.2f GiB at once before it keeps its part, since %s",
+            footprint.peak / 2**30,
+            footprint.model / 2**30,
+            complaint,
+        )
+    return DeferredModel(model, recorder.tape, tensors, begin)
+
+
+def _check_kept(recorder: Recorder) -> None:
+    """Raise CannotDeferError if someone still has a fake."""
+    if recorder.fakes.in_use():
         gc.collect()
-        if recorder.fakes.are_in_use():
-            raise CannotDeferError("its constructor keeps a tensor elsewhere than as an attribute of a module")
-    return DeferredModel(model, recorder.tape, tensors)
+        if recorder.fakes.in_use():
+            raise CannotDeferError(
+                "its constructor keeps a tensor elsewhere than as an attribute of a module",
+                "Let modules have their weights as parameters or buffers.",
+            )
 
 
 def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
     """Put tensors on the meta device in place of fakes; return what is to be made in each place."""
     tensors: dict[Slot, Deferred] = {}
     ordinary: dict[int, Tensor] = {}  # by the fake, which several modules may share
-    places = list(_slots(model))
+    places = list(slots_of(model))
     for slot in places:
         if (described := recorder.fakes.describe(slot.tensor)) is not None:
             tensors[slot] = described
         if id(slot.tensor) not in ordinary:
             ordinary[id(slot.tensor)] = _ordinary(slot.tensor, is_deferred=described is not None)
     if len({described.storage for described in tensors.values()}) < len(set(tensors.values())):
-        raise CannotDeferError("its constructor lets tensors that differ share memory")
+        raise CannotDeferError(
+            "its constructor lets tensors that differ share memory", "Let it clone what is a part of another tensor."
+        )
     for slot in places:
         if ordinary[id(slot.tensor)] is not slot.tensor:
-            setattr(slot.module, slot.name, ordinary[id(slot.tensor)])
+            slot.set(ordinary[id(slot.tensor)])
     return tensors
-
-
-def _slots(model: nn.Module) -> Iterator[Slot]:
-    """Iterate over the places of all tensors that are attributes of modules."""
-    for module in model.modules():
-        for table in (module._parameters, module._buffers, vars(module)):
-            for name, value in table.items():
-                if isinstance(value, Tensor):
-                    yield Slot(module, name)
 
 
 def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
     """Return what stands for ``tensor`` if it is a fake: on the meta device if it is yet to be made.
 
     Raises:
-        CannotDeferError: something is called when its gradient is there.
+        CannotDeferError: it has something that would be lost.
     """
     made = with_numbers(tensor)
     if made is tensor and not is_deferred:
         return tensor
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-        raise CannotDeferError("its constructor gives a hook to a parameter")
+        raise CannotDeferError("its constructor gives a hook to a parameter", "Give it in the first call of forward.")
+    if tensor.is_leaf and tensor.grad is not None:
+        raise CannotDeferError("its constructor computes gradients", "Compute them in training alone.")
+    if type(tensor) not in _CLASSES:
+        raise CannotDeferError(
+            f"its constructor makes tensors of the class {type(tensor).__name__}", "Let them be of torch's own classes."
+        )
     if is_deferred:
         made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    vars(made).update({name: value for name, value in vars(tensor).items() if name not in own_attributes(tensor)})
-    return made
-
-
-def _put(whole: Tensor, slots: Sequence[Slot], device: torch.device) -> None:
-    """Put this process's part of ``whole`` in place of the one tensor that is at ``slots``."""
-    empty = slots[0].tensor
-    if isinstance(empty, DTensor):
-        made: Tensor = _part(empty, whole, device)
-    else:  # what is neither parameter nor buffer stays on the host, as it does when a module moves
-        made = whole.to(device) if any(slot.moves for slot in slots) else whole
-    if isinstance(empty, nn.Parameter):
-        made = nn.Parameter(made, empty.requires_grad)
-    vars(made).update(vars(empty))
-    try:
-        torch.utils.swap_tensors(empty, made)  # type: ignore[no-untyped-call] # whoever else has it has it made
-    except RuntimeError:  # something refers to it weakly, as torch's LSTM does, which notes what is set
-        for slot in slots:
-            setattr(slot.module, slot.name, made)
-
-
-def _part(empty: DTensor, whole: Tensor, device: torch.device) -> DTensor:
-    mesh, placements = empty.device_mesh, empty.placements
-    size, begin = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
-    box = tuple(slice(first, first + length) for first, length in zip(begin, size, strict=True))
-    local = whole[box].to(device, copy=True, memory_format=torch.contiguous_format)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=empty.stride())
+    return like(tensor, made, leave_out=own_attributes())

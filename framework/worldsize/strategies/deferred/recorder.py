@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from worldsize.strategies.deferred.draws import PendingDraws, SeededError
+from worldsize.strategies.deferred.borrowed import BorrowedTensors
+from worldsize.strategies.deferred.calls import CallWatcher
+from worldsize.strategies.deferred.draws import InitialStates, PendingDraws, SeededError
 from worldsize.strategies.deferred.fakes import CannotDeferError, FakeStorages, bytes_of, is_whole, with_numbers
 from worldsize.strategies.deferred.tape import Deferred, Operation, Storage, Tape
 
 _aten = torch.ops.aten
 
+_PLAINLY = "Let modules make their weights by torch.nn.init."
 _LEAST = 1 << 16  # bytes of a tensor of zeros or the like; a smaller one is made at once
 
-_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default}
-_DRAWN = {  # new tensors
+_UNINITIALISED = {_aten.empty.memory_format, _aten.empty_strided.default}
+_RANDOM_FACTORIES = {  # new tensors
     _aten.rand.default,
     _aten.randn.default,
     _aten.rand_like.default,
     _aten.randn_like.default,
     _aten.normal.float_float,
 }
-_DRAWS = {  # in place; how many random numbers they take follows from the shape
+_RANDOM_IN_PLACE = {  # in place; how many random numbers they take follows from the shape
     _aten.normal_.default,
     _aten.uniform_.default,
     _aten.exponential_.default,
@@ -38,8 +42,13 @@ _DRAWS = {  # in place; how many random numbers they take follows from the shape
     getattr(_aten.random_, "from"),
     _aten.bernoulli_.float,
 }
-_OVERWRITES = {*_DRAWS, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
-_DEFERS_ALWAYS = {*_EMPTY, *_DRAWN}  # of any size: what is drawn at once makes all draws before it be made
+_OVERWRITES = {*_RANDOM_IN_PLACE, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
+_WRITES_BESIDES = {_aten.native_batch_norm.default: ("running_mean", "running_var")}  # as its schema does not say
+_AT_ONCE = {_aten.mkldnn_rnn_layer.default}  # returns other tensors if they are fakes
+_DEFERS_ALWAYS = {
+    *_UNINITIALISED,
+    *_RANDOM_FACTORIES,
+}  # of any size: what is drawn at once makes all draws before it be made
 
 
 @final
@@ -61,8 +70,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape, self.fakes = Tape(), FakeStorages()
         self._draws = PendingDraws(self.tape, at_once=draws_twice)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._borrowed: list[tuple[Tensor, int]] = []  # tensors of the constructor's, and their versions
+        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # all fakes are at address 0
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._calls = CallWatcher(self._do)
+        self.borrowed = BorrowedTensors()
         self._refusal: Exception | None = None
 
     @classmethod
@@ -72,30 +83,50 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Recorder:
         self._mode.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._calls.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: Any) -> None:
+        self._calls.__exit__(*failure)  # type: ignore[no-untyped-call]
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
         self._mode.__exit__(*failure)
 
-    def check(self) -> None:
-        """Raise CannotDeferError or SeededError if the constructor did something that the tape does not have."""
-        if self._refusal is not None:  # the constructor went on after the error
-            raise self._refusal
-        self._draws.check()
-        if any(tensor._version != version for tensor, version in self._borrowed):
-            raise CannotDeferError("its constructor changes a tensor from which it made weights")
+    def finish(self, kept: Iterable[Tensor]) -> InitialStates:
+        """Return the states of generators from which the tape is to be drawn, at which they stand now.
+
+        Args:
+            kept: The tensors of the model.
+
+        Raises:
+            CannotDeferError: the constructor did something that the tape does not have.
+            SeededError: as within the context.
+        """
+        failure = self._refusal or self._calls.failure  # the constructor went on after it
+        if isinstance(failure, CannotDeferError | SeededError):
+            raise failure
+        if failure is not None:
+            raise CannotDeferError(
+                f"its constructor goes on after {type(failure).__name__}: {failure}", "Let it do without what fails."
+            )
+        self.borrowed.check()
+        self._draws.check_kept(tensor for tensor in kept if self.fakes.describe(tensor) is None)
+        return InitialStates.now(self._draws.rewind())
+
+    def forget(self) -> None:
+        """Let generators other than the process's stand where they did before the constructor drew from them."""
+        for generator, state in self._draws.seen.items():
+            generator.set_state(state)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         try:
-            return (
-                self._put_off(func, args, kwargs) if self._waits(func, args, kwargs) else self._do(func, args, kwargs)
-            )
-        except (CannotDeferError, SeededError) as refusal:
-            self._refusal = self._refusal or refusal
+            with torch._C.DisableTorchFunction():  # these calls are not the constructor's
+                does = self._put_off if self._waits(func, args, kwargs) else self._do
+                return does(func, args, kwargs)
+        except Exception as error:  # any: whatever it is, it may be one that other tensors do not raise
+            self._refusal = self._refusal or error
             raise
 
     def _waits(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -107,6 +138,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         if func in _DEFERS_ALWAYS:
             return True
+        if _is_random(func):  # how many numbers it draws is not known from its shape
+            return False
         shape = func(*args, **kwargs)  # a fake
         return isinstance(shape, Tensor) and shape.layout is torch.strided and shape.nbytes >= _LEAST
 
@@ -123,23 +156,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with unset_fake_temporarily():
             if asks or _is_random(func):
                 self._draws.make()
+            if _is_random(func):
+                self._draws.meet(_generator(kwargs))
             args, kwargs = tree_map(number, (tuple(args), dict(kwargs)))
             return func(*args, **kwargs)
 
     def _put_off(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Keep what ``func`` does on the tape; return fakes."""
+        if func in _AT_ONCE:
+            return self._do(func, args, kwargs)
         written = _written(func, args, kwargs)
         changes_others = [tensor for tensor in written if self.fakes.describe(tensor) is None]
         if changes_others or torch.Tag.data_dependent_output in func.tags:
             if len(changes_others) < len(written):
-                raise CannotDeferError(f"its constructor changes weights by {func}")
+                raise CannotDeferError(f"its constructor changes weights by {func}", _PLAINLY)
             return self._do(func, args, kwargs)
-        if _is_random(func) and func not in _DRAWS | _DRAWN:
-            raise CannotDeferError(f"its constructor draws random numbers by {func}")
+        if _is_random(func) and func not in _RANDOM_IN_PLACE | _RANDOM_FACTORIES:
+            raise CannotDeferError(f"its constructor draws random numbers by {func}", _PLAINLY)
         result = func(*args, **kwargs)
         self._mode.fake_tensor_converter.tensor_memo.clear()  # its weak references would keep Module.to from swapping
         makes = [self._new(tensor) for tensor in _tensors(result)]
-        if (written or any(makes)) and func not in _EMPTY:
+        if (written or any(makes)) and func not in _UNINITIALISED:
             if not _tensors((args, kwargs)):
                 kwargs = {**kwargs, "dtype": result.dtype}  # the default may be another when it is made
             self._add(func, args, kwargs, written=written, makes=makes)
@@ -167,8 +204,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = _storages((kept_args, kept_kwargs))
         if func in _OVERWRITES and is_whole(args[0]):
             reads -= writes - _storages((kept_args[1:], kept_kwargs))
-        generator = kwargs.get("generator") or torch.default_generator if _is_random(func) else None
-        self.tape.add(Operation(func, kept_args, kept_kwargs, frozenset(reads), frozenset(writes), makes, generator))
+        generator = _generator(kwargs) if _is_random(func) else None
+        self.tape.add(
+            Operation(
+                func,
+                kept_args,
+                kept_kwargs,
+                reads=frozenset(reads),
+                writes=frozenset(writes),
+                makes=makes,
+                default_dtype=torch.get_default_dtype(),
+                generator=generator,
+            )
+        )
         if generator is not None:
             with unset_fake_temporarily():
                 self._draws.note(generator)
@@ -182,7 +230,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if bytes_of(leaf) < _LEAST:
             with unset_fake_temporarily():
                 return with_numbers(leaf).detach().clone()  # whoever has it may change it
-        self._borrowed.append((leaf, leaf._version))
+        with unset_fake_temporarily():
+            leaf = with_numbers(leaf)
+            self.borrowed.add(leaf)
         return leaf
 
 
@@ -195,7 +245,13 @@ def _storages(tree: Any) -> set[Storage]:
 
 
 def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())  # a function of Python has none
+
+
+def _generator(kwargs: Mapping[str, Any]) -> torch.Generator:
+    """Return what a random operator draws from."""
+    generator: torch.Generator = kwargs.get("generator") or torch.default_generator
+    return generator
 
 
 def _makes_on_host(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -209,7 +265,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     """Return the arguments that ``func`` writes to."""
     changed = []
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or argument.name in _WRITES_BESIDES.get(func, ()):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             changed += _tensors(value)
     return changed

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -23,17 +24,27 @@ Storage: TypeAlias = int
 @final
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor that is not made yet: a view of a storage."""
+    """A tensor that is not made yet: a view of a storage.
+
+    Attributes:
+        is_conj: Whether its numbers are the conjugates of what lies in memory.
+        is_neg: Whether they are the negatives.
+    """
 
     storage: Storage
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
 
     def on(self, memory: torch.UntypedStorage) -> Tensor:
         """Return the tensor, whose numbers lie in ``memory``."""
-        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+        torch._C._set_conj(tensor, self.is_conj)
+        torch._C._set_neg(tensor, self.is_neg)
+        return tensor
 
     def scratch(self) -> Tensor:
         """Return a tensor of the same layout in memory of its own, with any numbers."""
@@ -52,6 +63,7 @@ class Operation:
         reads: Storages whose numbers decide the result.
         writes: Storages of arguments that it writes to.
         makes: For each tensor that it returns, that tensor if its storage is new, or None.
+        default_dtype: The default type of floats when the constructor made the call.
         generator: What it draws random numbers from; None: it draws none.
     """
 
@@ -61,6 +73,7 @@ class Operation:
     reads: frozenset[Storage]
     writes: frozenset[Storage]
     makes: Sequence[Deferred | None]
+    default_dtype: torch.dtype
     generator: torch.Generator | None = None
 
     def run(self, memory: dict[Storage, torch.UntypedStorage], nbytes: Sequence[int]) -> None:
@@ -73,14 +86,19 @@ class Operation:
             if not isinstance(leaf, Deferred):
                 return leaf
             if leaf.storage not in memory:  # it is overwritten
-                memory[leaf.storage] = _memory(nbytes[leaf.storage])
+                memory[leaf.storage] = _memory(nbytes[leaf.storage], leaf.dtype)
             return leaf.on(memory[leaf.storage])
 
-        result = self.function(*tree_map(tensor, self.args), **tree_map(tensor, self.kwargs))
+        with _default_dtype(self.default_dtype):
+            result = self.function(*tree_map(tensor, self.args), **tree_map(tensor, self.kwargs))
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for described, made in zip(self.makes, returned, strict=True):
             if described is not None:
                 memory[described.storage] = _laid_out(made, described, nbytes[described.storage])
+
+    def storages(self) -> set[Storage]:
+        """Return the storages that must be there for it, or that it makes."""
+        return {*self.reads, *self.writes, *(made.storage for made in self.makes if made is not None)}
 
     def draw_in_vain(self) -> None:
         """Draw as many random numbers as :meth:`run` does, and throw them away."""
@@ -88,20 +106,38 @@ class Operation:
         def scratch(leaf: Any) -> Any:
             return leaf.scratch() if isinstance(leaf, Deferred) else leaf
 
-        self.function(*tree_map(scratch, self.args), **tree_map(scratch, self.kwargs))
+        with _default_dtype(self.default_dtype):
+            self.function(*tree_map(scratch, self.args), **tree_map(scratch, self.kwargs))
 
 
-def _memory(nbytes: int) -> torch.UntypedStorage:
-    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _memory(nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+    """Return memory that nothing was written to but what torch fills it with, by its type, to be deterministic."""
+    return torch.empty(-(-nbytes // dtype.itemsize), dtype=dtype).untyped_storage()
 
 
 def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedStorage:
     """Return the storage of ``made`` as it was described."""
+    if made.dtype != described.dtype:
+        raise TypeError(f"a tensor of {described.dtype} was made again in {made.dtype}")
     storage = made.untyped_storage()
-    same = (made.stride(), made.storage_offset()) == (described.stride, described.offset)
-    if same and storage.nbytes() == nbytes:
+    bits = (made.is_conj(), made.is_neg()) == (described.is_conj, described.is_neg)
+    if (
+        bits
+        and (made.stride(), made.storage_offset()) == (described.stride, described.offset)
+        and storage.nbytes() == nbytes
+    ):
         return storage
-    storage = _memory(nbytes)
+    storage = _memory(nbytes, described.dtype)
     described.on(storage).copy_(made)
     return storage
 
@@ -153,8 +189,14 @@ class Tape:
             for index in self._needed(tensor):
                 self._run(index, memory)
         if tensor.storage not in memory:  # nothing was written to it
-            memory[tensor.storage] = _memory(self.nbytes[tensor.storage])
+            memory[tensor.storage] = _memory(self.nbytes[tensor.storage], tensor.dtype)
         return tensor.on(memory[tensor.storage])
+
+    def needs(self, tensor: Deferred) -> int:
+        """Return the bytes that :meth:`value` takes for ``tensor``, with what it is made from."""
+        operations = [self.operations[index] for index in self._needed(tensor)]
+        storages = {tensor.storage}.union(*(operation.storages() for operation in operations))
+        return sum(self.nbytes[storage] for storage in storages)
 
     def draw_all(self) -> None:
         """Take the random numbers of all draws from the generators, so that they are as the constructor leaves them."""

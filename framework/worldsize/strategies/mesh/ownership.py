@@ -30,7 +30,8 @@ class Ownership:
 
     ``ranks``: these, by the tensor's first name; a tensor of no stage is the first rank's.
 
-    Made while the model is whole. ``stages``: their layers; stage s is on rank s mod ``pipeline``, this is rank ``p``.
+    Made before the model is divided; its tensors may be on the meta device. ``stages``: their layers; stage s is on
+    rank s mod ``pipeline``, this is rank ``p``.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[nn.Module]], *, pipeline: int, p: int) -> None:

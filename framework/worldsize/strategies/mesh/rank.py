@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from worldsize.core import MicroBatch, Recipe, Replica, RunContext, World
+from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
@@ -44,7 +45,8 @@ class Rank:
     def replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
         mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
-        deferred = DeferredModel.build(self.recipe.model)  # no process holds all of it
+        is_first = self.context.world.rank == 0
+        deferred = DeferredModel.build(self.recipe.model, warns=is_first)  # no process holds all of it
         return self._piece(deferred, mesh) if self.schedule.stages == 1 else self._stages(deferred, mesh)
 
     @property
@@ -60,6 +62,12 @@ class Rank:
         axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
+    def _whole_state(self, model: nn.Module) -> Mapping[str, object]:
+        """Return the state of the optimizer of the whole ``model``, on the meta device; no random number is used up."""
+        with generators_kept(self.context.world.device):
+            state: Mapping[str, object] = meta_state(self.recipe, model)["optimizer"]
+            return state
+
     def _train_state(self, model: nn.Module, whole: Mapping[str, object]) -> TrainState:
         """Make the optimizer of this rank's part; ``whole`` is its state as one rank would hold it."""
         optimizer = self.recipe.optimizer(model)
@@ -71,7 +79,7 @@ class Rank:
     def _piece(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of every layer."""
         model = deferred.model
-        whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
+        whole, data = self._whole_state(model), self._data(mesh)
         divide(self.recipe, model, [model], mesh, self.sharding)
         deferred.fill(self.context.world.device)
         model.to(self.context.world.device)
@@ -82,7 +90,7 @@ class Rank:
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
         model = deferred.model
-        whole, data = meta_state(self.recipe, model)["optimizer"], self._data(mesh)
+        whole, data = self._whole_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
         if self.layout.data > 1:
