@@ -25,6 +25,19 @@ class CannotDeferError(Exception):
 
 
 @final
+class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Makes fakes of tensors on the host.
+
+    Torch's own mode also registers a GPU where there is none. Autograd would then keep a thread for it, and a process
+    with such a thread cannot fork others that use autograd.
+    """
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return False
+
+
+@final
 class FakeStorages:
     """Numbers the storages of fakes, which tensors that share memory share too."""
 
@@ -108,5 +121,5 @@ def is_whole(tensor: Tensor) -> bool:
 def own_attributes() -> frozenset[str]:
     """Return the names of the attributes that a fake has because it is one; the others are the constructor's."""
     with unset_fake_temporarily():
-        fake = FakeTensorMode().from_tensor(torch.empty(0))
+        fake = HostFakes().from_tensor(torch.empty(0))
     return frozenset({*vars(fake), "_is_param"})

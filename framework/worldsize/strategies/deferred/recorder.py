@@ -8,14 +8,21 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch._functorch import config
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from worldsize.strategies.deferred.borrowed import BorrowedTensors
 from worldsize.strategies.deferred.calls import CallWatcher
 from worldsize.strategies.deferred.draws import InitialStates, PendingDraws, SeededError
-from worldsize.strategies.deferred.fakes import CannotDeferError, FakeStorages, bytes_of, is_whole, with_numbers
+from worldsize.strategies.deferred.fakes import (
+    CannotDeferError,
+    FakeStorages,
+    HostFakes,
+    bytes_of,
+    is_whole,
+    with_numbers,
+)
 from worldsize.strategies.deferred.tape import Deferred, Operation, Storage, Tape
 
 _aten = torch.ops.aten
@@ -71,7 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape, self.fakes = Tape(), FakeStorages()
         self._draws = PendingDraws(self.tape, at_once=draws_twice)
         with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # all fakes are at address 0
-            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+            self._mode = HostFakes(allow_non_fake_inputs=True)
         self._calls = CallWatcher(self._do)
         self.borrowed = BorrowedTensors()
         self._refusal: Exception | None = None
