@@ -266,4 +266,5 @@ def train(processes: int, limit_mb: int) -> None:
 
 
 if __name__ == "__main__":
-    {"memory": memory, "step": step, "begin": begin, "train": train}[sys.argv[1]](*map(int, sys.argv[2:]))
+    measures: Mapping[str, Callable[..., None]] = {"memory": memory, "step": step, "begin": begin, "train": train}
+    measures[sys.argv[1]](*map(int, sys.argv[2:]))

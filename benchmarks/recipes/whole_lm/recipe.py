@@ -18,5 +18,5 @@ class WholeLM(StdlibLM):
     def model(self) -> nn.Module:
         model = super().model()
         for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: gradient)
+            parameter.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
         return model
