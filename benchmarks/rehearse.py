@@ -45,6 +45,7 @@ from worldsize.planning.rehearsal.differences import differences
 from worldsize.planning.rehearsal.exchange import Said
 from worldsize.planning.rehearsal.rank import Part, data_of, rehearse_rank
 from worldsize.planning.rehearsal.ranks import rehearse
+from worldsize.planning.rehearsal.traffic import traffic
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.world.environments import Placement
 from worldsize.world.world import open_world
@@ -90,7 +91,7 @@ def one_rank(settings: Settings) -> list[float]:
     rehearsed = rehearse_rank(settings.cluster.processes - 1, settings, part, data, Said())
     seconds, after = time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert rehearsed.error is None, rehearsed.error
-    calls = sum(call.step == part.steps for call in rehearsed.calls)
+    calls = traffic(rehearsed, PER_NODE, step=part.steps).calls
     return [seconds, calls, rehearsed.peak.nbytes, (after - before) * 1024, _open_files() - files]
 
 
@@ -269,7 +270,7 @@ PROCESSES = 4
 def planned_and_used(settings: Settings) -> tuple[float, int]:
     """Return the bytes that a rank needs as ``plan`` says, and the most that any of real processes had."""
     planned = Predictor(Given(compute_seconds=1.0)).forecast(settings).cost.memory_bytes
-    return planned, max(peak.nbytes for _, peak, _ in really(settings, Part(steps=3, evaluates=False), PROCESSES))
+    return planned, max(real.most for real in really(settings, Part(steps=3), PROCESSES))
 
 
 def memory() -> None:

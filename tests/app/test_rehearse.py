@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from worldsize.app.rehearse import _show
+from worldsize.planning.rehearsal.calls import Call
+from worldsize.planning.rehearsal.groups import Group
+from worldsize.planning.rehearsal.rank import Rehearsed
+from worldsize.planning.rehearsal.storage_log import Peak
 
 LARGE = (  # 1.7 billion parameters, 6.7 GB in float32
     "recipe=hf_causal_lm",
@@ -51,7 +61,9 @@ def test_a_model_that_no_process_could_hold_is_rehearsed_on_fakes(rehearse: Any,
         parts = each["peak"]["parts"]
         assert parts["parameters"] == pytest.approx(4 * PARAMETERS / 1024, rel=0.02)  # what does not divide is padded
         gathered = sum(
-            call["nbytes"] for call in each["calls"] if call["operation"] == "all_gather" and call["step"] == 2
+            call["nbytes"]
+            for call in each["calls"]
+            if (call["operation"], call["step"], call["phase"]) == ("all_gather", 2, "step")
         )
         assert gathered >= 2 * parts["parameters"] * 0.9  # for the forward and the backward pass
 
@@ -62,6 +74,15 @@ def test_a_model_that_no_process_could_hold_is_rehearsed_on_fakes(rehearse: Any,
         (("strategy=parameter_server", "cluster.processes=3"), "has processes that serve"),
         (("strategy=ddp", "cluster.processes=2", "--ranks", "0,2"), "there is no rank 2 among 2. They are 0 to 1."),
         (("strategy=ddp", "cluster.processes=2", "--ranks", "first"), "'first' is no rank."),
+        (("strategy=ddp", "cluster.processes=4", "--ranks", "3-1"), "'3-1' has no rank. Write the smaller one first"),
+        (("strategy=ddp", "cluster.processes=2", "--steps", "2.5"), "'2.5' is no whole number."),
+        (("strategy=ddp", "cluster.processes=4", "--ranks", "0-1", "--calls", "2"), "that rank is not rehearsed"),
+        (("strategy=ddp", "cluster.processes=2", "--json", "/absent/ranks.json"), "it cannot be written"),
+        (("strategy=ddp", "cluster.processes=2", "--json", "/tmp"), "it cannot be written"),
+        (  # by all ranks alike
+            ("strategy=ddp", "cluster.processes=2", "--fake"),
+            "DDP has made the model with real tensors. Leave --fake out",
+        ),
         (
             ("recipe=stdlib_lm", "strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
             "Set strategy.pipeline=1",
@@ -74,7 +95,42 @@ def test_what_cannot_be_rehearsed_is_refused(rehearse: Any, words: tuple[str, ..
     assert reason in done.stderr
 
 
-def test_fakes_are_refused_where_a_process_holds_the_whole_model(rehearse: Any) -> None:
-    done = rehearse("recipe=digits", "strategy=ddp", "cluster.processes=2", "--fake", "--ranks", "0")
-    assert done.returncode == 1
-    assert "DDP has made the model with real tensors. Leave --fake out" in done.stdout
+def test_one_rank_alone_agrees_with_nobody(rehearse: Any) -> None:
+    done = rehearse("recipe=digits", "strategy=ddp", "cluster.processes=4", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert "Rank 2 was rehearsed alone" in done.stdout
+    assert "same calls" not in done.stdout
+
+
+def ranks(*errors: str | None) -> list[Rehearsed]:
+    call = Call("barrier", Group(tuple(range(len(errors))), 0), "", None, 0, "program.py:1 (step)", 1)
+    return [Rehearsed(rank, [call], Peak(0, {}), None, {}, error) for rank, error in enumerate(errors)]
+
+
+def shown(rehearsed: Sequence[Rehearsed]) -> int:
+    options = argparse.Namespace(steps=2, calls=None)
+    settings: Any = SimpleNamespace(cluster=SimpleNamespace(processes=3, nodes=1, processes_per_node=3))
+    return _show(rehearsed, settings, options)
+
+
+def test_what_several_ranks_fail_with_is_said_once_without_advice_on_differences(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert shown(ranks("in step 1: ValueError: x", "in step 1: ValueError: x", "in step 1: KeyError: 1")) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["ranks 0-1 fail in step 1: ValueError: x", "rank 2 fails in step 1: KeyError: 1"]
+
+
+def test_ranks_that_need_objects_of_one_that_was_left_out_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, *failed = ranks(*["in step 1: EOFError: Ran out of input"] * 3)
+    asked = [replace(failed[0].calls[0], operation="broadcast", form="objects, root 0")]
+    assert shown([replace(each, calls=asked) for each in failed]) == 1
+    assert "What rank 0 would have given them is not known: add 0 to --ranks." in capsys.readouterr().out
+
+
+def test_ranks_that_do_not_settle_are_not_accused(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = ranks(None, None, None)
+    assert shown([first, replace(second, calls=[], is_settled=False), replace(third, is_settled=False)]) == 1
+    said = capsys.readouterr().out
+    assert "What ranks 1-2 call still changes each time" in said
+    assert "makes no further call" not in said

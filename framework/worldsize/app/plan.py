@@ -93,13 +93,22 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     shared = None if size is None or typed else _SAMPLES_PER_LOGICAL_RANK
     settings = settings_of(cfg, samples_per_logical_rank=shared)
     _print(rank_table(settings.cluster, settings.strategy.groups(settings.cluster)))
-    forecasts, refused = _forecasts(predictor, shared, names)
     cluster = predictor.cluster(settings)
-    memory = cluster.device_memory or detected_memory_bytes(cluster)
-    unfitting = {name: why for name, each in forecasts.items() if (why := unfit(each, memory))}
+    memory = cluster.device_memory or detected_memory_bytes(cluster)  # before data are loaded
+    forecasts, refused = _forecasts(predictor, shared, names)
+    unfitting = {
+        name: why
+        for name, each in forecasts.items()
+        if (why := unfit(each, memory, processes=cluster.processes_per_node))
+    }
     _print(_cost_table(forecasts, unfitting, settings, priced=not shared) if forecasts else "")
     _print(best_text(forecasts, unfitting))
-    _print("" if shared else _batch_text(settings), _links_text(cluster, options.links), "" if memory else _UNKNOWN)
+    _print(
+        "" if shared else _batch_text(settings),
+        _links_text(cluster, options.links),
+        "" if memory is not None else _UNKNOWN,
+    )
+    _print(_formula_text(forecasts))
     _print(*(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()))
     if not shared and (warning := _retuning_text(settings)):
         print(warning, file=sys.stderr)
@@ -185,6 +194,7 @@ def _cost_table(
         cells += [time_text(each) for each in (cost.communication_seconds, each.exposed_seconds, each.step_seconds)]
         cells += [f"{each.efficiency:.1%}", time_text(compute_seconds_for(WANTED, each.exposed_seconds))]
         cells += [f"{price_per_million(each, settings.training.batch_size, price):.2f}"] if price else []
+        cells[0] += " *" if each.by_formula else ""
         cells[0] += " ✗" if name in unfitting else ""
         table.add_row(name, *cells, style="dim" if name in unfitting else "" if place else "bold")
     return table
@@ -193,6 +203,16 @@ def _cost_table(
 def _batch_text(settings: Settings) -> str:
     each = settings.training.batch_size // settings.logical_ranks
     return f"Global batch: {settings.training.batch_size} samples a step, {settings.logical_ranks} × {each}."
+
+
+def _formula_text(forecasts: Mapping[str, Forecast]) -> str:
+    """Say of which memory is a formula's, and why."""
+    reasons: dict[str, list[str]] = {}
+    for name, each in forecasts.items():
+        if each.by_formula:
+            reasons.setdefault(each.by_formula, []).append(name)
+    said = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
+    return f"* Memory by the strategy's own formula, without activations. {said}." if said else ""
 
 
 def _links_text(cluster: Cluster, file: Path | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,12 +22,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from worldsize.app import call_composed, exit_process
-from worldsize.app.arguments import number
+from worldsize.app.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
+from worldsize.planning.rehearsal.spans import named, spans
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
+    from worldsize.planning.rehearsal.calls import Call
     from worldsize.planning.rehearsal.rank import Rehearsed
 
 _FAILED = 1  # exit code of a rehearsal in which ranks part, wait for each other or fail
@@ -37,10 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize rehearse", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. strategy=fsdp cluster.processes=64")
     parser.add_argument("--ranks", metavar="RANKS", help="e.g. 0,5,60-63 or all; all of 64 at most unless you say so")
-    parser.add_argument("--steps", type=number(Range(least=1)), default=2, help="training steps (default: 2)")
+    parser.add_argument("--steps", type=whole(Range(least=1)), default=2, help="training steps (default: 2)")
     parser.add_argument("--without-evaluation", action="store_true", help="leave out two batches of each split")
     parser.add_argument(
-        "--fake", action="store_true", help="tensors without memory or numbers, for what does not fit here: fsdp, hsdp"
+        "--fake",
+        action="store_true",
+        help="tensors without memory or numbers, for what does not fit here: fsdp, hsdp, mesh",
     )
     parser.add_argument("--calls", type=int, metavar="RANK", help="list the collectives of this rank, in order")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what each rank did")
@@ -68,7 +73,8 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     check_alone(settings)
     size = settings.cluster.processes
     ranks = chosen_ranks(settings) if options.ranks is None else _ranks(options.ranks, size)
-    part = Part(int(options.steps), options.fake, not options.without_evaluation)
+    _check(options, ranks)
+    part = Part(options.steps, options.fake, not options.without_evaluation)
     console = Console(stderr=True)
     with Progress(
         console=console,
@@ -81,17 +87,42 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
             settings, ranks, part, note=lambda done: progress.update(bar, completed=done, refresh=True)
         )
     if options.json:
-        options.json.write_text(json.dumps([_facts(each) for each in rehearsed], indent=1))
+        _write(options.json, rehearsed)
+    if (refusal := _common_refusal(rehearsed)) is not None:
+        raise ConfigError(refusal)
     return _show(rehearsed, settings, options)
+
+
+def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
+    """Refuse what could not be written or shown, before time is spent on it."""
+    if options.calls is not None and options.calls not in ranks:
+        raise ConfigError(
+            f"--calls {options.calls}: that rank is not rehearsed. Take one of {spans(ranks)}, or name it in --ranks."
+        )
+    file: Path | None = options.json
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"--json {file}: it cannot be written. Name a file in a folder that exists and is yours.")
+
+
+def _write(file: Path, rehearsed: Sequence[Rehearsed]) -> None:
+    try:
+        file.write_text(json.dumps([_facts(each) for each in rehearsed], indent=1))
+    except OSError as error:
+        raise ConfigError(f"--json {file}: it cannot be written ({error.strerror}). Name another file.") from None
+
+
+def _common_refusal(rehearsed: Sequence[Rehearsed]) -> str | None:
+    """Return what all ranks refuse in the configuration; None: some do not."""
+    refusals = {each.refusal for each in rehearsed}
+    return refusals.pop() if len(refusals) == 1 else None
 
 
 def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
     """Return what is written of a rank: its memory, and its calls with the ranks in short."""
-    from worldsize.planning.rehearsal.differences import spans
-
     calls = [
         {
             "step": call.step,
+            "phase": call.phase,
             "operation": call.operation,
             "form": call.form,
             "ranks": spans(call.group.ranks),
@@ -101,7 +132,8 @@ def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
         }
         for call in rehearsed.calls
     ]
-    peaks = {"peak": asdict(rehearsed.peak), "evaluation": rehearsed.evaluation and asdict(rehearsed.evaluation)}
+    peaks: dict[str, Any] = {"building": asdict(rehearsed.building), "peak": asdict(rehearsed.peak)}
+    peaks["evaluation"] = rehearsed.evaluation and asdict(rehearsed.evaluation)
     return {"rank": rehearsed.rank, "error": rehearsed.error, **peaks, "calls": calls}
 
 
@@ -113,11 +145,14 @@ def _ranks(text: str, size: int) -> list[int]:
     for word in text.split(","):
         first, _, last = word.partition("-")
         try:
-            ranks |= {*range(int(first), int(last or first) + 1)}
+            some = range(int(first), int(last or first) + 1)
         except ValueError:
             raise ConfigError(f"--ranks {text}: {word!r} is no rank. Write e.g. --ranks 0,5,60-63 or all.") from None
-    if beyond := sorted(rank for rank in ranks if not 0 <= rank < size):
-        raise ConfigError(f"--ranks {text}: there is no rank {beyond[0]} among {size}. They are 0 to {size - 1}.")
+        if not some:
+            raise ConfigError(f"--ranks {text}: {word!r} has no rank. Write the smaller one first: {last}-{first}.")
+        if beyond := sorted(rank for rank in (some[0], some[-1]) if not 0 <= rank < size):
+            raise ConfigError(f"--ranks {text}: there is no rank {beyond[0]} among {size}. They are 0 to {size - 1}.")
+        ranks |= {*some}
     return sorted(ranks)
 
 
@@ -125,25 +160,67 @@ def _ranks(text: str, size: int) -> list[int]:
 
 
 def _show(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> int:
-    from worldsize.planning.rehearsal.differences import deadlock, differences
-
     _print(_table(rehearsed, settings, options))
     if options.calls is not None:
         _print(_calls_table(rehearsed, options.calls))
+    if restless := [each.rank for each in rehearsed if not each.is_settled]:
+        print(_UNSETTLED.format(named(restless)))
+        return _FAILED
+    wrong, failed = _wrong(rehearsed), _failures(rehearsed)
+    for line in [*wrong, *failed]:
+        print(line)
+    if wrong:
+        print(
+            "Let neither the rank, nor data, nor random numbers decide which collectives a rank calls, and with what."
+        )
+    elif not failed and len(rehearsed) == 1:
+        print(f"Rank {rehearsed[0].rank} was rehearsed alone: there is no other to which its calls were compared.")
+    elif not failed:
+        print(f"All {len(rehearsed)} ranks make the same calls in the same order, and none waits for ever.")
+    return _FAILED if wrong or failed else 0
+
+
+_UNSETTLED = (
+    "What {} call still changes each time that all are rehearsed with what the others have said, so that nothing is "
+    "known of who differs. Let ranks agree in fewer turns on what they call, or rehearse fewer steps: --steps."
+)
+
+
+def _wrong(rehearsed: Sequence[Rehearsed]) -> list[str]:
+    """Say where ranks differ, send each other what does not meet, or else wait for each other."""
+    from worldsize.planning.rehearsal.differences import differences
+    from worldsize.planning.rehearsal.waiting import deadlock, mismatches
+
     parted = differences(rehearsed)
     said = [str(each) for each in parted[:_SHOWN]]
     if len(parted) > _SHOWN:
         said.append(f"... and {len(parted) - _SHOWN} more groups whose calls part")
-    said += [f"rank {each.rank} fails {each.error}" for each in rehearsed if each.error is not None]
-    if not said and (stuck := deadlock(rehearsed)) is not None:
+    said += mismatches(rehearsed)[:_SHOWN]
+    if not said and all(each.error is None for each in rehearsed) and (stuck := deadlock(rehearsed)) is not None:
         said.append(str(stuck))
-    for line in said:
-        print(line)
-    if not said:
-        print(f"All {len(rehearsed)} ranks make the same calls in the same order, and none waits for ever.")
-        return 0
-    print("Let neither the rank, nor data, nor random numbers decide which collectives a rank calls, and with what.")
-    return _FAILED
+    return said
+
+
+def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
+    """Say what ranks fail with, those that fail in the same way together."""
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for each in rehearsed:
+        if each.error is not None:
+            by_text[each.error].append(each.rank)
+    said = [f"{named(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
+    if absent := sorted(_absent_roots(rehearsed)):
+        said.append(f"What {named(absent)} would have given them is not known: add {spans(absent)} to --ranks.")
+    return said
+
+
+def _absent_roots(rehearsed: Sequence[Rehearsed]) -> set[int]:
+    """Return the ranks that were left out, from which others have asked for objects before they failed."""
+    last = [each.calls[-1].form for each in rehearsed if each.error is not None and each.calls]
+    roots = {int(form.removeprefix(_FROM)) for form in last if form.startswith(_FROM)}
+    return roots - {each.rank for each in rehearsed}
+
+
+_FROM = "objects, root "
 
 
 def _print(table: Table) -> None:
@@ -153,19 +230,25 @@ def _print(table: Table) -> None:
 def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> Table:
     """A row for all ranks with the same figures."""
     from worldsize.planning.advice import size_text
-    from worldsize.planning.rehearsal.differences import spans
     from worldsize.planning.rehearsal.storage_log import PARTS
     from worldsize.planning.rehearsal.traffic import traffic
 
     rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    last = int(options.steps)
+    last: int = options.steps
     for each in rehearsed:
         sent = traffic(each, settings.cluster.processes_per_node, step=last)
         held = [each.peak.nbytes, *(each.peak.parts.get(part, 0) for part in PARTS)]
         evaluation = size_text(each.evaluation.nbytes) if each.evaluation else "-"
-        cells = [*map(size_text, held), evaluation, size_text(sent.inside), size_text(sent.across), str(sent.calls)]
+        cells = [
+            *map(size_text, held),
+            size_text(each.building.nbytes),
+            evaluation,
+            size_text(sent.inside),
+            size_text(sent.across),
+            str(sent.calls),
+        ]
         rows[tuple(cells)].append(each.rank)
-    columns = ["ranks", "peak", *PARTS, "evaluation", "sent in the node", "sent across", "calls"]
+    columns = ["ranks", "peak", *PARTS, "building", "evaluation", "sent in the node", "sent across", "calls"]
     title = f"{settings.cluster.processes} processes on {settings.cluster.nodes} nodes, step {last}"
     table = Table(*columns, title=title)
     for row, ranks in rows.items():
@@ -174,11 +257,17 @@ def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse
 
 
 def _calls_table(rehearsed: Iterable[Rehearsed], rank: int) -> Table:
-    from worldsize.planning.rehearsal.differences import spans
-
     calls: Sequence[Any] = next((each.calls for each in rehearsed if each.rank == rank), ())
     table = Table("step", "call", "ranks", "from", title=f"collectives of rank {rank}")
     for call in calls:
-        with_whom = spans(call.group.ranks) if call.peer is None else str(call.peer)
-        table.add_row(str(call.step or "-"), call.described, with_whom, call.site)
+        peer = "any" if call.peer is None else str(call.peer)
+        with_whom = peer if call.is_message else spans(call.group.ranks)
+        table.add_row(_moment(call), call.described, with_whom, call.site)
     return table
+
+
+def _moment(call: Call) -> str:
+    """Write the step of a call, or what else it is for, in short."""
+    if not call.step:
+        return "-"
+    return f"{call.step}" if call.phase == "step" else f"{call.step} {call.phase}"

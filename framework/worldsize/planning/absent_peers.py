@@ -23,7 +23,8 @@ def world_seen_by(rank: int, settings: Settings, device: torch.device) -> Iterat
     """Open the world of a run as its rank ``rank`` sees it, on ``device``; a run of one process has no group."""
     cluster = settings.cluster
     per_node = cluster.processes_per_node
-    if cluster.processes > 1:
+    joins = cluster.processes > 1
+    if joins:
         options = FakeProcessGroup.Options()
         options.simulate_uniform_ranks = True
         dist.init_process_group(
@@ -33,7 +34,7 @@ def world_seen_by(rank: int, settings: Settings, device: torch.device) -> Iterat
         place = Placement(rank, cluster.processes, rank % per_node, per_node, store="")
         yield world_of(place, cluster, settings.roles, device, host_backend=_BACKEND)
     finally:
-        if dist.is_initialized():
+        if joins and dist.is_initialized():
             dist.destroy_process_group()
 
 

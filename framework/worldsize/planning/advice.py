@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
+import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import torch
 
@@ -19,22 +20,36 @@ WANTED = 0.8  # efficiency
 def detected_memory_bytes(cluster: Cluster) -> float | None:
     """Memory for the tensors of one process on this machine, in bytes: a GPU's, or a part of the physical memory.
 
-    That part is what an equal share leaves beside all that this process has imported, as each rank will. None: it is
-    not known from here, since there is no GPU, or several nodes.
+    That part is what an equal share leaves beside what this process has to itself of all that it has imported, as each
+    rank will; ask before it loads data. 0: nothing is left. None: it is not known from here, since there is no GPU, or
+    several nodes.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
     if cluster.nodes > 1:
         return None
-    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node - imported
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cluster.processes_per_node
+    return max(0.0, share - _private_bytes())
 
 
-def unfit(forecast: Forecast, memory_bytes: float | None) -> str | None:
-    """Explain why a rank's part is too large, if it is."""
+def _private_bytes() -> int:
+    """Return the bytes of memory that this process shares with no other and with no file."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    assert found is not None, "Linux has said it since 4.5"
+    return int(found[1]) * 1024
+
+
+def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
+    """Explain why the part of a rank, one of so many ``processes`` of a node, is too large, if it is."""
     needed = forecast.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
+    if memory_bytes == 0:
+        return (
+            f"{processes} processes do not fit beside Python and torch on this machine. Set cluster.processes lower, "
+            "or cluster.device_memory."
+        )
     return f"it needs {size_text(needed)} a rank, and there are {size_text(memory_bytes)}. Shard it over more ranks."
 
 

@@ -12,12 +12,15 @@ from worldsize.cost.collectives import exposed_seconds
 class Forecast:
     """``compute_seconds`` is what a rank computes of the workload in a step, without what the strategy adds to it;
     ``step_seconds`` how long a step takes, ``exposed_seconds`` how long of it a rank waits for communication.
+    ``by_formula`` says why the memory is what the strategy says of itself, which leaves activations out; None: it was
+    rehearsed, or the size of the model was given.
     """
 
     cost: Cost
     compute_seconds: float
     exposed_seconds: float
     step_seconds: float
+    by_formula: str | None = None
 
     @property
     def efficiency(self) -> float:

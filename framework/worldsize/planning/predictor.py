@@ -75,10 +75,13 @@ class Predictor:
         cost = settings.strategy.cost(work, self.cluster(settings))
         if cost is None:
             raise ConfigError("it does not say what it costs")
-        if self._given.parameter_bytes is None and (rehearsed := _rehearsed_bytes(settings)) is not None:
+        by_formula: str | None = None
+        if self._given.parameter_bytes is None:
+            rehearsed, by_formula = _rehearsed_bytes(settings)
             # two steps have no round of a strategy that communicates once in many: its own figure has
-            cost = replace(cost, memory_bytes=rehearsed if cost.same else max(rehearsed, cost.memory_bytes))
-        return forecast(cost, work, self._computed(settings))
+            needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
+            cost = replace(cost, memory_bytes=needed)
+        return replace(forecast(cost, work, self._computed(settings)), by_formula=by_formula)
 
     def _computed(self, settings: Settings) -> float | None:
         """Seconds that a rank computes in a step under the strategy itself.
@@ -142,14 +145,19 @@ class Predictor:
         return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be another machine
 
 
-def _rehearsed_bytes(settings: Settings) -> float | None:
-    """Return the most bytes that the tensors of the first rank take in two steps; None: it cannot be rehearsed."""
+def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
+    """Return the most bytes that the tensors of the first rank take until two steps and an evaluation are done.
+
+    If it cannot be rehearsed, return 0 and why.
+    """
     try:
         check_alone(settings)
-        (rehearsed,) = rehearse(settings, [0], Part(evaluates=False))
-    except ConfigError:  # peers decide what it does
-        return None
-    return None if rehearsed.error else rehearsed.peak.nbytes
+        (rehearsed,) = rehearse(settings, [0], Part())
+    except ConfigError as error:
+        return 0.0, str(error)
+    if rehearsed.error is not None:
+        return 0.0, f"its rehearsal failed {rehearsed.error}"
+    return rehearsed.most, None
 
 
 def _micro_batches(settings: Settings) -> int:

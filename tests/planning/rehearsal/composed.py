@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
@@ -38,14 +39,29 @@ def _composed(work: Callable[..., Any], options: tuple[str, ...], given: tuple[A
     return results[0]
 
 
-def really(settings: Settings, part: Part, ranks: int) -> list[tuple[list[str], Peak, Peak | None]]:
-    """Train in real processes; return of each its calls in order, and what it held at most, also in an evaluation."""
+@dataclass(frozen=True)
+class Real:
+    """The calls of a real process, in order, and its memory where it is largest in each part of the run."""
+
+    calls: list[str]
+    building: Peak
+    peak: Peak
+    evaluation: Peak | None
+
+    @property
+    def most(self) -> int:
+        return max(each.nbytes for each in (self.building, self.peak, self.evaluation) if each is not None)
+
+
+def really(settings: Settings, part: Part, ranks: int) -> list[Real]:
+    """Train in real processes, and evaluate."""
     data = data_of(settings, part)
 
-    def body(world: World) -> tuple[list[str], Peak, Peak | None]:
+    def body(world: World) -> Real:
         calls, memory = CallRecorder(), MemoryRecorder()
         with memory.recording(), calls:
             take_part(settings, world, part, data, Recorders(calls, memory))
-        return [call.described for call in calls.calls], memory.log.peak(), memory.log.evaluation_peak()
+        log = memory.log
+        return Real([call.described for call in calls.calls], log.building_peak(), log.peak(), log.evaluation_peak())
 
     return run_in_worlds(body, ranks, local_size=ranks // settings.cluster.nodes)

@@ -52,6 +52,7 @@ class Faulty(Recipe):
     def _talk(self, samples_b6: Tensor) -> None:
         mine = dist.get_rank() == self.rank
         pair, one = torch.zeros(2), torch.zeros(1)
+        group = _others(self.rank) if self.fault == "group" else None
         if mine and self.fault == "shape":
             dist.all_reduce(torch.zeros(3))  # shape
         elif mine and self.fault == "dtype":
@@ -61,7 +62,7 @@ class Faulty(Recipe):
             dist.all_reduce(pair)
             return
         elif mine and self.fault == "group":
-            dist.all_reduce(pair, group=_others(self.rank))  # group
+            dist.all_reduce(pair, group=group)  # group
         elif not mine or self.fault != "skip":
             dist.all_reduce(pair)  # pair
         if self.fault == "branch" and samples_b6.max() > 50:
@@ -77,5 +78,5 @@ class Faulty(Recipe):
 
 
 def _others(rank: int) -> Any:
-    """Return a group in which ``rank`` is with one other, who makes no such group: as if it had taken a wrong one."""
+    """Return a group in which ``rank`` is with one other, which its two members make."""
     return dist.new_group([rank, (rank + 1) % dist.get_world_size()], use_local_synchronization=True)

@@ -8,10 +8,13 @@ import pytest
 
 from tests.planning.rehearsal.composed import isolated
 from tests.planning.rehearsal.faulty import FAULTS, Faulty, line
+from tests.planning.rehearsal.talking import Talking
 from worldsize.config.settings import Settings
-from worldsize.planning.rehearsal.differences import deadlock, differences
+from worldsize.core import Recipe
+from worldsize.planning.rehearsal.differences import differences
 from worldsize.planning.rehearsal.rank import Part
 from worldsize.planning.rehearsal.ranks import rehearse
+from worldsize.planning.rehearsal.waiting import deadlock
 
 PROCESSES, RANK = 4, 2
 STRATEGIES = ("ddp", "zero", "fsdp", "mesh")
@@ -42,19 +45,24 @@ def test_the_rank_that_differs_is_named_with_its_line_and_that_of_its_peers(stra
     assert f"at {line(PEERS[fault])} (_talk)" in peers
 
 
-def times(settings: Settings, fault: str) -> int:
+def times(settings: Settings, recipe: Recipe | None) -> int:
     """Return how often each rank is rehearsed."""
     counts: list[int] = []
-    rehearse(replace(settings, recipe=Faulty(fault, RANK)), range(PROCESSES), Part(evaluates=False), note=counts.append)
+    talking = settings if recipe is None else replace(settings, recipe=recipe)
+    rehearse(talking, range(PROCESSES), Part(evaluates=False), note=counts.append)
     return counts.count(PROCESSES)
 
 
-@pytest.mark.parametrize(("fault", "expected"), [("none", 1), ("shape", 2)])
-def test_ranks_are_rehearsed_again_only_where_they_part_and_only_until_hearing_others_changes_nothing(
-    fault: str, expected: int
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [(None, 1), (Faulty("none", RANK), 2), (Faulty("shape", RANK), 2), (Talking("decide_by_the_largest"), 4)],
+    ids=["nothing small", "small gradients", "a fault", "a decision"],
+)
+def test_ranks_are_rehearsed_again_where_they_say_different_things_until_hearing_others_changes_nothing(
+    recipe: Recipe | None, expected: int
 ) -> None:
-    options = ("recipe=digits", "strategy=ddp", f"cluster.processes={PROCESSES}", "batch_size=32")
-    assert isolated(times, *options, given=(fault,)) == expected
+    options = ("recipe=digits", "recipe.width=256", "strategy=ddp", f"cluster.processes={PROCESSES}", "batch_size=32")
+    assert isolated(times, *options, given=(recipe,)) == expected
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp", "diloco", "local_sgd"])

@@ -2,75 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
-from typing import Any, final
+from typing import Any, Literal, Self, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import GroupName
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from worldsize.planning.rehearsal.exchange import Place, Said, Words, combined, words_of
-from worldsize.planning.rehearsal.groups import Group, identified
+from worldsize.planning.rehearsal.conversation import Conversation
+from worldsize.planning.rehearsal.exchange import Said
+from worldsize.planning.rehearsal.groups import Group, identified, next_of
+from worldsize.planning.rehearsal.operators import MESSAGES, Operator, operator_of
+from worldsize.planning.rehearsal.pending import PendingCalls, groups_watched, waits_watched
+from worldsize.planning.rehearsal.sites import site
+from worldsize.planning.rehearsal.spans import spans
 
-# operators of torch's two namespaces of collectives, by the name of torch.distributed's own function
-_OPERATIONS: Mapping[str, str] = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
-}
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-_ROOTS: Mapping[str, Sequence[str]] = {  # names of arguments
-    "broadcast": ("root_rank", "src"),
-    "reduce": ("root_rank", "dst"),
-    "gather": ("root_rank", "dst"),
-    "scatter": ("root_rank", "src"),
-    "send": ("dst",),
-    "recv": ("src",),
-}
-_SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # of c10d: outputs come first
-_TORCH = f"{Path(torch.__file__).parent}/"
-_FRAMEWORK = f"{Path(__file__).parents[2]}/"
-_OWN = f"{Path(__file__).parent}/"
+Phase = Literal["building", "step", "logging", "evaluation"]
 
 
 @final
@@ -82,10 +34,13 @@ class Call:
         operation: The name of torch.distributed's function, such as "all_reduce".
         group: The members that have to call it too.
         form: What each member has to agree on: types, sizes, sums and roots.
-        peer: The global rank that a message goes to or comes from; None: all members take part.
+        peer: The global rank that a message goes to or comes from; None: it may come from any, or is no message.
         nbytes: Bytes of the tensors that this rank puts in.
         site: The line of code, and the function it is in.
         step: The step, from 1; 0: before the first.
+        phase: The part of the run: building the replica, a step, what the loop itself logs, or an evaluation.
+        tag: The number by which messages of a pair are told apart.
+        parts: Numbers that an all-to-all gets from each member and gives each; None: it is something else.
     """
 
     operation: str
@@ -95,11 +50,27 @@ class Call:
     nbytes: int
     site: str
     step: int
+    phase: Phase = "step"
+    tag: int = 0
+    parts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def described(self) -> str:
         """The call without the group, for people."""
         return f"{self.operation}({self.form})"
+
+    @property
+    def is_message(self) -> bool:
+        """Tell whether it is between two ranks."""
+        return self.operation in MESSAGES
+
+    @property
+    def when(self) -> str:
+        """The moment of the run, for people."""
+        if not self.step:
+            return "before the first step"
+        texts = {"logging": "logging of step", "evaluation": "evaluation after step"}
+        return f"{texts.get(self.phase, 'step')} {self.step}"
 
 
 @final
@@ -114,169 +85,105 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         """The calls so far, in order."""
-        self.words: dict[Place, Words] = {}
-        """What this rank has said in small tensors."""
+        self.waits: dict[int, int] = {}
+        """By the number of a call: how many calls had been made when the rank waited for it."""
         self.step = 0
         """The step that calls belong to from here on."""
-        self._heard = heard or Said()
+        self.phase: Phase = "building"
+        """The part of the run that calls belong to from here on."""
+        self.conversation = Conversation(heard or Said())
+        """What this rank says, and what it hears."""
         self._groups: dict[ProcessGroup, Group] = {}
-        self._places: Counter[Group] = Counter()
+        self._pending = PendingCalls()
+        self._watching = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._watching.enter_context(waits_watched(self._pending, self._waits_for))
+        self._watching.enter_context(groups_watched(self._makes_group))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._watching.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # it comes again, as what the rank itself computes
         kwargs = kwargs or {}
-        if func.namespace not in _NAMESPACES or (operation := _OPERATIONS.get(func._opname)) is None:
-            return func(*args, **kwargs)
-        names = (argument.name for argument in func._schema.arguments)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return self._called(_Operator(func, operation, given), func, args, kwargs)
+        if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
+            self._waits_for(self._pending.making(args[0]))
+        operator = operator_of(func, args, kwargs)
+        return func(*args, **kwargs) if operator is None else self._called(operator, kwargs)
 
-    def _called(self, operator: _Operator, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        tensors = operator.inputs(args)
-        call = self._call(operator, tensors)
+    def _called(self, operator: Operator, kwargs: Mapping[str, Any]) -> Any:
+        where, is_object = site()
+        call = self._call(operator, where, is_object=is_object)
+        exchange = self.conversation.begun(call.described, call.group, operator, where, is_object=is_object)
         self.calls.append(call)
-        if call.peer is not None:
-            return func(*args, **kwargs)
-        place = Place(call.group, self._places[call.group])
-        self._places[call.group] += 1
-        words = words_of(call.described, tensors)
-        if words is None or operator.name not in ("all_reduce", "all_gather", "broadcast"):
-            return func(*args, **kwargs)
-        self.words[place] = words
-        heard = self._heard.heard(place, call.described, tensors)
-        result = func(*args, **kwargs)
-        if heard is not None:
-            answers = combined(operator.name, operator.reduction, operator.root or 0, heard)
-            for outputs, answer in zip(operator.outputs(args, result, len(tensors)), answers, strict=True):
-                _fill(outputs, answer)
+        result = _performed(operator, kwargs)
+        exchange.end(operator.outputs(result))
+        self._pending.add(len(self.calls) - 1, result, exchange.source)
         return result
 
-    def _call(self, operator: _Operator, tensors: Sequence[Tensor]) -> Call:
+    def _call(self, operator: Operator, where: str, *, is_object: bool) -> Call:
         group = self._known(operator.group)
-        site, is_object = _site()
         peer = None
-        words = ["objects"] if is_object else [_described(tensor) for tensor in tensors]
+        words = ["objects"] if is_object else [_described(tensor) for tensor in operator.shown()]
+        parts = operator.parts()
+        if parts is not None:  # whose sizes may differ
+            words = [str(operator.inputs()[0].dtype).removeprefix("torch.")] if operator.inputs() else []
         if operator.name in ("all_reduce", "reduce", "reduce_scatter"):
             words.append(operator.reduction)
         if operator.root is not None:
-            if operator.name in ("send", "recv"):
+            if operator.name in MESSAGES:
                 peer = group.ranks[operator.root]
             else:
                 words.append(f"root {group.ranks[operator.root]}")
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return Call(operator.name, group, ", ".join(words), peer, nbytes, site, self.step)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in operator.inputs())
+        return Call(
+            operator.name,
+            group,
+            ", ".join(words),
+            peer,
+            nbytes,
+            where,
+            self.step,
+            self.phase,
+            operator.tag,
+            parts,
+        )
 
     def _known(self, group: ProcessGroup) -> Group:
         if group not in self._groups:
             self._groups[group] = identified(group)
         return self._groups[group]
 
+    def _makes_group(self, members: Sequence[int] | None, *, is_local: bool) -> None:
+        """Record that a group is made, by all ranks, or by its members if it ``is_local``."""
+        everyone = range(dist.get_world_size())
+        ranks = sorted(everyone if members is None else members)
+        if is_local and dist.get_rank() not in ranks:
+            return
+        who = next_of(ranks) if is_local else Group(tuple(everyone), 0)
+        form = "" if is_local else f"ranks {spans(ranks)}"
+        self.conversation.passed(who)
+        self.calls.append(Call("new_group", who, form, None, 0, site()[0], self.step, self.phase))
+        self._waits_for(len(self.calls) - 1)
 
-@final
-@dataclass(frozen=True)
-class _Operator:
-    """An operator of torch that is a collective, with its arguments by name; ``name``: torch.distributed's function."""
-
-    func: Any
-    name: str
-    given: Mapping[str, Any]
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The group among the arguments: an object, or its name."""
-        return _group_of(self.given.values())
-
-    @property
-    def reduction(self) -> str:
-        """The name of the reduction, in small letters; "sum" where there is none."""
-        return _reduction(self.given)
-
-    @property
-    def root(self) -> int | None:
-        """The place in the group of a root or peer; None: there is none."""
-        names = _ROOTS.get(self.name, ())
-        return next((int(self.given[name]) for name in names if name in self.given), None)
-
-    def inputs(self, args: Sequence[Any]) -> list[Tensor]:
-        """Return what this rank puts in."""
-        if self.name == "barrier":
-            return []
-        place = 1 if self.func.namespace == "c10d" and self.name in _SECOND else 0
-        return [leaf for leaf in tree_leaves(args[place]) if isinstance(leaf, Tensor)]
-
-    def outputs(self, args: Sequence[Any], result: Any, count: int) -> list[list[Tensor]]:
-        """Return what the call has filled, for each of ``count`` tensors that this rank has put in."""
-        filled = args[0] if self.func.namespace == "c10d" else result
-        leaves = [leaf for leaf in tree_leaves(filled) if isinstance(leaf, Tensor)]
-        each = len(leaves) // count if count else 0
-        return [leaves[first : first + each] for first in range(0, len(leaves), each)] if each else []
+    def _waits_for(self, number: int | None) -> None:
+        """Note that the rank waits for its call ``number``, unless it has done so before."""
+        if number is not None:
+            self.waits.setdefault(number, len(self.calls))
 
 
-def _fill(outputs: Sequence[Tensor], answer: Tensor) -> None:
-    """Write ``answer`` into ``outputs``, part after part."""
-    parts = torch.split(answer.flatten(), [each.numel() for each in outputs])
-    for output, part in zip(outputs, parts, strict=True):
-        output.detach().copy_(part.view(output.shape))
-
-
-def _group_of(values: Any) -> ProcessGroup:
-    """Return the group among the arguments of an operator: an object, or its name."""
-    found: ProcessGroup | None = None
-    for value in values:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            found = ProcessGroup.unbox(value)
-        elif isinstance(value, str) and value not in _REDUCTIONS:
-            found = torch._C._distributed_c10d._resolve_process_group(GroupName(value))
-        elif isinstance(value, ProcessGroup):
-            found = value
-    assert found is not None, "a collective has a group"
-    return found
-
-
-_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-
-
-def _reduction(given: Mapping[str, Any]) -> str:
-    """Return the name of the reduction, in small letters."""
-    for value in given.values():
-        if isinstance(value, str) and value in _REDUCTIONS:
-            return value
-        if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
-            operation: object = dist.ReduceOp.unbox(value)
-            kinds = dist.ReduceOp.RedOpType.__members__
-            return next((name.lower() for name, kind in kinds.items() if operation == kind), "sum")
-    return "sum"
+def _performed(operator: Operator, kwargs: Mapping[str, Any]) -> Any:
+    if operator.name == "monitored_barrier" and dist.get_backend(operator.group) == "fake":
+        return None  # which has none
+    return operator.func(*operator.args, **kwargs)
 
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _site() -> tuple[str, bool]:
-    """Return the innermost line outside torch, and whether torch pickles objects there, whose sizes may differ."""
-    is_object = False
-    for frame in _frames():
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.startswith(_TORCH):
-            is_object = is_object or "object" in name
-        elif not file.startswith((_OWN, "<")):
-            return f"{short_path(file)}:{frame.f_lineno} ({name})", is_object
-    return "torch", is_object
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def short_path(file: str) -> str:
-    """Return a path as its reader knows it: of worldsize, of the working directory, or whole."""
-    path = Path(file)
-    if file.startswith(_FRAMEWORK):
-        return str(path.relative_to(Path(_FRAMEWORK).parent))
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from worldsize.planning.rehearsal.spans import named
 
 
 @final
@@ -25,7 +28,21 @@ class Group:
 
 def identified(group: ProcessGroup) -> Group:
     """Identify a group that this process has made, as any other member does."""
-    made = [each for each in dist.distributed_c10d._world.pg_group_ranks if isinstance(each, ProcessGroup)]
     members = dist.get_process_group_ranks(group)
-    same = [each for each in made if dist.get_process_group_ranks(each) == members]
-    return Group(tuple(members), same.index(group))
+    return Group(tuple(members), _made_of(members).index(group))
+
+
+def next_of(members: Sequence[int]) -> Group:
+    """Identify the group that this process makes next of ``members``."""
+    return Group(tuple(members), len(_made_of(list(members))))
+
+
+def _made_of(members: list[int]) -> list[ProcessGroup]:
+    made = [each for each in dist.distributed_c10d._world.pg_group_ranks if isinstance(each, ProcessGroup)]
+    return [each for each in made if dist.get_process_group_ranks(each) == members]
+
+
+def described(group: Group) -> str:
+    """Name a group for people."""
+    which = f", number {group.number + 1} of them" if group.number else ""
+    return f"the group of {named(group.ranks)}{which}"

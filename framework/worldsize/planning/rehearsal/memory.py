@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from worldsize.collectives.per_rank import local
 from worldsize.core import StateDict
 from worldsize.planning.rehearsal.storage_log import StorageLog
 
@@ -45,6 +47,10 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come again, as the rank's own tensors
+        if func is not torch.ops.aten.lift_fresh.default:  # to which torch.tensor() gives what it has just made
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and self._is_own(leaf):
+                    self.log.leave_out(leaf.untyped_storage())
         made = func(*args, **kwargs or {})
         self.see(made)
         return made
@@ -68,17 +74,22 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See storages that change their size, as FSDP's do when a unit is gathered: no operator of torch does that."""
         resize = UntypedStorage.resize_
 
-        def resized(storage: UntypedStorage, size: int) -> None:
-            resize(storage, size)
+        def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
+            result: UntypedStorage = resize(storage, size)
             if self.log.knows(storage):
                 self.log.see(storage)
+            return result
 
         with patch.object(UntypedStorage, "resize_", resized):
             yield
 
     def label_state(self, state: StateDict) -> None:
         """Learn from a replica's state which storages are buffers, or parameters that no optimizer has stepped."""
-        self.log.label("buffers", state["model"].values())
+        values = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        parameters = {_address(each) for each in tensors if isinstance(each, nn.Parameter)}
+        self.log.label("parameters", [each for each in values if _address(each) in parameters])
+        self.log.label("buffers", values)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -87,3 +98,9 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         self.log.label("optimizer", tree_leaves(list(optimizer.state.values())))
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return the address of a storage; None: the tensor has none."""
+    own = local(tensor)
+    return own.untyped_storage()._cdata if own.layout is torch.strided else None

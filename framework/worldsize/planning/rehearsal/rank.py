@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, final
+from unittest.mock import patch
 
 import torch
 
+from worldsize.config.instantiate import described_failure
 from worldsize.config.settings import Settings
 from worldsize.core import (
+    ConfigError,
     EvaluationBatch,
     EvaluationBatches,
     MicroBatch,
+    Recipe,
     Replica,
     RunContext,
     StateDict,
+    StepDone,
     StepResult,
     World,
 )
 from worldsize.data.loader import collate_of, evaluation_batches, micro_batches
+from worldsize.engine.agreement import Agreement
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
+from worldsize.errors import WorldsizeError
 from worldsize.planning.absent_peers import world_seen_by
-from worldsize.planning.rehearsal.calls import Call, CallRecorder, short_path
+from worldsize.planning.rehearsal.calls import Call, CallRecorder
 from worldsize.planning.rehearsal.exchange import Place, Said, Words
 from worldsize.planning.rehearsal.fake_tensors import FakeTensors
 from worldsize.planning.rehearsal.memory import MemoryRecorder
+from worldsize.planning.rehearsal.sites import short_path
 from worldsize.planning.rehearsal.storage_log import Peak
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.deferred.model import filled_with
 
 _CPU = torch.device("cpu")
 _BATCHES = 2  # of an evaluation
+_NOTHING = Peak(0, {})
 
 
 @final
@@ -50,6 +59,11 @@ class Rehearsed:
         evaluation: The same in an evaluation; None: there was none.
         words: What it has said in small tensors.
         error: What ended it early, with the line; None: nothing.
+        building: Its memory where it is largest until the replica is built.
+        waits: By the number of a call, from 0: how many calls it had made when it waited for that one; a call that is
+            not here is never waited for. None: it waits for each at once.
+        refusal: The words of an error that a configuration asks for; None: there is none.
+        is_settled: Whether it called the same when it was rehearsed again, with what the others had said.
     """
 
     rank: int
@@ -58,6 +72,16 @@ class Rehearsed:
     evaluation: Peak | None
     words: Mapping[Place, Words]
     error: str | None = None
+    building: Peak = _NOTHING
+    waits: Mapping[int, int] | None = None
+    refusal: str | None = None
+    is_settled: bool = True
+
+    @property
+    def most(self) -> int:
+        """The most bytes that its tensors take, in any part of the run."""
+        peaks = (self.building, self.peak, self.evaluation or _NOTHING)
+        return max(each.nbytes for each in peaks)
 
 
 @final
@@ -89,14 +113,30 @@ Data = Mapping[str, Any]  # the recipe's, by split
 
 
 def data_of(settings: Settings, part: Part) -> Data:
-    """Load the recipe's data: those for training, and those that are evaluated."""
+    """Load the recipe's data: those for training, and those that are evaluated.
+
+    Raises:
+        ConfigError: the recipe cannot load them.
+    """
     splits = settings.evaluation.splits if part.evaluates and not part.is_fake else ()
-    return {split: settings.recipe.data(split) for split in dict.fromkeys(("train", *splits))}
+    return {split: _loaded(settings.recipe, split) for split in dict.fromkeys(("train", *splits))}
+
+
+def _loaded(recipe: Recipe, split: str) -> Any:
+    try:
+        return recipe.data(split)
+    except WorldsizeError:
+        raise
+    except Exception as error:  # any: a recipe is anyone's code
+        raise ConfigError(
+            f"{type(recipe).__name__} cannot load its data ({split}): {described_failure(error)}. "
+            "Change the options below recipe; nothing was started."
+        ) from error
 
 
 def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, heard: Said) -> Rehearsed:
     """Rehearse ``rank`` in this process, which has no process group; the others say what is ``heard``."""
-    calls, memory, error = CallRecorder(heard), MemoryRecorder(), None
+    calls, memory, error, refusal = CallRecorder(heard), MemoryRecorder(), None, None
     settings.determinism.apply("cpu")
     torch.set_num_threads(1)
     fakes = FakeTensors() if part.is_fake else None
@@ -105,7 +145,18 @@ def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, heard: 
             take_part(settings, world, part, data, Recorders(calls, memory), fakes)
         except Exception as failure:  # any: the recipe is anyone's code
             error = _described(failure, calls.step)
-    return Rehearsed(rank, calls.calls, memory.log.peak(), memory.log.evaluation_peak(), calls.words, error)
+            refusal = str(failure) if isinstance(failure, ConfigError) else None
+    return Rehearsed(
+        rank,
+        calls.calls,
+        memory.log.peak(),
+        memory.log.evaluation_peak(),
+        calls.conversation.words,
+        error,
+        memory.log.building_peak(),
+        calls.waits,
+        refusal,
+    )
 
 
 def take_part(
@@ -149,12 +200,27 @@ def take_part(
         metrics: dict[str, float] = {}
         for split in settings.evaluation.splits if part.evaluates and fakes is None else ():
             recorders.memory.log.begin_evaluation()
+            recorders.calls.phase = "evaluation"
             metrics |= replica.evaluate(_evaluation(settings, data[split], split, step, mine))
+        recorders.calls.phase = "logging"
         return metrics
 
     loop = LoopConfig(part.steps, settings.training.batch_size, log_every=1, stop_on_nonfinite=False)
-    fit(replica, batches, world, config=loop, callbacks=LoopCallbacks(evaluate, lambda event: None))
+    with _equal_pace():
+        fit(replica, batches, world, config=loop, callbacks=LoopCallbacks(evaluate, lambda event: None))
     recorders.memory.label_state(replica.state())
+
+
+@contextmanager
+def _equal_pace() -> Iterator[None]:
+    """Let all ranks take steps at the same pace, of which they tell each other and by which the loop decides."""
+    tell = Agreement.tell
+
+    def told(agreement: Agreement, done: StepDone) -> None:
+        tell(agreement, replace(done, samples_per_second=done.samples / done.step))  # one step a second
+
+    with patch.object(Agreement, "tell", told):
+        yield
 
 
 def _evaluation(settings: Settings, data: Any, split: str, step: int, part: World) -> EvaluationBatches:
@@ -180,8 +246,16 @@ class _RehearsedReplica(Replica):
         self._inner, self._fakes, self._recorders = inner, fakes, recorders
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        self._recorders.calls.step += 1
+        calls = self._recorders.calls
+        calls.step, calls.phase = calls.step + 1, "step"
+        try:
+            return self._stepped(micro_batches)
+        finally:
+            calls.phase = "logging"
+
+    def _stepped(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         if self._fakes is None:
+            self._recorders.memory.see([each.data for each in micro_batches])
             return self._inner.step(micro_batches)
         with self._fakes.made():
             own = [replace(each, data=self._fakes.of(each.data)) for each in micro_batches]

@@ -45,6 +45,7 @@ class StorageLog:
         self._numbers: dict[int, int] = {}  # by the address of a storage that lives
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._foreign: dict[int, weakref.ref[UntypedStorage]] = {}  # by address: what was there before
         self._made = 0
         self._built = 0  # changes before the first step
         self._trained: int | None = None  # changes before the evaluation
@@ -52,6 +53,8 @@ class StorageLog:
     def see(self, storage: UntypedStorage) -> None:
         """Note that a storage is there, with the size that it has now."""
         address = storage._cdata
+        if address in self._foreign:
+            return
         if address not in self._numbers:
             self._made += 1
             self._numbers[address] = self._made
@@ -60,6 +63,12 @@ class StorageLog:
         if nbytes != self._sizes.get(number, 0):
             self._changes.append((number, nbytes - self._sizes.get(number, 0)))
             self._sizes[number] = nbytes
+
+    def leave_out(self, storage: UntypedStorage) -> None:
+        """Count a storage in no peak, unless it has been seen: it was there before, as a data set is."""
+        address = storage._cdata
+        if address not in self._numbers and address not in self._foreign:
+            self._foreign[address] = weakref.ref(storage, lambda _: self._foreign.pop(address, None))
 
     def knows(self, storage: UntypedStorage) -> bool:
         """Tell whether the storage has been seen."""
@@ -85,6 +94,10 @@ class StorageLog:
     def begin_evaluation(self) -> None:
         """Note that training ends here, the first time that it is called."""
         self._trained = self._trained or len(self._changes)
+
+    def building_peak(self) -> Peak:
+        """Return the moment at which most was there until the replica was built."""
+        return self._peak(self._changes[: self._built], after=0)
 
     def peak(self) -> Peak:
         """Return the moment of training at which most was there."""

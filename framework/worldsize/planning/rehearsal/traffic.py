@@ -26,8 +26,9 @@ class Traffic:
 
 
 def traffic(rehearsed: Rehearsed, processes_per_node: int, *, step: int) -> Traffic:
-    """Add up what a rank sends in ``step``."""
-    calls = [call for call in rehearsed.calls if call.step == step]
+    """Add up what a rank sends in ``step`` itself, without what the loop logs and without an evaluation."""
+    calls = [call for call in rehearsed.calls if call.step == step and call.phase == "step"]
+    calls = [call for call in calls if call.operation != "new_group"]
     across = sum(_sent(call) for call in calls if _reaches_over(call, rehearsed.rank, processes_per_node))
     return Traffic(sum(map(_sent, calls)) - across, across, len(calls))
 
@@ -47,7 +48,7 @@ def _sent(call: Call) -> float:
             return (n - 1) * call.nbytes
         case "reduce_scatter" | "all_to_all" | "broadcast" | "reduce":
             return (n - 1) / n * call.nbytes
-        case "recv" | "barrier" | "scatter":
+        case "recv" | "barrier" | "monitored_barrier" | "new_group":
             return 0.0
         case _:
             return float(call.nbytes)

@@ -1,0 +1,178 @@
+"""Reads torch's operators that are collectives or messages: their group, root, reduction and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
+from torch.utils._pytree import tree_leaves
+
+# operators of torch's namespaces of collectives, by the name of torch.distributed's own function
+OPERATIONS: Mapping[str, str] = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "gather_into_tensor_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "barrier": "barrier",
+    "monitored_barrier_": "monitored_barrier",
+}
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+MESSAGES = ("send", "recv")
+ROOTED = ("broadcast", "scatter")  # the root alone has something to say
+_ROOTS: Mapping[str, Sequence[str]] = {  # names of arguments
+    "broadcast": ("root_rank", "src"),
+    "reduce": ("root_rank", "dst"),
+    "gather": ("root_rank", "dst"),
+    "scatter": ("root_rank", "src"),
+    "send": ("dst",),
+    "recv": ("src",),
+}
+_SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # of c10d: outputs come first
+_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+
+
+def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
+    """Read a call of ``func``; None: it is no collective."""
+    if func.namespace not in NAMESPACES or (name := OPERATIONS.get(func._opname)) is None:
+        return None
+    names = (argument.name for argument in func._schema.arguments)
+    return Operator(func, name, args, {**dict(zip(names, args, strict=False)), **kwargs})
+
+
+@final
+@dataclass(frozen=True)
+class Operator:
+    """An operator of torch that is a collective, with its arguments, also by name.
+
+    Attributes:
+        func: The operator.
+        name: The name of torch.distributed's function.
+        args: Its arguments by place.
+        given: The same, and those by name alone.
+    """
+
+    func: Any
+    name: str
+    args: Sequence[Any]
+    given: Mapping[str, Any]
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group among the arguments: an object, or its name."""
+        return _group_of(self.given.values())
+
+    @property
+    def reduction(self) -> str:
+        """The name of the reduction, in small letters; "sum" where there is none."""
+        return _reduction(self.given)
+
+    @property
+    def root(self) -> int | None:
+        """The place in the group of a root or peer; None: there is none, or it may be any."""
+        names = _ROOTS.get(self.name, ())
+        return next((int(self.given[name]) for name in names if name in self.given), None)
+
+    @property
+    def tag(self) -> int:
+        """The number by which messages of a pair are told apart."""
+        return int(self.given.get("tag", 0)) if self.name in MESSAGES else 0
+
+    def inputs(self) -> list[Tensor]:
+        """Return what this rank puts in."""
+        if self.name in ("barrier", "monitored_barrier"):
+            return []
+        return _tensors(self.args[1 if self.func.namespace == "c10d" and self.name in _SECOND else 0])
+
+    def outputs(self, result: Any) -> list[Tensor]:
+        """Return what the call has filled."""
+        return _tensors(self.args[0] if self.func.namespace == "c10d" else result)
+
+    def shown(self) -> list[Tensor]:
+        """Return the tensors on which members have to agree: a scatter's outputs, since the root alone has inputs."""
+        return self.outputs(None) if self.name == "scatter" else self.inputs()
+
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return how many numbers an all-to-all gets from each member, and gives each; None: it is something else."""
+        if self.func._opname == "alltoall_":
+            gets, gives = (tuple(each.numel() for each in _tensors(part)) for part in self.args[:2])
+            return gets, gives
+        if self.name != "all_to_all" or "input_split_sizes" not in self.given:
+            return None
+        size, given = self.group.size(), self.inputs()[0]
+        gives = _parts(self.given["input_split_sizes"], given, size)
+        if self.func.namespace == "c10d":
+            return _parts(self.given["output_split_sizes"], _tensors(self.args[0])[0], size), gives
+        row = given[:1].numel() if len(given) else 0
+        return tuple(int(rows) * row for rows in self.given["output_split_sizes"]), gives
+
+
+def _parts(splits: Sequence[Any], tensor: Tensor, size: int) -> tuple[int, ...]:
+    """Return the numbers of each part of ``tensor``, whose rows are dealt evenly if ``splits`` is empty."""
+    if not splits:
+        return (tensor.numel() // size,) * size
+    row = tensor.numel() // len(tensor) if len(tensor) else 0
+    return tuple(int(rows) * row for rows in splits)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _group_of(values: Iterable[Any]) -> ProcessGroup:
+    """Return the group among the arguments of an operator: an object, or its name."""
+    found: ProcessGroup | None = None
+    for value in values:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            found = ProcessGroup.unbox(value)
+        elif isinstance(value, str) and value not in _REDUCTIONS:
+            found = torch._C._distributed_c10d._resolve_process_group(GroupName(value))
+        elif isinstance(value, ProcessGroup):
+            found = value
+    assert found is not None, "a collective has a group"
+    return found
+
+
+def _reduction(given: Mapping[str, Any]) -> str:
+    """Return the name of the reduction, in small letters."""
+    for value in given.values():
+        if isinstance(value, str) and value in _REDUCTIONS:
+            return value
+        if isinstance(value, torch.ScriptObject) and "ReduceOp" in str(value._type()):
+            operation: object = dist.ReduceOp.unbox(value)
+            kinds = dist.ReduceOp.RedOpType.__members__
+            return next((name.lower() for name, kind in kinds.items() if operation == kind), "sum")
+    return "sum"

@@ -1,0 +1,157 @@
+"""Plays the calls of ranks with each other: finds who waits for ever, and messages that do not meet."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import final
+
+from worldsize.planning.rehearsal.calls import Call
+from worldsize.planning.rehearsal.groups import Group, described
+from worldsize.planning.rehearsal.rank import Rehearsed
+from worldsize.planning.rehearsal.spans import named
+
+_ANY = -1  # in place of a sender that may be any
+_Route = tuple[Group, int, int, int]  # sender, receiver and tag
+
+
+@final
+@dataclass(frozen=True)
+class Deadlock:
+    """Ranks that wait for each other for ever, each with the call for which it waits."""
+
+    waiting: Mapping[int, Call]
+
+    def __str__(self) -> str:
+        calls: dict[str, list[int]] = {}
+        for rank, call in self.waiting.items():
+            peer = "any rank" if call.peer is None else f"rank {call.peer}"
+            with_whom = peer if call.is_message else described(call.group)
+            calls.setdefault(f"{call.described} with {with_whom} at {call.site}", []).append(rank)
+        sides = "; ".join(f"{named(ranks)}: {text}" for text, ranks in calls.items())
+        return f"These wait for each other: {sides}."
+
+
+def deadlock(ranks: Sequence[Rehearsed]) -> Deadlock | None:
+    """Play the calls of all ``ranks``, each of which waits for a call until the other members have made it too.
+
+    None: all end. An asynchronous call is waited for where the rank does so, if it does. A message is sent without
+    waiting, and waited for. Members that were not rehearsed are taken to be there already.
+    """
+    play = _Play(ranks)
+    while any([play.advance(rank) for rank in play.scripts]):
+        pass
+    waiting = {rank: play.ahead[rank] for rank in play.scripts if rank in play.ahead}
+    return Deadlock(waiting) if waiting else None
+
+
+@final
+class _Play:
+    """The ranks at work: how far each has come, and which calls it has made."""
+
+    def __init__(self, ranks: Sequence[Rehearsed]) -> None:
+        self.scripts = {each.rank: _script(each) for each in ranks}
+        self.ahead: dict[int, Call] = {}
+        """By rank: the call for which it waits; one that has ended is not here."""
+        self._made: Counter[tuple[int, Group]] = Counter()  # collectives of a rank in a group
+        self._sent: Counter[_Route] = Counter()
+        self._received: Counter[_Route] = Counter()  # or will be: the rank has asked for them
+        self._places: dict[tuple[int, int], int] = {}  # by rank and number of a call: its place in its group or route
+        self._next: dict[int, tuple[int, Call, bool]] = {}
+
+    def advance(self, rank: int) -> bool:
+        """Go on with ``rank`` as far as it comes; tell whether it has moved."""
+        moved = False
+        while (act := self._next.pop(rank, None) or next(self.scripts[rank], None)) is not None:
+            number, call, is_wait = act
+            if not is_wait:
+                self._make(rank, number, call)
+            elif not self._is_met(rank, number, call):
+                self._next[rank], self.ahead[rank] = act, call
+                return moved
+            moved = True
+        self.ahead.pop(rank, None)
+        return moved
+
+    def _make(self, rank: int, number: int, call: Call) -> None:
+        if not call.is_message:
+            self._places[rank, number] = self._made[rank, call.group]
+            self._made[rank, call.group] += 1
+        elif call.operation == "recv":
+            route = call.group, _ANY if call.peer is None else call.peer, rank, call.tag
+            self._places[rank, number] = self._received[route]
+            self._received[route] += 1
+        elif call.peer is not None:
+            self._sent[call.group, rank, call.peer, call.tag] += 1
+
+    def _is_met(self, rank: int, number: int, call: Call) -> bool:
+        if call.operation == "send":
+            return True
+        place = self._places[rank, number]
+        if not call.is_message:
+            present = (other for other in call.group.ranks if other in self.scripts)
+            return all(self._made[other, call.group] > place for other in present)
+        if call.peer is not None:
+            return call.peer not in self.scripts or self._sent[call.group, call.peer, rank, call.tag] > place
+        others = [other for other in call.group.ranks if other != rank]
+        if any(other not in self.scripts for other in others):
+            return True
+        spare = (
+            self._sent[call.group, other, rank, call.tag] - self._received[call.group, other, rank, call.tag]
+            for other in others
+        )
+        return sum(max(0, each) for each in spare) > place
+
+
+def _script(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
+    """Yield what a rank does: the number of a call, the call, and whether it is made here or waited for."""
+    later: dict[int, list[int]] = defaultdict(list)
+    for number, moment in (rehearsed.waits or {}).items():
+        later[moment].append(number)
+    for number, call in enumerate(rehearsed.calls):
+        yield number, call, False
+        for waited in [number] if rehearsed.waits is None else later[number + 1]:
+            yield waited, rehearsed.calls[waited], True
+
+
+# ---------------------------------------------------------------- messages
+
+
+def mismatches(ranks: Sequence[Rehearsed]) -> list[str]:
+    """Describe messages that their receiver takes for something else, and those that nobody receives.
+
+    Ranks that were not rehearsed, or that an error has ended, are taken to receive what they are sent.
+    """
+    sent, received = _messages(ranks, "send"), _messages(ranks, "recv")
+    whole = {each.rank for each in ranks if each.error is None}
+    from_any = Counter({(route[0], *route[2:]): len(own) for route, own in received.items() if route[1] == _ANY})
+    found = []
+    for route, own in sent.items():
+        (group, giver, taker, tag), taken = route, received.get(route, [])
+        wrong = (pair for pair in zip(own, taken, strict=False) if pair[0].form != pair[1].form)
+        for gift, take in islice(wrong, 1):
+            found.append(f"rank {giver}: {_gives(gift)}. rank {taker}: receives {take.form} at {take.site}.")
+        left = own[len(taken) :]
+        for_any = min(len(left), from_any[group, taker, tag])
+        from_any[group, taker, tag] -= for_any
+        if len(left) > for_any and taker in whole:
+            found.append(f"rank {giver}: {_gives(left[for_any])}, which never receives it.")
+    return found
+
+
+def _gives(gift: Call) -> str:
+    return f"sends {gift.form} at {gift.site} ({gift.when}) to rank {gift.peer}"
+
+
+def _messages(ranks: Sequence[Rehearsed], operation: str) -> dict[_Route, list[Call]]:
+    """Return the messages that were sent or received, by sender and receiver; ``_ANY``: it may come from any."""
+    found: dict[_Route, list[Call]] = defaultdict(list)
+    for each in ranks:
+        for call in each.calls:
+            if call.operation == operation:
+                peer = _ANY if call.peer is None else call.peer
+                ends = (each.rank, peer) if operation == "send" else (peer, each.rank)
+                found[call.group, *ends, call.tag].append(call)
+    return found
