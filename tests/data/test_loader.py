@@ -130,6 +130,23 @@ def test_evaluation_counts_every_sample_once_and_ranks_take_equally_many_batches
     assert sorted(batch.index for batch in counted) == [0, 1, 2]
 
 
+def test_the_first_batch_of_a_large_evaluation_takes_no_memory_for_the_others() -> None:
+    """A list of the indices of 10¹² samples would take 8 TB."""
+    batches = evaluation_batches(Numbers(10**12), world(1, 4), batch_size=3)
+    assert next(batches).data.tolist() == [3, 4, 5]
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Table(Dataset[dict[str, list[int]]]):
     """A data set as Hugging Face's: rows of unequal length, and a method ``batch`` that makes a table of batches."""
 

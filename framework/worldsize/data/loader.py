@@ -282,8 +282,13 @@ def _random(
 
 
 def _cut(dataset: Any, batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], Batch]]]:
-    for index, indices in enumerate(torch.split(torch.arange(len(dataset)), batch_size)):
-        yield index, partial(fetch, dataset, indices, collate)
+    length = len(dataset)
+    for index, first in enumerate(range(0, length, batch_size)):
+        yield index, partial(_fetch_range, dataset, range(first, min(first + batch_size, length)), collate)
+
+
+def _fetch_range(dataset: Any, indices: range, collate: Collate) -> Batch:
+    return fetch(dataset, torch.arange(indices.start, indices.stop), collate)
 
 
 def _cut_stream(dataset: Iterable[Any], batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], Batch]]]:
