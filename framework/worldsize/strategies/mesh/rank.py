@@ -136,15 +136,15 @@ class Rank:
         ]
 
     def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Return this rank's group among those of ``ranks`` of the pipeline: one for each place on the other axes."""
-        mine = None
-        for d in range(self.layout.data):
-            for t in range(self.layout.tensor):
-                members = self.layout.across(list(ranks), d, t)
-                group = dist.new_group(members)  # every rank must create every group, members or not
-                if self.context.world.rank in members:
-                    mine = cast("ProcessGroup", group)
-        return mine
+        """Return the group of these ranks of the pipeline at this rank's place on the other axes, if it is a member.
+
+        Its members alone create it. All ranks must create equally many groups in this way, since torch names them by
+        their number: one that is no member creates a group of itself.
+        """
+        own = self.context.world.rank
+        members = self.layout.across(list(ranks), self._coordinate["data"], self._coordinate["tensor"])
+        group = dist.new_group(members if own in members else [own], use_local_synchronization=True)
+        return cast("ProcessGroup", group) if own in members else None
 
 
 @final
