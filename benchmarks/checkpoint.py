@@ -24,7 +24,8 @@ from elastic import Wide
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.core import Replica, RunContext, StateDict, World
-from worldsize.data.loader import Order, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 

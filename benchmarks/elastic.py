@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import Recipe, RunContext, World
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 

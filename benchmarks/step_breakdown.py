@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, Recipe, RunContext, StepDone, World
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.observe.stragglers import Stragglers
 from worldsize.strategies.ddp import DDP

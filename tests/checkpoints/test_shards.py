@@ -30,7 +30,8 @@ from worldsize.checkpoints.tree import split
 from worldsize.checkpoints.weights import CheckpointWeights, open_weights
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import RunContext, StateDict, Strategy, World
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.errors import CheckpointError
 from worldsize.strategies.ddp import DDP

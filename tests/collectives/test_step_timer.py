@@ -17,7 +17,8 @@ from torch.distributed import _functional_collectives as functional
 from plugins.local_sgd.strategy import LocalSGD
 from worldsize.collectives.step_timer import Phase, StepTimer, phase
 from worldsize.core import RunContext, Strategy, World
-from worldsize.data.loader import Order, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.errors import ConfigError
 
 CPU, SAMPLES, BATCH, LOGICAL, POOL = torch.device("cpu"), 500, 24, 4, 32

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from worldsize.data.loader import Order
+from worldsize.data.order import Order
 from worldsize.data.permutation import ORDER, enciphered, permuted
 from worldsize.reproducibility.seeds import stream
 

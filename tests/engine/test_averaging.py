@@ -26,7 +26,8 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.averaging import AveragedReplica, WeightAverage, evaluate_all
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -11,7 +11,7 @@ import torch
 
 from worldsize.checkpoints.format import complete, read
 from worldsize.core import ConfigError, World, logged_name, metric_key, split_of, spoken_name
-from worldsize.data.loader import evaluation_batches
+from worldsize.data.evaluation import evaluation_batches
 
 RECIPE = """
 import torch

@@ -16,7 +16,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 from worldsize.collectives.exact import gather_tensors
 from worldsize.core import Cluster, ConfigError, RunContext, StateMetric, Strategy, World
-from worldsize.data.loader import evaluation_batches
+from worldsize.data.evaluation import evaluation_batches
 from worldsize.metrics.concatenated import Concatenated
 from worldsize.metrics.torchmetrics import TorchMetric
 from worldsize.strategies.ddp import DDP

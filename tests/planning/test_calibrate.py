@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from worldsize.core import ConfigError, Numerics
-from worldsize.data.loader import Order
+from worldsize.data.order import Order
 from worldsize.planning.calibrate import calibrate
 from worldsize.testing.recipes import Chain
 

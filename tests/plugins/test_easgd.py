@@ -19,7 +19,8 @@ from plugins.easgd.centre import Centre, Operation, joined
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
 from worldsize.core import Cluster, ConfigError, Link, Numerics, Recipe, Rendezvous, RunContext, Workload
-from worldsize.data.loader import Order, fetch
+from worldsize.data.fetch import fetch
+from worldsize.data.order import Order
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import ALONE, BATCH, CHAIN, SEED, StrategyContract, train
 from worldsize.transport.channel import Channel

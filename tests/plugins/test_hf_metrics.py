@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.plugins import hf_programs as programs
 from tests.plugins.hf_reference import Make, recipe, values
 from worldsize.core import ConfigError, Numerics, RunContext, Strategy, World
-from worldsize.data.loader import collate_of
+from worldsize.data.fetch import collate_of
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.parameter_server.strategy import ParameterServer

@@ -18,7 +18,7 @@ from plugins.lightning_module.recipe import lightning_recipe
 from tests.plugins.lightning_gans import BATCH, DCGAN, Images, Pairs, PlainGAN, ToggledGAN
 from tests.plugins.lightning_reference import Losses, fitted
 from worldsize.core import EvaluationBatches, Recipe, RunContext, World
-from worldsize.data.loader import evaluation_batches
+from worldsize.data.evaluation import evaluation_batches
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP

@@ -19,7 +19,9 @@ from tests.plugins.lightning_programs import BATCH, SAMPLES, VAE, Classifier, Po
 from tests.plugins.lightning_reference import fitted, trainer, validated
 from worldsize.checkpoints.weights import open_weights
 from worldsize.core import ConfigError, EvaluationBatches, Recipe, RunContext, World
-from worldsize.data.loader import Order, evaluation_batches, micro_batches
+from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone
 from worldsize.strategies.ddp import DDP

@@ -15,7 +15,8 @@ from plugins.streaming_diloco.strategy import StreamingDiLoCo
 from recipes.digits.recipe import Digits
 from tests.outcome import outcome
 from worldsize.core import ConfigError, Replica, RunContext, World
-from worldsize.data.loader import Order, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 

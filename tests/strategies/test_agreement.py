@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import EvaluationBatch, EvaluationBatches, Event, Numerics, Recipe, RunContext, Strategy, World
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single

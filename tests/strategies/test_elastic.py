@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import MicroBatch, Recipe, RunContext, Strategy, World
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

@@ -17,7 +17,8 @@ from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import RunContext, Strategy, World
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single

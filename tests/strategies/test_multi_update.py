@@ -27,7 +27,8 @@ from worldsize.core import (
     Update,
     World,
 )
-from worldsize.data.loader import Order, logical_ranks_of, micro_batches
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP

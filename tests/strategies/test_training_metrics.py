@@ -28,7 +28,9 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.loader import Order, fetch, logical_ranks_of, micro_batches
+from worldsize.data.fetch import fetch
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.engine.training_metrics import TrainingMetrics, means
 from worldsize.strategies.ddp import DDP

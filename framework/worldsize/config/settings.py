@@ -38,7 +38,7 @@ from worldsize.core import (
     metric_key,
     split_of,
 )
-from worldsize.data.loader import Order, logical_ranks_of
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.averaging import WeightAverage
 from worldsize.engine.early_stopping import EarlyStopping
 from worldsize.engine.faults import Faults

@@ -24,7 +24,8 @@ from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
 from worldsize.config.shape import with_processes
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
-from worldsize.data.loader import is_iterable, steps_of
+from worldsize.data.fetch import is_iterable
+from worldsize.data.order import steps_of
 from worldsize.driver.hints import command_line
 from worldsize.driver.lengths import length_in_steps, written_lengths
 from worldsize.driver.record import amend_record, check_same, with_secrets, write_record

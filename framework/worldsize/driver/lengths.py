@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from worldsize.config.settings import Settings
-from worldsize.data.loader import is_iterable, steps_of
+from worldsize.data.fetch import is_iterable
+from worldsize.data.order import steps_of
 from worldsize.errors import ConfigError
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Numerics, Recipe, RunContext, Workload, World
-from worldsize.data.loader import Order, collate_of, micro_batches
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order
 from worldsize.planning.concurrency import first_device, medians, run_concurrently
 from worldsize.strategies.alone import alone
 from worldsize.strategies.model_replica import ModelReplica, autocast

@@ -8,7 +8,8 @@ import torch
 
 from worldsize.config.settings import Settings
 from worldsize.core import RunContext, World
-from worldsize.data.loader import collate_of, micro_batches
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import micro_batches
 from worldsize.planning.absent_peers import check_alone, world_seen_by
 from worldsize.planning.concurrency import first_device, medians, run_concurrently
 from worldsize.strategies.alone import alone

@@ -14,7 +14,7 @@ import torch
 
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Link, Workload
-from worldsize.data.loader import Order
+from worldsize.data.order import Order
 from worldsize.planning.absent_peers import check_alone
 from worldsize.planning.calibrate import calibrate
 from worldsize.planning.construction import check_trainable

@@ -37,7 +37,9 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.loader import Order, collate_of, fetch, logical_ranks_of, micro_batches
+from worldsize.data.fetch import collate_of, fetch
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.heap import Heap
 from worldsize.planning.construction import check_trainable
 from worldsize.testing.evaluation import evaluate

@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from worldsize.core import EvaluationBatches, Replica, World
-from worldsize.data.loader import Collate, evaluation_batches
+from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.fetch import Collate
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from worldsize.core import LossOutput, MicroBatch, Recipe
-from worldsize.data.loader import collate_of, fetch, is_iterable
+from worldsize.data.fetch import collate_of, fetch, is_iterable
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.model_replica import autocast
 from worldsize.testing.port_runs import PortConfig, initial_model, steps_of

@@ -25,7 +25,8 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.loader import collate_of, drawn
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import drawn
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.reproducibility.seeds import seed_generators, stream

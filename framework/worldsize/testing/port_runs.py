@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Batch, Dealing, MicroBatch, Numerics, Recipe, Replica, RunContext, World
-from worldsize.data.loader import Order, collate_of, logical_ranks_of, micro_batches
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import micro_batches
+from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.averaging import AveragedReplica, WeightAverage
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.strategies.alone import alone

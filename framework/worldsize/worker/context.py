@@ -25,7 +25,8 @@ from worldsize.core import (
     StopFlag,
     World,
 )
-from worldsize.data.loader import collate_of, drawn, is_iterable
+from worldsize.data.fetch import collate_of, is_iterable
+from worldsize.data.loader import drawn
 from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.records.run_directory import RunDirectory, private
 from worldsize.worker.evaluation import EvaluationData

@@ -12,7 +12,8 @@ from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import load
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key
-from worldsize.data.loader import collate_of, evaluation_batches
+from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.fetch import collate_of
 from worldsize.engine.averaging import evaluate_all
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import write_result

@@ -32,7 +32,8 @@ from worldsize.core import (
     StepDone,
     World,
 )
-from worldsize.data.loader import collate_of, micro_batches
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import micro_batches
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
 from worldsize.observe.events import EventLog

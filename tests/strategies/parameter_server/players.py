@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import TensorDataset
 
 from worldsize.core import MultiUpdateRecipe
-from worldsize.data.loader import Order, fetch
+from worldsize.data.fetch import fetch
+from worldsize.data.order import Order
 from worldsize.reproducibility.seeds import seed_generators
 
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 24

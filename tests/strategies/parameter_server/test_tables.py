@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from recipes.word2vec.recipe import Word2Vec
 from worldsize.checkpoints.format import read
 from worldsize.checkpoints.load import read_tensors
-from worldsize.data.loader import Order, drawn
+from worldsize.data.loader import drawn
+from worldsize.data.order import Order
 from worldsize.strategies.parameter_server.row_tables import find_tables, initial_rows
 
 WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")

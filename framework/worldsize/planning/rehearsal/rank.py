@@ -27,7 +27,9 @@ from worldsize.core import (
     StepResult,
     World,
 )
-from worldsize.data.loader import collate_of, evaluation_batches, micro_batches
+from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.fetch import collate_of
+from worldsize.data.loader import micro_batches
 from worldsize.engine.agreement import Agreement
 from worldsize.engine.averaging import AveragedReplica
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
