@@ -88,7 +88,8 @@ class StepResult:
         losses: Loss of each local micro-batch: scalars, detached.
         lr: Learning rate of the update; None: the optimizer has none.
         grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
-        skipped: Whether the update was left out, since the gradient was not finite.
+        skipped: Whether the update was left out, since the gradient was not finite; of several updates, at least one.
+        partly: Whether ``skipped`` holds of some of several updates alone: the others were made.
         metrics: What else is logged of the step, by name: float64 [local micro-batches, 2], a sum and its count each.
     """
 
@@ -97,6 +98,7 @@ class StepResult:
     grad_norm: Tensor | None = None
     skipped: bool = False
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    partly: bool = False
 
 
 class Replica(ABC):

@@ -1,4 +1,4 @@
-"""Averages the weights over the updates of training, and evaluates with the average beside the weights themselves."""
+"""Averages the weights over the steps of training, and evaluates with the average beside the weights themselves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from worldsize.core import EvaluationBatches, MicroBatch, Replica, StateDict, St
 @final
 @dataclass(frozen=True)
 class WeightAverage:
-    """An exponential moving average: after an update, average ← decay · average + (1 - decay) · weights.
+    """An exponential moving average: after a step, average ← decay · average + (1 - decay) · weights.
 
     Attributes:
         decay: Share of the average that an averaging leaves, 0 to 1.
-        every: Updates from one averaging to the next.
+        every: Steps from one averaging to the next; those that are skipped do not count.
         warmup: Lower the decay of the n-th averaging, n from 0, to (1 + n) / (10 + n) at most, so that the average
             soon forgets the first weights. Source: TensorFlow's ExponentialMovingAverage.
     """
@@ -38,7 +38,10 @@ class WeightAverage:
 
 @final
 class AveragedReplica(Replica):
-    """Lets ``inner`` train, and averages what this rank holds of the weights after each update; nothing is sent.
+    """Lets ``inner`` train, and averages what this rank holds of the weights after each step; nothing is sent.
+
+    As with ``update_parameters`` of torch's AveragedModel at the end of a training step, all weights are averaged as
+    they are then, those included that the step has left alone. One that is skipped whole is none.
 
     The average is in float32, or in the weights' own precision where that is higher. The first averaging copies the
     weights, as torch.optim.swa_utils.AveragedModel does. Buffers and frozen parameters are the model's own. The state
@@ -59,7 +62,7 @@ class AveragedReplica(Replica):
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(micro_batches)
-        if not result.skipped:
+        if not result.skipped or result.partly:
             self._updates += 1
             if self._updates % self._average.every == 0:
                 with phase("update"), torch.no_grad():

@@ -140,6 +140,8 @@ class ModelReplica(Replica):
     def _stepped(self, part: TrainState, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, bool]:
         """Clip the gradient, which is the same on all ranks, and let the optimizer and its schedule step.
 
+        Whoever calls it lets ``scaler`` update at the end of the step, as a loop with ``torch.amp.GradScaler`` does.
+
         Returns:
             The norm before clipping, None if it is neither clipped nor has to be finite; and whether the update was
             left out.
@@ -151,7 +153,6 @@ class ModelReplica(Replica):
             skipped = self.numerics.skips(norm)
         if not skipped:
             self.scaler.step(part.optimizer)
-        self.scaler.update()
         if part.schedule is not None:
             part.schedule.step()
         return norm, skipped

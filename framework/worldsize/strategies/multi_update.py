@@ -51,6 +51,7 @@ class MultiUpdateReplica(ModelReplica):
         self._parameters = list(self.model.parameters())
         self._size = 1 if self._group is None else self.world.size
         self._buffers = BufferMean(self.model, self._group, self.dealing)
+        self._stepped_names: set[str] = set()  # of optimizers that have stepped since the loss scale was updated
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         rates = {name: first_rate(part.optimizer) for name, part in self._parts.items()}
@@ -59,6 +60,7 @@ class MultiUpdateReplica(ModelReplica):
         results: list[UpdateResult] = []
         while (result := self._update(passes, micro_batches)) is not None:
             results.append(result)
+        self._update_scale()
         returned = step_metrics([each.take_metrics() for each in passes])
         return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
 
@@ -83,6 +85,9 @@ class MultiUpdateReplica(ModelReplica):
                 buffers.add(place)
             buffers.finish()
             return None
+        if name in self._stepped_names:  # GradScaler lets an optimizer step once between two of its own updates
+            self._update_scale()
+        self._stepped_names.add(name)
         parameters = parameters_of(self._parts[name].optimizer)
         fills = len(batches) * self._size > 1  # all have to sum the same, whether their losses depend on it or not
         places = {id(batch): place for place, batch in enumerate(batches)}
@@ -135,6 +140,12 @@ class MultiUpdateReplica(ModelReplica):
         with phase("update"):
             norm, skipped = self._stepped(self._parts[name], parameters)
         return UpdateResult(name, losses, norm, skipped, step_metrics(records))
+
+    def _update_scale(self) -> None:
+        """Let the loss scale grow, or fall if a gradient was not finite, as torch.amp.GradScaler does once a step."""
+        if self._stepped_names:
+            self.scaler.update()
+            self._stepped_names.clear()
 
 
 def _group_rates(optimizer: Optimizer) -> list[float]:

@@ -42,6 +42,7 @@ class SynchronousReplica(ModelReplica):
         lr: float | None = self.optimizer.param_groups[0].get("lr")
         with phase("update"):
             norm, skipped = self._stepped(self._part, self._parameters)
+            self.scaler.update()
         return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:

@@ -47,13 +47,15 @@ def step_result(
     """
     if not results:
         raise ConfigError(f"{kind}.updates yielded nothing in step {step}. Yield an update in every step.")
+    skips = [result.skipped for result in results]
     norms = [result.grad_norm for result in results if result.grad_norm is not None]
     return StepResult(
         losses=_sums([result.losses for result in results]),
         lr=next(iter(rates.values())),
         grad_norm=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
-        skipped=any(result.skipped for result in results),
+        skipped=any(skips),
         metrics=_metrics(results, rates, returned),
+        partly=any(skips) and not all(skips),
     )
 
 
