@@ -1,4 +1,4 @@
-"""With several updates a step, or a loss scale, the average is that of AveragedModel at the end of each step."""
+"""Check the average of steps with several updates, or with a loss scale, against AveragedModel."""
 
 from __future__ import annotations
 
