@@ -1,0 +1,73 @@
+"""Splits a data set into what is learned and what is held out, by the number of a sample alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, final
+
+import numpy
+from numpy.typing import NDArray
+
+from worldsize.core import Range
+from worldsize.data.permutation import permuted
+from worldsize.data.source import Source
+from worldsize.reproducibility.seeds import stream
+
+_GROUP = 1000  # samples, of each of which the same share is held out
+
+
+@final
+@dataclass(frozen=True)
+class HeldOut(Source):
+    """One side of a split: of each 1,000 samples that follow each other, a hash chooses those that are held out.
+
+    A sample's side depends on its number alone, neither on the run's seed nor on how many samples there are, but for
+    those of the last, incomplete thousand. So it stays where it is when data are appended.
+
+    Args:
+        source: what is split.
+        share: share that is held out, in thousandths.
+        held_out: whether this is the side that is held out, or that which is learned.
+    """
+
+    source: Source
+    share: Annotated[float, Range(least=0, most=1)]
+    held_out: bool
+
+    def __len__(self) -> int:
+        groups, rest = divmod(len(self.source), _GROUP)
+        return groups * self._taken(_GROUP) + self._taken(rest)
+
+    def _taken(self, size: int) -> int:
+        """Count the samples of this side in a group of ``size``."""
+        out = round(self.share * size)
+        return out if self.held_out else size - out
+
+    def source_index(self, index: int) -> int:
+        """Return the number in ``source`` of sample ``index`` of this side."""
+        groups, rest = divmod(len(self.source), _GROUP)
+        taken = self._taken(_GROUP)
+        group, place = (groups, index) if taken == 0 else divmod(index, taken)
+        if group >= groups:
+            group, place = groups, index - groups * taken
+        chosen = _chosen(group, rest if group == groups else _GROUP, self.share, self.held_out)
+        return group * _GROUP + int(chosen[place])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[self.source_index(index)]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return self.source.__getitems__([self.source_index(index) for index in indices])
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self.source.fingerprint()
+
+
+@lru_cache(256)
+def _chosen(group: int, size: int, share: float, held_out: bool) -> NDArray[numpy.int64]:
+    """Return which of a group's samples are on one side, in ascending order: int64 [taken]."""
+    order = permuted(stream(0, "held_out", group), size, range(size)).numpy()
+    out = round(share * size)
+    return numpy.sort(order[:out] if held_out else order[out:])

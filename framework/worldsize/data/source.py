@@ -1,0 +1,129 @@
+"""What the data sets of this package have in common: samples with an index, in files that are read a few at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from torch.utils.data import Dataset
+
+from worldsize.core import FilePath, OneOf
+from worldsize.data.storage.byte_files import ByteFile, SampleError, open_files
+from worldsize.data.storage.cache import Cache
+from worldsize.data.storage.read_counts import COUNTS
+
+_logger = logging.getLogger(__name__)
+_TRIES = 1000  # samples in turn that may be bad
+
+
+class Source(Dataset[Any], ABC):
+    """A data set whose samples have numbers from 0; any process may read any of them at any time.
+
+    It is a value: it holds no position, and two with equal arguments have equal samples. What it opens, it opens when
+    the first sample is asked for, in the process that asks.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the samples."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """Read sample ``index``.
+
+        Raises:
+            SampleError: it cannot be read.
+        """
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Read several samples; a source that reads neighbours faster together says so here."""
+        return [self[index] for index in indices]
+
+    @abstractmethod
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Say what identifies the data: their ``size`` in bytes, and a ``sha256`` that changes when they do."""
+
+
+@dataclass(frozen=True)
+class FileSource(Source):
+    """Samples in files, by path or URL.
+
+    Args:
+        path: a file, a folder, a pattern such as ``books-*.jsonl`` or a list of these, here or at a URL.
+        on_error: what happens if a sample cannot be read. "stop": the run ends; "skip": the next sample that can be
+            read stands in for it, which is counted and logged, and depends on the data alone.
+        cache: keeps indices, and what is read of URLs.
+    """
+
+    path: Annotated[str | Sequence[str], FilePath()]
+    on_error: Annotated[str, OneOf("stop", "skip")] = "stop"
+    cache: Cache = field(default_factory=Cache)
+
+    endings: ClassVar[Sequence[str]] = ("",)
+    """How the names of files end that count in a folder."""
+
+    @abstractmethod
+    def sample(self, index: int) -> Any:
+        """Read sample ``index``; raise :class:`SampleError`, which names the file and the byte, if it is bad."""
+
+    @cached_property
+    def files(self) -> Sequence[ByteFile]:
+        """The files, in the order of their samples."""
+        return open_files(self.path, self.cache, endings=self.endings)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        try:
+            return self.sample(index)
+        except SampleError as error:
+            if self.on_error == "stop":
+                raise SampleError(f"{error} Mend the file, or set on_error=skip of the data.") from error
+            return self._next_good(index, error)
+
+    def _next_good(self, index: int, error: SampleError) -> Any:
+        COUNTS.skipped += 1
+        _logger.warning("sample %d is skipped: %s", index, error)
+        for later in range(index + 1, index + 1 + min(_TRIES, len(self))):
+            try:
+                return self.sample(later % len(self))
+            except SampleError:
+                continue
+        raise SampleError(f"{error} The {_TRIES} samples after it are as bad; nothing can stand in for it.") from error
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        described = [[file.name.rpartition("/")[2], file.size, file.digest()] for file in self.files]
+        total = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        return {"size": sum(file.size for file in self.files), "sha256": total, "files": len(self.files)}
+
+
+@dataclass(frozen=True)
+class Transformed(Source):
+    """Samples of another source, each passed through a function.
+
+    Args:
+        source: what is read.
+        function: takes a sample and returns what stands for it. What it draws of torch's, NumPy's and Python's random
+            numbers follows from the step and the logical rank.
+    """
+
+    source: Source
+    function: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.function(self.source[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self.function(sample) for sample in self.source.__getitems__(indices)]
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self.source.fingerprint()

@@ -1,0 +1,141 @@
+"""A folder of bounded size that keeps parts of remote files, and the indices of data sets."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, final
+
+from filelock import FileLock
+
+from worldsize.core import FilePath, Range
+from worldsize.errors import WorldsizeError
+from worldsize.world.cache_folder import cache_folder
+
+_logger = logging.getLogger(__name__)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ROOM = 0.9  # share of the capacity that is left when the oldest blocks have been removed
+_LOOKS = 32  # the folder is looked through each time that 1/32 of the capacity has been added
+
+
+@final
+@dataclass(frozen=True)
+class Cache:
+    """A folder for indices and parts of remote files, which all processes of a host share.
+
+    Args:
+        folder: None: ``worldsize`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
+        capacity: bytes that parts of remote files take at most; the part unused for longest goes first. Indices are
+            not counted.
+        block: bytes that are fetched at once.
+    """
+
+    folder: Annotated[str | None, FilePath()] = None
+    capacity: Annotated[float, Range(least=0, hint="it is in bytes")] = 20e9
+    block: Annotated[int, Range(least=4096, most=1 << 30, hint="it is in bytes")] = 4 << 20
+
+    @property
+    def root(self) -> Path:
+        """The folder, which may not exist yet."""
+        return cache_folder() if self.folder is None else Path(self.folder).expanduser()
+
+    def made(self, name: str) -> Path:
+        """Make the folder ``name`` of the cache, unless it is there.
+
+        Raises:
+            WorldsizeError: it cannot be made.
+        """
+        folder = self.root / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WorldsizeError(
+                f"the cache folder {folder} cannot be made: {error.strerror}. Set cache.folder of the data to another."
+            ) from None
+        return folder
+
+
+@final
+class BlockCache:
+    """Keeps blocks of remote files on disk, and removes those unused for longest.
+
+    A block that has no room is handed on without being kept. Processes that add blocks at the same time may exceed the
+    capacity by 1/32 each until one of them removes the oldest.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._folder = cache.made("blocks")
+        self._added = float("inf")  # bytes since the folder was looked through; the first block looks
+        self._told = False
+
+    def read(self, file: str, number: int, span: tuple[int, int], fetch: Callable[[], bytes]) -> bytes:
+        """Return bytes ``span`` (from, to) of block ``number`` of ``file``, which ``fetch`` gets if it is not here.
+
+        Args:
+            file: a name that changes whenever the content does.
+        """
+        path = self._folder / file[:2] / file / str(number)
+        try:
+            with path.open("rb") as kept:
+                kept.seek(span[0])
+                data = kept.read(span[1] - span[0])
+            if len(data) == span[1] - span[0]:
+                with suppress(OSError):  # removed in the meantime
+                    os.utime(path)
+                return data
+        except FileNotFoundError:
+            pass
+        block = fetch()
+        self._keep(path, block)
+        return block[span[0] : span[1]]
+
+    def _keep(self, path: Path, block: bytes) -> None:
+        if len(block) > self._cache.capacity * _ROOM:
+            return self._tell(
+                f"a block of {len(block):,} bytes is larger than the capacity {self._cache.capacity:,.0f}"
+            )
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            if self._added + len(block) > self._cache.capacity / _LOOKS:
+                self._make_room(len(block))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(block)
+            temporary.rename(path)
+            self._added += len(block)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            if error.errno not in _FULL:
+                raise WorldsizeError(f"the cache {self._folder} takes nothing: {error.strerror}.") from None
+            self._added = float("inf")
+            self._tell(f"the disk of {self._folder} is full")
+
+    def _make_room(self, size: int) -> None:
+        """Remove the blocks unused for longest until there is room for ``size`` bytes and those to come."""
+        with FileLock(self._cache.root / "blocks.lock"):
+            entries = []
+            for block in self._folder.rglob("*"):
+                with suppress(OSError):
+                    facts = block.stat()
+                    entries += [(facts.st_mtime_ns, facts.st_size, block)] if block.is_file() else []
+            used = sum(entry[1] for entry in entries)
+            if used + size > self._cache.capacity * (1 - 1 / _LOOKS):
+                for _, length, block in sorted(entries):
+                    if used + size <= self._cache.capacity * _ROOM:
+                        break
+                    with suppress(OSError):
+                        block.unlink()
+                    used -= length
+        self._added = 0
+
+    def _tell(self, reason: str) -> None:
+        if not self._told:
+            _logger.warning("%s: what is read of remote files is not kept. Make room, or set cache.folder.", reason)
+        self._told = True

@@ -1,0 +1,142 @@
+"""Indices of files, such as where each line begins: made once by one process, then mapped into the memory of all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from worldsize.data.storage.byte_files import ByteFile, LocalFile
+from worldsize.data.storage.cache import Cache
+from worldsize.errors import WorldsizeError
+
+_logger = logging.getLogger(__name__)
+_TELLS = 5.0  # seconds between two lines about progress
+Array = NDArray[Any]
+Scan = Callable[[ByteFile], Iterator[Mapping[str, Array]]]
+
+
+def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> Mapping[str, Array]:
+    """Return the index of ``files``: arrays by name, mapped from disk, with a row for each sample of each file in turn.
+
+    One process of those that share the cache makes it; the others wait. It is made anew if a file has changed, or if
+    what is on disk is damaged.
+
+    Args:
+        kind: names what ``scan`` does, with a version: another one never reads this index.
+        scan: yields the rows of one file in parts, each with arrays of one length by name. Which file a row is of is
+            added as ``file``.
+    """
+    described = [[file.name, file.size, file.stamp] for file in files]
+    facts = {"kind": kind, "files": described}
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    folder = cache.made("index") / key[:32]
+    if (index := _opened(folder, facts)) is not None:
+        return index
+    with _turn(folder.with_suffix(".lock"), files):
+        if (index := _opened(folder, facts)) is not None:
+            return index
+        if folder.exists():
+            _logger.warning("the index of %s in %s is damaged, and is made anew.", _named(files), folder)
+        _make(folder, facts, files, scan)
+    made = _opened(folder, facts)
+    if made is None:
+        raise WorldsizeError(f"the index in {folder} was changed while it was made. Start again.")
+    return made
+
+
+@contextmanager
+def _turn(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
+    """Hold the lock within the block, and say for whom one waits if it takes long."""
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=_TELLS)
+    except Timeout:
+        _logger.info("waiting for another process that makes the index of %s", _named(files))
+        held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _named(files: Sequence[ByteFile]) -> str:
+    return files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
+
+
+def _make(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFile], scan: Scan) -> None:
+    for stale in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(stale)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary.mkdir()
+    try:
+        arrays = _written(temporary, files, scan)
+        digests = {name: LocalFile(temporary / name).digest() for name in arrays}
+        described = {**facts, "arrays": arrays, "digests": digests}
+        (temporary / "index.json").write_text(json.dumps(described))
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    except OSError as error:
+        raise WorldsizeError(
+            f"the index of {_named(files)} cannot be written: {error.strerror}. Make room in {folder.parent}, or set "
+            "cache.folder of the data to another."
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, list[Any]]:
+    """Append each part to a file for each array; return the arrays' types and lengths."""
+    opened: dict[str, Any] = {}
+    arrays: dict[str, list[Any]] = {}
+    told = time.monotonic()
+    rows = 0
+    try:
+        for number, file in enumerate(files):
+            for part in scan(file):
+                length = len(next(iter(part.values())))
+                for name, array in {**part, "file": numpy.full(length, number, dtype=numpy.uint32)}.items():
+                    if name not in opened:
+                        opened[name] = (folder / name).open("wb")
+                        arrays[name] = [array.dtype.str, 0]
+                    opened[name].write(numpy.ascontiguousarray(array).data)
+                    arrays[name][1] += length
+                rows += length
+                if time.monotonic() - told > _TELLS:
+                    told = time.monotonic()
+                    done = f"file {number + 1} of {len(files)}, {rows:,} samples"
+                    _logger.info("index of %s: %s", _named(files), done)
+    finally:
+        for each in opened.values():
+            each.close()
+    return arrays
+
+
+def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | None:
+    """Map an index that is whole and of these files; None: there is none."""
+    try:
+        described = json.loads((folder / "index.json").read_text())
+        if {key: described[key] for key in facts} != facts:
+            return None
+        arrays = {}
+        for name, (dtype, length) in described["arrays"].items():
+            path = folder / name
+            if LocalFile(path).digest() != described["digests"][name]:
+                return None
+            empty = numpy.empty(0, dtype)
+            arrays[name] = numpy.memmap(path, dtype, "r", shape=(length,)) if length else empty
+        return arrays
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
