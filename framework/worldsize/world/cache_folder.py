@@ -1,4 +1,4 @@
-"""Where this user's programs keep what can be made again."""
+"""Finds the folder in which this user's programs keep what can be made again."""
 
 from __future__ import annotations
 
