@@ -19,11 +19,11 @@ class CheckpointError(WorldsizeError):
 
 
 class OtherSchemaError(CheckpointError):
-    """A checkpoint is of a schema that this worldsize does not read: it may well be good."""
+    """A checkpoint has a schema version that this worldsize does not read; it is not necessarily damaged."""
 
 
 class RunFolderError(WorldsizeError):
-    """The folder of a run was deleted, or takes nothing more."""
+    """A run folder was deleted, or cannot be written to any more."""
 
 
 class NonfiniteLossError(WorldsizeError):
@@ -31,7 +31,7 @@ class NonfiniteLossError(WorldsizeError):
 
 
 def missing_extra(what: str, *, package: str, extra: str) -> ConfigError:
-    """The error of ``what``, which needs a package that only an extra of ours installs."""
+    """Return the error for a feature ``what`` whose ``package`` only an optional extra of worldsize installs."""
     return ConfigError(
         f"{what} needs {package}, which is not installed. Install the extra: uv sync --extra {extra} in a clone, "
         f"uv add 'worldsize[{extra}]' or pip install 'worldsize[{extra}]' elsewhere."
@@ -39,7 +39,7 @@ def missing_extra(what: str, *, package: str, extra: str) -> ConfigError:
 
 
 def neighbours(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a misspelt ``name``: the nearest known name, then all of them if they are few."""
+    """End a sentence about a misspelt ``name``: suggest the nearest known name, and list all if they are few."""
     names = sorted(word for word in known if not word.startswith("_"))
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."

@@ -1,4 +1,4 @@
-"""Opens files that others may have replaced: by a pipe, by something endless, or in a folder that one may not enter."""
+"""Safe access to files that other users may have replaced by a pipe, an endless device or an unreadable folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read its bytes; nothing else, since opening a pipe would wait for ever.
+    """Open a regular file for reading bytes. Anything else is refused: opening a pipe could block for ever.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
@@ -24,7 +24,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, *, at_most: int) -> bytes:
-    """Read the whole of a regular file of at most so many bytes.
+    """Read a regular file of no more than ``at_most`` bytes.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
@@ -37,14 +37,14 @@ def read_regular(path: Path, *, at_most: int) -> bytes:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file, as far as one may know: not in a folder that one may not enter."""
+    """Return whether ``path`` is a file; False if this user may not enter its folder."""
     with suppress(OSError, ValueError):
         return path.is_file()
     return False
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is such a folder, as far as one may know; not one in a folder that one may not enter."""
+    """Return whether ``path`` is a folder; False if this user may not enter its parent."""
     with suppress(OSError, ValueError):
         return path.is_dir()
     return False

@@ -1,4 +1,4 @@
-"""How what modules log reaches the user: one plain line each on standard error."""
+"""Shows log records of worldsize's modules to the user: one plain line each on standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE, with which other programs end then
 
 
 class _Line(logging.Formatter):
-    """Names the level of a warning; what failed says so by itself."""
+    """Prefixes warnings with their level; messages of errors already say that something failed."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = printable_lines(record.getMessage())
@@ -22,22 +22,22 @@ class _Line(logging.Formatter):
 
 
 class _StandardError(logging.Handler):
-    """Writes to the standard error of the moment, which is another file in a forked worker."""
+    """Writes to the current ``sys.stderr``, which is a different file in a forked worker."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    r"""Escape what a terminal would obey or hide: control characters, line ends, marks of direction.
+    r"""Escape what a terminal would interpret or hide: control characters, line ends, direction marks.
 
-    What comes from files and hosts that others may write is shown through it: ``"a\nb"`` is shown as ``a\\nb``.
+    Use it for text from files and hosts that other users may write: ``"a\nb"`` is shown as ``a\\nb``.
     """
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """Escape each line of a message of several as :func:`printable` does."""
+    """Escape each line of a multi-line message as :func:`printable` does."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -47,12 +47,12 @@ def show_messages() -> None:
     handler.setFormatter(_Line())
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # or it would be said again by who has configured the root logger
+    logger.propagate = False  # a configured root logger would show every message a second time
 
 
 @contextmanager
 def until_output_closes() -> Iterator[None]:
-    """End without a word once nobody reads the output any more, as in ``train.py --help | head -1``."""
+    """Exit silently once nobody reads the output any more, as in ``train.py --help | head -1``."""
     try:
         try:
             yield

@@ -1,4 +1,4 @@
-"""JSON as we write it, and a reader for what others may have written: files of a run folder, sockets."""
+"""Writes strict JSON, and reads JSON from untrusted sources (files of a run folder, sockets) within limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{200}")  # what lacks both is below 
 
 
 def strict(value: Any) -> Any:
-    """Write NaN and infinities, which JSON lacks, as "nan", "inf" and "-inf", and every key as a string."""
+    """Replace NaN and infinities, which JSON lacks, by "nan", "inf" and "-inf", and make every key a string."""
     if isinstance(value, dict):
         return {str(key): strict(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -30,17 +30,17 @@ def parse(
     finite: bool = True,
     mapping: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Any:
-    """Parse JSON that may come from anybody. Each number in it can be made a float, and is finite then.
+    """Parse JSON from an untrusted source. With ``finite``, every number in the result is finite as a float.
 
     Args:
         text: what is parsed.
-        at_most: the size that is accepted, in bytes (of a str, in characters).
-        deepest: how many levels of lists and objects are accepted.
+        at_most: the largest accepted size, in bytes (for a str, in characters).
+        deepest: the largest accepted nesting of lists and objects.
         finite: whether NaN, infinities and numbers that are too large for a float are refused.
-        mapping: makes the dict that stands for each object (default: a plain one).
+        mapping: converts the dict of each JSON object (default: keep the dict).
 
     Raises:
-        ValueError: it is too large, nested too deeply, no UTF-8, no JSON, or has a number that is not finite.
+        ValueError: the text is too large, nested too deeply, not UTF-8, not JSON, or has a number that is not finite.
     """
     if len(text) > at_most:
         raise ValueError(f"it has {len(text)} bytes, which is more than {at_most}")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
-from worldsize.collectives.ordered import finish
+from worldsize.collectives.ordered import sum_level
 from worldsize.collectives.step_timer import wait
 from worldsize.strategies.periodic.exchange import Begun, Exchange
 
@@ -29,7 +29,7 @@ class Gathered(Exchange):
 
         def mean() -> Tensor:
             wait(work)
-            return (finish(decode(theirs_kp, padded.shape[1]).unbind()) / self.size)[:numel]
+            return (sum_level(decode(theirs_kp, padded.shape[1]).unbind()) / self.size)[:numel]
 
         return lambda: mean
 
@@ -53,7 +53,7 @@ class Scattered(Exchange):
         def second() -> Callable[[], Tensor]:
             wait(work)
             shard = mine_ks.shape[1]
-            mean_1s = (finish(decode(theirs_kp, shard).unbind()) / self.size)[None]
+            mean_1s = (sum_level(decode(theirs_kp, shard).unbind()) / self.size)[None]
             gathered_kp = torch.empty_like(theirs_kp)
             last = dist.all_gather_into_tensor(
                 gathered_kp.view(-1), encode(mean_1s).view(-1), group=self.group, async_op=True

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered, turns
+from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level, summation_tree
 from worldsize.collectives.staged import finished
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
@@ -49,7 +49,7 @@ def nodes_of(rank: int, size: int, total: int) -> list[Tensor]:
 def test_local_sums_finish_to_the_tree_by_definition(total: int, size: int) -> None:
     nodes = [nodes_of(rank, size, total) for rank in range(size)]
     level = [nodes[index % size][index // size] for index in range(Tree(total, size).nodes)]
-    assert torch.equal(finish(level), by_definition(values(total)))
+    assert torch.equal(sum_level(level), by_definition(values(total)))
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 6, 8, 12, 20, 24, 40])
@@ -57,12 +57,12 @@ def test_local_sums_finish_to_the_tree_by_definition(total: int, size: int) -> N
 def test_sums_of_neighbouring_logical_ranks_finish_to_the_tree_by_definition(total: int, size: int) -> None:
     """Process p has the logical ranks from p * total on, of total * size in all; the m-th of all are summed first."""
     rows_pmn = values(total * size).view(size, total, -1)
-    tree = turns(total, size, "block")
+    tree = summation_tree(total, size, "block")
     counters = [Counter() for _ in range(tree.local_nodes)]
     for node, counter in enumerate(counters):
         for leaf in tree.leaves(node):
-            counter.add([finish(rows_pmn[:, leaf].unbind())])
-    total_n = finish([counter.waiting[0][0] for counter in counters])
+            counter.add([sum_level(rows_pmn[:, leaf].unbind())])
+    total_n = sum_level([counter.waiting[0][0] for counter in counters])
     assert torch.equal(total_n, by_definition(values(total * size)))
 
 

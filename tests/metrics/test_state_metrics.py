@@ -99,12 +99,12 @@ def test_more_processes_than_batches_leave_the_value_as_it_is() -> None:
 
 
 def test_metrics_that_cannot_be_merged_exactly_are_refused() -> None:
-    with pytest.raises(ConfigError, match="PearsonCorrCoef merges its state 'mean_x' in a way of its own"):
+    with pytest.raises(ConfigError, match="PearsonCorrCoef merges its state 'mean_x' in its own way"):
         TorchMetric(PearsonCorrCoef())
     metric = TorchMetric(MulticlassConfusionMatrix(num_classes=2))
     with pytest.raises(ConfigError, match="computes more than one number"):
         metric.compute(metric.state(torch.tensor([0, 1]), torch.tensor([1, 1])))
-    with pytest.raises(ConfigError, match="a scalar has none"):
+    with pytest.raises(ConfigError, match="a scalar cannot be concatenated"):
         Concatenated(max).state(torch.tensor(1.0))
 
 

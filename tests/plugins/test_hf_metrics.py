@@ -268,7 +268,7 @@ def test_what_is_not_carried_is_refused_before_the_start(make: Make, message: st
 
 
 def test_servers_that_add_up_sums_refuse_the_metrics() -> None:
-    with pytest.raises(ConfigError, match="evaluates metrics that are sums and counts, and 'compute_metrics' is none"):
+    with pytest.raises(ConfigError, match="evaluates metrics that are sums and counts, and 'compute_metrics' is not"):
         ParameterServer().check_recipe(recipe(classifier))
 
 

@@ -362,7 +362,7 @@ def test_a_staleness_bound_of_zero_is_synchronous() -> None:
 
 def test_whoever_asks_for_the_one_loss_of_such_a_recipe_gets_a_sentence() -> None:
     recipe, model = Two(), Two().model()
-    with pytest.raises(ConfigError, match="Two takes several updates a step, and whoever trains it must"):
+    with pytest.raises(ConfigError, match="Two takes several updates a step, and whatever trains it must"):
         recipe.optimizer(model)
     with pytest.raises(ConfigError, match="Two takes several updates a step"):
         recipe.loss(model, None)

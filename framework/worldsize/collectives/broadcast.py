@@ -1,4 +1,4 @@
-"""Copies of one process's weights on all others."""
+"""Broadcasts the weights of one process to all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 
 def make_equal(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Copy the weights and the saved buffers of the first rank of ``group`` to all others; None: there are none."""
+    """Broadcast parameters and saved buffers from the first rank of ``group`` to the others; None: do nothing."""
     if group is not None:
         for tensor in model.state_dict().values():
             dist.broadcast(first := tensor.contiguous(), group=group, group_src=0)

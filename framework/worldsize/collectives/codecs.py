@@ -11,29 +11,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _BLOCK = 1024  # numbers that share a scale
-_CACHED = 1 << 18  # numbers that a CPU takes at a time: they stay in its cache
+_CACHED = 1 << 18  # numbers that a CPU converts at a time, so that they stay in its cache
 
 
 class Codec(ABC):
-    """Turns rows of float32 into rows of bytes, and back."""
+    """Encodes rows of float32 as rows of bytes, and decodes them."""
 
-    lossy = False  # whether its error is worth feeding back into the next message
+    lossy = False  # whether error feedback pays: adding its error to the next message
 
     @abstractmethod
     def encode(self, values_pn: Tensor) -> Tensor:
-        """Return uint8 [p, bytes], contiguous, with equally many bytes for each row."""
+        """Encode float32 (p, n) as contiguous uint8 (p, bytes), with the same number of bytes for each row."""
 
     @abstractmethod
     def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
-        """Return float32 [p, k]: the ``columns`` of rows of ``length``, the first of which begins a block."""
+        """Decode ``columns`` of rows of ``length`` numbers as float32 (p, k); the first column begins a block."""
 
     def pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the columns of each piece and its float32 [p, k], one piece after the other."""
+        """Decode uint8 (p, bytes) piece by piece: yield the columns of each piece and its float32 (p, k)."""
         for columns in _spans(wire_pb, length):
             yield columns, self._decoded(wire_pb, columns, length)
 
     def decode(self, wire_pb: Tensor, length: int) -> Tensor:
-        """Return float32 [p, length]."""
+        """Decode uint8 (p, bytes) to float32 (p, length)."""
         values_pn = torch.empty(len(wire_pb), length, device=wire_pb.device)
         for columns, piece_pk in self.pieces(wire_pb, length):
             values_pn[:, columns] = piece_pk
@@ -41,14 +41,14 @@ class Codec(ABC):
 
 
 def _spans(rows: Tensor, length: int) -> Iterator[slice]:
-    """Yield columns of whole blocks; on the CPU only so many that all rows of them stay in its cache."""
+    """Yield slices of columns that cover whole blocks; on the CPU small enough that all rows stay in its cache."""
     each = max(1, _CACHED // _BLOCK // len(rows)) * _BLOCK if rows.device.type == "cpu" else length
     return (slice(first, min(first + each, length)) for first in range(0, length, each))
 
 
 @final
 class Half(Codec):
-    """bfloat16 keeps the range of float32, float16 three more bits."""
+    """16-bit floats: bfloat16 keeps the range of float32, float16 has three more bits of precision."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -67,7 +67,7 @@ class Int8(Codec):
     lossy = True
 
     def encode(self, values_pn: Tensor) -> Tensor:
-        """Scales, then levels of whole blocks."""
+        """Encode float32 (p, n) as uint8 (p, bytes): the scales, then the int8 levels, padded to whole blocks."""
         rows, length = values_pn.shape
         wire_pb = torch.empty(rows, -(-length // _BLOCK) * (4 + _BLOCK), dtype=torch.uint8, device=values_pn.device)
         scales_pk, levels_pkb = _parts(wire_pb, length)
@@ -84,7 +84,7 @@ class Int8(Codec):
 
 
 def _parts(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Views of the scales, float32 [p, blocks], and of the levels, int8 [p, blocks, numbers]."""
+    """Return views of the scales, float32 (p, blocks), and of the levels, int8 (p, blocks, numbers)."""
     blocks = -(-length // _BLOCK)
     return (
         wire_pb[:, : 4 * blocks].view(torch.float32),
@@ -93,7 +93,7 @@ def _parts(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(values_pn: Tensor, scales_pk: Tensor, levels_pkb: Tensor) -> None:
-    """Fill ``scales_pk`` and ``levels_pkb``, of whole blocks."""
+    """Quantize ``values_pn`` into ``scales_pk`` and ``levels_pkb``, in place; all blocks are full."""
     padding = -values_pn.shape[1] % _BLOCK
     blocks_pkb = (F.pad(values_pn, (0, padding)) if padding else values_pn).view(len(values_pn), -1, _BLOCK)
     torch.div(blocks_pkb.abs().amax(2), 127, out=scales_pk)

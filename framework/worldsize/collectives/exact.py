@@ -1,9 +1,9 @@
 """Sums and gathers whose result does not depend on how many processes computed the parts.
 
-A float64 is a whole number of units of 2⁻¹⁰⁷⁴, so a sum of them is a whole number too. Each rank adds its own in a long
-accumulator of 66 limbs of 32 bits, kept as int64 so that nothing is carried; the all-reduce adds limbs, exactly and in
-any order, and the whole is rounded once (Kulisch and Miranker 1986, doi:10.1137/1028001). What a rank sends does not
-grow with the number of parts, nor with the world.
+A float64 is an integer multiple of 2⁻¹⁰⁷⁴, and so is a sum of float64s. Each rank adds its own numbers in a long
+accumulator of 66 limbs of 32 bits, stored as int64 so that no carry is needed. The all-reduce adds limbs, exactly and
+in any order, and the result is rounded once (Kulisch and Miranker 1986, doi:10.1137/1028001). The bytes that a rank
+sends depend neither on the number of summands nor on the world size.
 """
 
 from __future__ import annotations
@@ -21,47 +21,54 @@ from worldsize.collectives.step_timer import wait
 from worldsize.core import World
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
-_BITS, _MASK = 32, 2**32 - 1  # of a limb, as long as nothing has been added to it
-_LIMBS = 66  # hold the largest float64 in units of the smallest one
-_UNIT = 1 << 1074  # of which 1.0 is so many
-_FRACTION, _SPECIAL = 52, 0x7FF  # of a float64: bits of its fraction; the exponent of what is not finite
+_BITS, _MASK = 32, 2**32 - 1  # of a limb to which nothing has been added yet
+_LIMBS = 66  # enough for the largest float64 in units of the smallest
+_UNIT = 1 << 1074  # 1.0 in units of the smallest float64
+_FRACTION, _SPECIAL = 52, 0x7FF  # of a float64: bits of its fraction; the exponent of infinities and NaN
 
 
-def share(table: Tensor, world: World) -> Callable[[], Tensor]:
-    """Begin to sum ``table`` over all ranks; calling the result waits for them and returns the sums, on the CPU."""
+def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
+    """Start to sum ``table``, of any shape, over all ranks.
+
+    Calling the result waits for the other ranks and returns the sums, in the same shape, on the CPU.
+    """
     if world.group is None:
         return table.cpu
     work = dist.all_reduce(table := table.to(world.device), group=world.group, async_op=True)
 
-    def whole() -> Tensor:
+    def result() -> Tensor:
         wait(work)
         return table.cpu()
 
-    return whole
+    return result
 
 
-def gather(part: Tensor, world: World) -> Callable[[], Tensor]:
-    """Begin to gather every rank's ``part``, of the same shape.
+def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
+    """Start to gather every rank's ``part``, which has the same shape on all ranks.
 
-    Calling the result waits for the other ranks and returns [ranks, *part.shape] on the CPU.
+    Calling the result waits for the other ranks and returns a tensor (ranks, *part.shape) on the CPU.
     """
     if world.group is None:
         return part[None].cpu
     parts = part.new_empty(world.size, *part.shape)
     work = dist.all_gather_into_tensor(parts.view(-1), part.view(-1), group=world.group, async_op=True)
 
-    def whole() -> Tensor:
+    def result() -> Tensor:
         wait(work)
         return parts.cpu()
 
-    return whole
+    return result
 
 
 Key = TypeVar("Key", bound=tuple[Any, ...])
 
 
 def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tensor]:
-    """Gather tensors of any shapes from all ranks, each of which has keys of its own; sorted by key, on the CPU."""
+    """Gather tensors of any shapes and dtypes from all ranks; no two ranks have the same key.
+
+    Returns:
+        The tensors of all ranks, sorted by key, on the CPU.
+    """
     own = {key: part.detach().cpu().contiguous() for key, part in sorted(parts.items())}
     if world.group is None:
         return own
@@ -73,23 +80,23 @@ def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tenso
     if pieces:
         bytes_n[: sum(piece.numel() for piece in pieces)] = torch.cat(pieces)
     gathered: dict[Key, Tensor] = {}
-    for form, lengths, row_n in zip(forms, sizes, gather(bytes_n.to(world.device), world)(), strict=True):
+    for form, lengths, row_n in zip(forms, sizes, start_all_gather(bytes_n.to(world.device), world)(), strict=True):
         for (key, dtype, shape), piece in zip(form, row_n[: sum(lengths)].split(lengths), strict=True):
             gathered[key] = piece.clone().view(dtype).reshape(shape)
     return dict(sorted(gathered.items()))
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return the correctly rounded sum, the same in any order; of what is not all finite, what floats add up to.
+    """Return the correctly rounded sum, which is the same in any order.
 
-    A sum that is too large for a float is infinite.
+    A sum that is too large for a float is infinite. With NaN or infinities the result is that of float addition.
     """
     numbers = list(values)
     if not all(map(math.isfinite, numbers)):
         return sum(numbers)
     try:
         return math.fsum(numbers)
-    except OverflowError:  # on the way; the sum itself may be small enough
+    except OverflowError:  # a partial sum overflows; the sum itself may not
         return _float(sum(map(Fraction, numbers), Fraction()))
 
 
@@ -101,21 +108,21 @@ def _float(number: Fraction) -> float:
 
 
 def quotient(total: float, count: float) -> float:
-    """Return the mean that a sum and its count make; NaN if nothing counts."""
+    """Return ``total / count``, or NaN if the count is 0."""
     return total / count if count else math.nan
 
 
 def accumulated(values_n: Tensor) -> Tensor:
-    """Add float64 values [..., n] exactly, on their device.
+    """Add float64 values (..., n) over their last dimension exactly, on their device.
 
     Returns:
-        int64 [..., 69]: the limbs of each sum, the lowest first, then how many values are infinite, minus infinite and
-        NaN. Such accumulators can be added up as long as they are of less than 2³¹ values in all.
+        int64 (..., 69): the limbs of each sum, lowest first, then the counts of values that are infinite, minus
+        infinite and NaN. Accumulators can be added up as long as they hold fewer than 2³¹ values in all.
     """
     bits = values_n.view(torch.int64)
     exponent, fraction = (bits >> _FRACTION) & _SPECIAL, bits & ((1 << _FRACTION) - 1)
     significand = fraction + ((exponent > 0).long() << _FRACTION)
-    position = (exponent - 1).clamp(min=0)  # of its lowest bit, in units
+    position = (exponent - 1).clamp(min=0)  # of the lowest bit, counted from that of the smallest float64
     limb, shift = position // _BITS, position % _BITS
     low, high = (significand & _MASK) << shift, (significand >> _BITS) << shift
     sign = torch.where(bits < 0, -1, 1) * (exponent < _SPECIAL)
@@ -128,9 +135,9 @@ def accumulated(values_n: Tensor) -> Tensor:
 
 
 def rounded(accumulators: Tensor) -> list[float]:
-    """Round each sum in ``accumulators`` [n, 69] correctly; one that is too large for a float is infinite.
+    """Round each sum in ``accumulators`` (n, 69) correctly, see :func:`accumulated`.
 
-    Of what is not all finite, a sum is what floats add up to.
+    A sum that is too large for a float is infinite. With NaN or infinities the result is that of float addition.
     """
     return [_rounded(row) for row in accumulators.tolist()]
 
@@ -145,10 +152,10 @@ def _rounded(row: list[int]) -> float:
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
-    """Return the metrics over all ranks' batches, equal on every rank; NaN if nothing counts.
+    """Return the metrics over the batches of all ranks, equal on every rank; NaN where the count is 0.
 
     Args:
-        sums: By the number of each batch that this rank evaluated: each metric as (sum, count), two scalars.
+        sums: Metrics of each batch that this rank evaluated, by batch number: each as (sum, count), two scalars.
         names: Names of the metrics, the same on every rank.
         world: The ranks that take part.
     """
@@ -156,5 +163,5 @@ def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: Worl
     for column, batch in enumerate(sums.values()):
         for row, name in enumerate(names):
             values_mpb[row, :, column] = torch.stack([value.double().cpu() for value in batch[name]])
-    totals = rounded(share(accumulated(values_mpb).flatten(0, 1), world)())
+    totals = rounded(start_all_reduce(accumulated(values_mpb).flatten(0, 1), world)())
     return {name: quotient(*totals[2 * row : 2 * row + 2]) for row, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks, in full on one of them."""
+"""Gathers sharded tensors in full on rank 0, one at a time."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from torch.distributed.tensor import DTensor, Replicate
 from worldsize.core import World
 
 Result = TypeVar("Result")
-_END = -1  # where a place among names stands otherwise
+_END = -1  # sent instead of the index of a name
 
 
 def use_full(
     tensors: Mapping[str, Tensor], world: World, use: Callable[[Mapping[str, Tensor]], Result]
 ) -> Result | None:
-    """Call ``use`` on rank 0 with tensors that are gathered in full as it asks for them, by all ranks.
+    """Call ``use`` on rank 0 with a mapping that gathers each tensor in full, from all ranks, when it is accessed.
 
-    No rank holds more than one whole tensor beside what ``use`` keeps. All ranks must call it, with the same names; a
-    tensor on the meta device is held by others.
+    No rank holds more than one full tensor besides those that ``use`` keeps. All ranks must call it with the same
+    names. A tensor, of any shape, may be a DTensor; one on the meta device is held by other ranks.
 
     Returns:
-        What ``use`` returned, on rank 0; None on the others.
+        The result of ``use`` on rank 0; None on the others.
     """
     names = sorted(tensors)
     sources = _sources([tensors[name] for name in names], world)
     if world.rank == 0:
-        full = _Asked(names, lambda place: _full(tensors[names[place]].detach(), sources[place], world), world)
+        full = _GatherOnAccess(names, lambda place: _full(tensors[names[place]].detach(), sources[place], world), world)
         try:
             return use(full)
         finally:
             full.close()
-    while (place := _told(_END, world)) != _END:
+    while (place := _broadcast(_END, world)) != _END:
         _full(tensors[names[place]].detach(), sources[place], world)
     return None
 
 
 def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return all of ``tensors`` in full on rank 0, and nothing on the others, which must call it too."""
+    """Return all of ``tensors``, in full shape, on rank 0 and an empty dict on the others; all ranks must call it."""
     return use_full(tensors, world, dict) or {}
 
 
 @final
-class _Asked(Mapping[str, Tensor]):
-    """Tensors that are gathered whenever one is asked for; the other ranks are told its place among the names."""
+class _GatherOnAccess(Mapping[str, Tensor]):
+    """Gathers a tensor whenever it is accessed; rank 0 broadcasts its index among the names to the other ranks."""
 
     def __init__(self, names: Sequence[str], gather: Callable[[int], Tensor], world: World) -> None:
         self._places = {name: place for place, name in enumerate(names)}
         self._gather, self._world = gather, world
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._gather(_told(self._places[name], self._world))
+        return self._gather(_broadcast(self._places[name], self._world))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -63,17 +63,17 @@ class _Asked(Mapping[str, Tensor]):
         return len(self._places)
 
     def close(self) -> None:
-        """Let the other ranks go on."""
-        _told(_END, self._world)
+        """Release the other ranks from their loop."""
+        _broadcast(_END, self._world)
 
 
-def _told(place: int, world: World) -> int:
-    """Return what rank 0 says."""
+def _broadcast(place: int, world: World) -> int:
+    """Return rank 0's value of ``place``."""
     if world.group is None:
         return place
-    said = torch.tensor(place, device=world.device)
-    dist.broadcast(said, group=world.group, group_src=0)
-    return int(said.item())
+    sent = torch.tensor(place, device=world.device)
+    dist.broadcast(sent, group=world.group, group_src=0)
+    return int(sent.item())
 
 
 def _sources(tensors: Sequence[Tensor], world: World) -> list[int]:
@@ -99,7 +99,7 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    """Gather one axis of the mesh after the other: torch warns where it has to do several in an order of its own."""
+    """Gather along one mesh axis at a time: torch warns if it has to choose the order of several."""
     placements = list(tensor.placements)
     for axis in range(len(placements)):
         placements[axis] = Replicate()

@@ -1,14 +1,14 @@
 """Sums over logical ranks in one fixed tree, so that the bits are the same at any world size.
 
-The tree of L logical ranks: as long as the number n of nodes is even, node i is added to node i + n/2; an odd
-number is added up from the left. Process p of P holds the logical ranks p, p + P, p + 2P ... (dealing "cyclic"),
-so the first levels of the tree are local sums. What is left crosses the network as an all-to-all of shards, an
-ordered local sum and an all-gather: 2 (P - 1) / P of the gradient, the same bytes as a ring all-reduce, if L / P
-is a power of two; otherwise the all-to-all carries several nodes a process.
+The tree over L logical ranks: as long as the number n of nodes is even, node i is added to node i + n/2; an odd number
+of nodes is added up from the left. With dealing "cyclic", process p of P holds the logical ranks p, p + P, p + 2P, ...,
+so that the first levels of the tree are local sums. The remaining nodes are summed by an all-to-all of shards, an
+ordered local sum and an all-gather. If L / P is a power of two, a rank sends 2 (P - 1) / P of the gradient, as in a
+ring all-reduce; otherwise the all-to-all carries several nodes per process.
 
-Where process p holds the k = L / P logical ranks from pk on (dealing "block") and P is a power of two, the first
-levels of the same tree are sums over processes: node m of k is the sum of the m-th logical rank of each. So shards
-can be summed after each micro-batch, and what is left is a tree of k shards in the process that owns them.
+With dealing "block", process p holds the k = L / P logical ranks from pk on. If P is a power of two, the first levels
+of the same tree are sums over processes: node m of k is the sum of the m-th logical rank of each process. Shards can
+then be summed after each micro-batch, and the process that owns a shard adds up the remaining tree of k nodes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from worldsize.core import Dealing
 @final
 @dataclass(frozen=True)
 class Tree:
-    """The part of the tree over ``logical_ranks`` that each of ``processes`` sums by itself."""
+    """The part of the tree over ``logical_ranks`` that each of ``processes`` sums locally."""
 
     logical_ranks: int
     processes: int
 
     @property
     def nodes(self) -> int:
-        """The nodes of the level at which processes exchange sums; a multiple of ``processes``."""
+        """Number of nodes of the level at which processes exchange sums; a multiple of ``processes``."""
         nodes = self.logical_ranks
         while nodes % (2 * self.processes) == 0:
             nodes //= 2
@@ -45,13 +45,13 @@ class Tree:
 
     @property
     def local_nodes(self) -> int:
-        """The nodes that each process sums by itself."""
+        """Number of nodes of that level that each process sums locally."""
         return self.nodes // self.processes
 
     def leaves(self, node: int) -> list[int]:
-        """Return the leaves of a local node, as positions among this process's logical ranks.
+        """Return the leaves of a local node, as indices into this process's logical ranks.
 
-        They come in bit-reversed order, in which a binary counter adds up the tree with few partial sums alive.
+        They are in bit-reversed order, in which a binary counter adds up the tree with few partial sums in memory.
         """
         count = self.logical_ranks // self.nodes
         order = [0]
@@ -60,20 +60,20 @@ class Tree:
         return [node + self.local_nodes * index for index in order]
 
 
-def turns(micro_batches: int, processes: int, dealing: Dealing) -> Tree:
-    """Return the tree in whose order a process computes its ``micro_batches`` in a step."""
+def summation_tree(micro_batches: int, processes: int, dealing: Dealing) -> Tree:
+    """Return the tree whose order of leaves is that in which a process computes the ``micro_batches`` of a step."""
     return Tree(micro_batches, 1) if dealing == "block" else Tree(micro_batches * processes, processes)
 
 
 @final
 class Counter:
-    """Adds up lists of tensors as a binary counter does: the sum of 2^k leaves is a balanced tree."""
+    """Adds up lists of tensors like a binary counter: the sum of 2^k leaves is a balanced tree."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor]]] = []  # leaves in a sum, and the sum; largest first
 
     def add(self, leaf: list[Tensor]) -> None:
-        """Add ``leaf``, which is taken over and changed in place."""
+        """Add ``leaf``, tensors of any shapes (the same for every leaf), which are changed in place."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
             _add(leaf, self._sums.pop()[1])
@@ -82,16 +82,16 @@ class Counter:
 
     @property
     def waiting(self) -> list[list[Tensor]]:
-        """The partial sums that the last leaf will be added to, in that order."""
+        """The partial sums to which the last leaf will be added, in that order; shapes are those of a leaf."""
         return [tensors for _, tensors in reversed(self._sums)]
 
 
 @final
-class Arrivals:
-    """Sums of parts of the tree that come in any order; the same bits as :func:`finish` of all leaves.
+class PartialSums:
+    """Sums nodes of the tree that arrive in any order; the result has the same bits as :func:`sum_level` of all leaves.
 
-    Part (width, index) is node ``index`` of the level that has ``width`` nodes: the sum of the logical ranks
-    index, index + width, ... It is a list of tensors, taken over and changed in place.
+    Part (width, index) is node ``index`` of the level with ``width`` nodes: the sum of the logical ranks index,
+    index + width, ... It is a list of tensors, which is changed in place.
     """
 
     def __init__(self, logical_ranks: int) -> None:
@@ -101,7 +101,7 @@ class Arrivals:
         self.parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def add(self, width: int, index: int, part: list[Tensor]) -> None:
-        """Add a part; two neighbours are summed as soon as both are there."""
+        """Add a part, tensors of any shapes; two siblings are summed as soon as both have arrived."""
         while width % 2 == 0 and (width, (index + width // 2) % width) in self.parts:
             _add(part, self.parts.pop((width, (index + width // 2) % width)))
             width //= 2
@@ -109,7 +109,7 @@ class Arrivals:
         self.parts[width, index] = part
 
     def total(self) -> list[Tensor] | None:
-        """Return the sum over all logical ranks, or None until all parts have come."""
+        """Return the sum over all logical ranks, in the shapes of a part; None until all parts have arrived."""
         nodes = [self.parts.get((self._root, index)) for index in range(self._root)]
         first, *others = nodes
         if first is None or None in others:
@@ -120,12 +120,12 @@ class Arrivals:
 
 
 def _add(sums: list[Tensor], more: list[Tensor]) -> None:
-    if sums:  # torch refuses to add nothing to nothing
+    if sums:  # torch refuses empty lists
         torch._foreach_add_(sums, more)
 
 
-def finish(nodes: Sequence[Tensor]) -> Tensor:
-    """Sum the nodes of one level, in the order of the tree."""
+def sum_level(nodes: Sequence[Tensor]) -> Tensor:
+    """Sum the nodes of one level, tensors of the same shape, in the order of the tree."""
     nodes = list(nodes)
     while len(nodes) > 1 and len(nodes) % 2 == 0:
         half = len(nodes) // 2
@@ -137,29 +137,29 @@ def finish(nodes: Sequence[Tensor]) -> Tensor:
 
 
 def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup, dealing: Dealing = "cyclic") -> Phases:
-    """Sum this process's nodes, flat tensors of equal length, with those of the others.
+    """Sum this process's nodes, tensors (n,), with those of the other processes of ``group``; the result is (n,).
 
-    If logical ranks are dealt in blocks, each of them is a node.
+    With dealing "block", each logical rank is a node.
     """
     size, length = dist.get_world_size(group), rows[0].numel()
     shard = -(-length // size)
     mine_pns = rows[0].new_zeros(size, len(rows), shard)
     for node, row in enumerate(rows):
-        _spread(row, mine_pns[:, node])
+        _copy_into_shards(row, mine_pns[:, node])
     theirs_pns = torch.empty_like(mine_pns)
     work = dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True)
     yield
     wait(work)
     in_order = theirs_pns if dealing == "block" else theirs_pns.transpose(0, 1)
-    total_s = finish(in_order.flatten(0, 1).unbind())
-    whole = total_s.new_empty(size * shard)
-    work = dist.all_gather_into_tensor(whole, total_s, group=group, async_op=True)
+    total_s = sum_level(in_order.flatten(0, 1).unbind())
+    total_n = total_s.new_empty(size * shard)
+    work = dist.all_gather_into_tensor(total_n, total_s, group=group, async_op=True)
     yield
     wait(work)
-    return whole[:length]
+    return total_n[:length]
 
 
-def _spread(row: Tensor, shards_ps: Tensor) -> None:
-    """Copy a flat tensor into [processes, shard]; the last shards may stay partly zero."""
+def _copy_into_shards(row: Tensor, shards_ps: Tensor) -> None:
+    """Copy a tensor (n,) into (processes, shard); the last shards may stay partly zero."""
     for place, part in zip(shards_ps, torch.split(row, shards_ps.shape[1]), strict=False):
         place[: part.numel()] = part

@@ -1,6 +1,6 @@
-"""Tensors of which every rank has its own, as one that a checkpoint can hold.
+"""Represents tensors that differ between ranks as one sharded tensor, so that a checkpoint can hold them.
 
-DTensor's import takes half as long as torch's: it is left to who has such tensors.
+Importing DTensor takes half as long as importing torch, so that it is only imported when there are such tensors.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from worldsize.core import World
 
 
 def stack_per_rank(tree: Any, world: World) -> Any:
-    """Make each tensor of ``tree`` [ranks, *shape], of which each rank holds its own row; nothing is copied or sent."""
+    """Wrap each tensor of ``tree`` as a DTensor (ranks, *shape) of which each rank holds its own row.
+
+    Nothing is copied or sent.
+    """
     return tree_map(lambda leaf: _stacked(leaf, world) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def local_row(tree: Any) -> Any:
-    """Return this rank's row of each tensor that :func:`stack_per_rank` made."""
+    """Undo :func:`stack_per_rank`: return this rank's row, of its original shape, of each tensor of ``tree``."""
     return tree_map(lambda leaf: local(leaf)[0] if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of ``tensor``."""
+    """Return this rank's local shard of a DTensor; any other tensor as it is. Shapes are arbitrary."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

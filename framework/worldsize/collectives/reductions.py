@@ -1,4 +1,4 @@
-"""Reductions that send fewer bytes over slow links: first inside each node, or in fewer bits."""
+"""Reductions that send fewer bytes over slow links: hierarchical (first inside each node) and compressed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worldsize.collectives.codecs import Codec
 from worldsize.collectives.staged import Phases
 from worldsize.collectives.step_timer import wait
 
-Sum = Callable[[Tensor, ProcessGroup], Phases]  # of a flat tensor; may reuse its memory
+Sum = Callable[[Tensor, ProcessGroup], Phases]  # sums a flat tensor (n,); may reuse its memory
 
 
 def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
-    """Sum by torch's all-reduce."""
+    """Sum ``flat_n``, of shape (n,), in place by torch's all-reduce."""
     work = dist.all_reduce(flat_n, group=group, async_op=True)
     yield
     wait(work)
@@ -26,10 +26,11 @@ def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
 
 
 def hierarchical(flat_n: Tensor, node: ProcessGroup, across: ProcessGroup, total: Sum) -> Phases:
-    """Sum over all ranks, node by node.
+    """Sum ``flat_n``, of shape (n,), over all ranks, first inside each node.
 
-    A reduce-scatter inside the node leaves each rank a part, ``total`` sums it with the ranks of the same place on
-    other nodes, and an all-gather inside shares the sums. With G ranks a node, each sends 1/G of the bytes across.
+    A reduce-scatter inside the node leaves each rank a shard, ``total`` sums it over the ranks with the same local rank
+    on other nodes, and an all-gather inside the node distributes the sums. With G ranks per node, each rank sends 1/G
+    of the bytes to other nodes.
     """
     padding = -flat_n.numel() % dist.get_world_size(node)
     padded = F.pad(flat_n, (0, padding)) if padding else flat_n
@@ -42,9 +43,9 @@ def hierarchical(flat_n: Tensor, node: ProcessGroup, across: ProcessGroup, total
 
 
 def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
-    """Return this rank's part of the sum.
+    """Return this rank's shard of the sum.
 
-    On the CPU by an all-to-all: gloo's own reduce-scatter is an all-reduce of which most is thrown away.
+    The CPU uses an all-to-all, since gloo's own reduce-scatter is an all-reduce that discards most of its result.
     """
     size = dist.get_world_size(group)
     if flat_n.device.type == "cpu":
@@ -61,14 +62,17 @@ def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
 
 
 def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tensor | None = None) -> Phases:
-    """Sum what ``codec`` encodes, in float32: an all-to-all of parts, then an all-gather of their sums.
+    """Sum in float32 what ``codec`` encodes: an all-to-all of shards, then an all-gather of their sums.
 
-    Work that does not need a collective's result is done while it is under way, and in place: filling new memory
-    takes a CPU several times as long.
+    Work that does not need a collective's result overlaps with it, and is done in place: writing to newly allocated
+    memory takes a CPU several times as long.
 
     Args:
-        error_n: what this rank's earlier messages have left out. It is added first, and replaced by what these
-            messages leave out (error feedback, Seide et al. 2014, Interspeech; Karimireddy et al. 2019, arXiv
+        flat_n: the numbers of this rank, float32 (n,).
+        group: the ranks that take part.
+        codec: the wire format of both messages.
+        error_n: the compression error of this rank's earlier messages, float32 (n,). It is added first, and replaced by
+            the error of these messages (error feedback, Seide et al. 2014, Interspeech; Karimireddy et al. 2019, arXiv
             1901.09847). The error of the second message, of a sum, belongs to the rank that sends it.
     """
     size = dist.get_world_size(group)
@@ -87,27 +91,27 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
     for columns, summands_pk in codec.pieces(theirs, count):
         torch.sum(summands_pk, 0, out=sum_n[columns])
     wire = codec.encode(sum_n[None])
-    whole = wire.new_empty(size, wire.shape[1])
-    work = dist.all_gather_into_tensor(whole, wire, group=group, async_op=True)
+    total_pb = wire.new_empty(size, wire.shape[1])
+    work = dist.all_gather_into_tensor(total_pb, wire, group=group, async_op=True)
     yield
     if error_n is not None:
         parts_pn[dist.get_rank(group)] += sum_n - codec.decode(wire, count)[0]
         _put_back(parts_pn, error_n)
     wait(work)
     sums_pn = _in_parts(flat_n, size)
-    for columns, sums_pk in codec.pieces(whole, count):
+    for columns, sums_pk in codec.pieces(total_pb, count):
         sums_pn[:, columns] = sums_pk
     return _put_back(sums_pn, flat_n)
 
 
 def _in_parts(flat_n: Tensor, count: int) -> Tensor:
-    """[count, n]: a view where it divides evenly, else a copy, padded."""
+    """Return ``flat_n`` as (count, n / count): a view if it divides evenly, else a padded copy."""
     padding = -flat_n.numel() % count
     return (F.pad(flat_n, (0, padding)) if padding else flat_n).view(count, -1)
 
 
 def _put_back(parts_pn: Tensor, flat_n: Tensor) -> Tensor:
-    """Return ``flat_n`` with what was made of its parts."""
+    """Copy the parts back into ``flat_n``, unless they are views of it, and return it."""
     if parts_pn.data_ptr() != flat_n.data_ptr():
         flat_n.copy_(parts_pn.flatten()[: flat_n.numel()])
     return flat_n

@@ -1,7 +1,7 @@
-"""Runs reductions of several collectives so that those of different buckets overlap.
+"""Overlaps the reductions of different buckets, each of which consists of several collectives.
 
-Collectives of one group must begin in the same order on every rank, so none begins from a callback: a reduction is a
-generator that yields while its collective is under way, and all go on together when the next bucket comes.
+Collectives of one group must start in the same order on every rank, so none is started from a callback. A reduction is
+a generator that yields while its collective is in flight; all of them advance together when the next bucket is added.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Phases = Generator[None, None, Tensor]
 
 
 def finished(phases: Phases) -> Tensor:
-    """Run a reduction to its end."""
+    """Run a reduction to its end and return its result, of any shape."""
     while True:
         try:
             next(phases)
@@ -27,13 +27,16 @@ def finished(phases: Phases) -> Tensor:
 
 @final
 class Staged:
-    """The buckets of one backward pass that are being reduced."""
+    """The buckets of one backward pass whose reductions are in flight."""
 
     def __init__(self) -> None:
         self._flights: list[_Flight] = []
 
     def add(self, buffer: Tensor, phases: Phases, *, last: bool) -> Future[Tensor]:
-        """Begin to reduce ``buffer`` into itself, and advance all others by one collective; finish with the last."""
+        """Start to reduce ``buffer``, of shape (n,), in place, and advance all other reductions by one collective.
+
+        With ``last``, finish all of them.
+        """
         self._advance()
         self._flights.append(flight := _Flight(buffer, phases))
         flight.advance()
@@ -52,7 +55,7 @@ class _Flight:
         self.future: Future[Tensor] = Future()
 
     def advance(self) -> bool:
-        """Go on to the next collective; tell whether there is more to do."""
+        """Advance to the next collective; return whether there is one."""
         try:
             next(self._phases)
         except StopIteration as end:

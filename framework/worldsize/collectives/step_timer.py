@@ -1,10 +1,10 @@
-"""Measures where the time of a step goes: how long it computes, waits for other processes, and updates parameters.
+"""Measures the time breakdown of a step: computing, waiting for other processes, and updating parameters.
 
 A step begins as "compute". Code that updates parameters runs inside ``with phase("update")``. Code that waits for
 other processes calls ``wait(work)``, or runs inside ``with phase("communication")``. Only waiting counts as
 communication: a collective that runs behind a computation costs no time.
 
-Nothing of PyTorch is replaced. Where PyTorch waits by itself, its own hooks say when:
+Nothing in PyTorch is patched. Where PyTorch itself waits, its hooks mark the wait:
 
 ============================== =====================================================================================
 DistributedDataParallel        :func:`backward` for the gradients, :func:`time_buffers` for the buffers
@@ -13,9 +13,9 @@ ZeroRedundancyOptimizer        :func:`time_parameters`
 tensor parallelism, pipelines  :mod:`worldsize.strategies.mesh.timing`
 ============================== =====================================================================================
 
-What waits without any of these counts as the phase in which it happens. docs/observing.md lists what is not separated.
+A wait without any of these counts as the phase in which it happens. docs/observing.md lists what is not separated.
 
-On CUDA a moment is an event on the stream of the step, and nothing here waits for it.
+On CUDA time is taken by events on the stream of the step, and nothing here waits for them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ PHASES: tuple[Phase, ...] = ("compute", "communication", "update")
 @final
 @dataclass
 class _Step:
-    """The moments of one step at which its phase changed."""
+    """The times at which the phase of one step changed."""
 
     data: float  # seconds that the step waited for its data
-    marks: list[tuple[Any, Phase]] = field(default_factory=list)  # a moment, and the phase that began there
+    marks: list[tuple[Any, Phase]] = field(default_factory=list)  # a time or CUDA event, and the phase that began then
 
     def split(self, between: Callable[[Any, Any], float]) -> list[float]:
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -67,7 +67,7 @@ class StepTimer:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Receive the phases that code marks while the context is open."""
+        """Receive the phases that code marks inside the context."""
         global _open
         _open = self
         try:
@@ -76,7 +76,7 @@ class StepTimer:
             _open = None
 
     def start(self, *, data: float) -> None:
-        """Begin to measure a step that waited ``data`` seconds for its data."""
+        """Begin to measure a step that has waited ``data`` seconds for its data."""
         self._step = _Step(data)
         self.switch("compute")
 
@@ -88,10 +88,10 @@ class StepTimer:
             self._step = None
 
     def take(self) -> Tensor:
-        """Return the seconds of data and of each of :data:`PHASES`: float64 [steps, 4], a row for each measured step.
+        """Return the seconds of data and of each of :data:`PHASES`: float64 (steps, 4), a row for each measured step.
 
-        On the CPU these are the steps since the last call. On CUDA they are those that ended before the last call: the
-        device has passed them by now, so that nothing needs to wait for it.
+        On the CPU these are the steps since the last call. On CUDA they are the steps that ended before the last call:
+        the device has completed them by now, so that nothing has to wait for it.
         """
         ready, self._before = (self._before, self._done) if self._stream else (self._done, [])
         self._done = []
@@ -108,13 +108,13 @@ class StepTimer:
         return before
 
     def hears(self) -> bool:
-        """Tell whether a step is measured and the calling thread computes it.
+        """Return whether a step is being measured and the calling thread computes it.
 
-        That is the thread that made the timer, or one that CUDA's backward pass runs in.
+        It is the thread that made the timer, or one in which CUDA's backward pass runs.
         """
         if self._step is None or threading.get_ident() == self._thread:
             return self._step is not None
-        # a thread that Python has not started
+        # autograd's threads are not started by Python
         return self._stream is not None and isinstance(threading.current_thread(), threading._DummyThread)
 
     def _event(self) -> torch.cuda.Event:
@@ -132,11 +132,11 @@ def _device_seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     return milliseconds / 1e3
 
 
-_open: StepTimer | None = None  # one of a process: hooks run in autograd's threads too, which see no context variables
+_open: StepTimer | None = None  # a global: hooks also run in autograd's threads, which see no context variables
 
 
 def phase(name: Phase) -> AbstractContextManager[None]:
-    """Count the time inside the context as ``name``, except what a phase inside it counts."""
+    """Count the time inside the context as ``name``, except that of phases nested in it."""
     timer = _open
     return _switched(timer, name) if timer is not None and timer.hears() else _UNMEASURED
 
@@ -154,7 +154,7 @@ def _switched(timer: StepTimer, name: Phase) -> Iterator[None]:
 
 
 def mark(name: Phase) -> None:
-    """Count the time from now on as ``name``; for a pair of hooks, which cannot share a context."""
+    """Count the time from now on as ``name``, for pairs of hooks that cannot share a context manager."""
     timer = _open
     if timer is not None and timer.hears():
         timer.switch(name)
@@ -175,10 +175,10 @@ def wait(work: Work | None) -> None:
 
 
 def backward(loss: Tensor) -> None:
-    """Run ``loss.backward()`` for a model whose gradients DistributedDataParallel sums.
+    """Run ``loss.backward()``, for a scalar loss of a model whose gradients DistributedDataParallel sums.
 
-    What is left of the pass once the last gradient is computed counts as communication: autograd then calls back what
-    was queued, first the change of phase, then the reducer, which queued later and waits for its buckets.
+    The rest of the pass after the last gradient is computed counts as communication. Autograd then runs the queued
+    callbacks: first the change of phase, then that of DDP's reducer, which was queued later and waits for its buckets.
     """
     timer = _open
     if timer is None or not timer.hears():
@@ -195,13 +195,13 @@ def backward(loss: Tensor) -> None:
 
 
 def time_buffers(module: DistributedDataParallel) -> None:
-    """Count as communication what ``module`` does before it calls its model, if it broadcasts buffers there."""
+    """Count the broadcast of buffers, which ``module`` does before it calls its model, as communication."""
     if any(True for _ in module.buffers()):
         module.register_forward_pre_hook(lambda *_: mark("communication"))
         module.module.register_forward_pre_hook(lambda *_: mark("compute"), prepend=True)
 
 
 def time_parameters(optimizer: Optimizer, local: Optimizer) -> None:
-    """Count as communication what ``optimizer`` does once its part ``local`` has stepped: it sends the parameters."""
+    """Count what ``optimizer`` does after its ``local`` optimizer has stepped, sending parameters, as communication."""
     local.register_step_post_hook(lambda *_: mark("communication"))
     optimizer.register_step_post_hook(lambda *_: mark("update"))

@@ -1,8 +1,7 @@
-"""Measures what a model that ``fully_shard`` has divided waits for, by communication of our own that does the same.
+"""Times the waits of a model that ``fully_shard`` has sharded, by wrapping its collectives.
 
-On the CPU these collectives block, so that the call is the wait. On CUDA they run on streams of their own and return at
-once; the computation waits for them between streams, which no hook of PyTorch tells, so that the wait counts as the
-phase in which it happens.
+On the CPU these collectives block, so that the call is the wait. On CUDA they run on their own streams and return at
+once. Waits between streams are visible to no hook of PyTorch and count as the phase in which they happen.
 """
 
 from __future__ import annotations
@@ -23,7 +22,10 @@ _Size = Sequence[int | torch.SymInt]
 
 
 def time_sharding(model: nn.Module, device: torch.device, *, copies: bool) -> None:
-    """Measure the waits of every part of ``model`` that is sharded; ``copies``: its gradients cross copies too."""
+    """Time the waits of every sharded part of ``model``.
+
+    ``copies``: gradients are also summed over replicas of the sharded model, as in HSDP.
+    """
     if device.type != "cpu":
         return
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The nouns of worldsize: contracts only. Imports torch, the standard library and our errors, nothing else."""
+"""The contracts of worldsize. Imports torch, the standard library and worldsize.errors, nothing else."""
 
 from worldsize.core.cluster import (
     Cluster,

@@ -13,14 +13,15 @@ if TYPE_CHECKING:  # torch takes seconds, and commands that compute nothing name
 
 @dataclass(frozen=True)
 class Link:
-    """One tier of the interconnect. Links of the tiers "device" and "node" are a rank's, of "network" a node's.
+    """One tier of the interconnect. A link of tier "device" or "node" belongs to one rank, "network" to one node.
 
     Attributes:
-        bandwidth: Bytes a second in each direction; the ranks of a node share that of its network.
+        bandwidth: Bytes/s in each direction; the ranks of a node share the bandwidth of its network link.
         latency: Seconds.
-        gap: Least seconds of a round in which every rank sends to one and hears from one, however few the bytes (g of
-            LogP, Culler et al. 1993, doi:10.1145/155332.155333): more than the latency where processors bound it.
-        incast: Share of the bandwidth that is left where all ranks send to all at once (Phanishayee et al., FAST 2008).
+        gap: Least seconds of a round in which every rank sends one message and receives one, however small (g of
+            LogP, Culler et al. 1993, doi:10.1145/155332.155333). It exceeds the latency where processors limit it.
+        incast: Fraction of the bandwidth, 0 to 1, that is left when all ranks send to all at once (Phanishayee et al.,
+            FAST 2008).
     """
 
     bandwidth: float
@@ -36,16 +37,16 @@ class Cluster:
     Attributes:
         name: Name of the configuration, such as "ssh".
         nodes: Number of hosts.
-        processes: Processes of all nodes, which have equally many.
+        processes: Processes on all nodes together; every node has the same number.
         device: Device on which processes train.
         backend: Backend of torch.distributed, such as "gloo" or "nccl".
-        threads: Threads of each process; None: its share of the node's cores.
+        threads: Threads of each process; None: the node's cores divided by its processes.
         timeout: Seconds that a process waits for its peers.
-        interface: Network interface of the collectives; None: the one that leads to the first node.
+        interface: Network interface of the collectives; None: the one with a route to the first node.
         hca: InfiniBand adapters that NCCL may use (NCCL_IB_HCA).
         links: Links by tier: "device", "node", "network".
-        device_memory: Bytes that one process may fill, for planning; None: what this machine has.
-        price_per_hour: Price of a node, for planning.
+        device_memory: Bytes that one process may use, for planning; None: the memory of this machine.
+        price_per_hour: Price of one node for an hour, in any currency, for planning.
     """
 
     name: str
@@ -74,11 +75,11 @@ class Role:
     processes: int
     """Number of processes, over all nodes."""
     restart: Literal["gang", "individual"] = "gang"
-    """Whether a process that died starts again with its gang or by itself."""
+    """What restarts when a process dies: all processes of the gang, or that process alone."""
     serves: bool = False
-    """Its processes run :meth:`Strategy.serve` and have no process group; the others train a replica."""
+    """Whether its processes run :meth:`Strategy.serve`, without a process group, instead of training a replica."""
     min_processes: int | None = None
-    """Number that must live for the run to go on without those that died; None: all."""
+    """Number of processes that must be alive for the run to continue without the dead ones; None: all."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,15 @@ class World:
     """The place of this process among the others of its run.
 
     Attributes:
-        role: Name of its role, such as "worker".
-        rank: Rank within the role. A recipe may look at ``rank`` and ``size`` alone.
-        size: Processes of the role.
-        global_rank: Rank among all processes of the run.
-        world_size: Processes of the run, of all roles.
-        local_rank: Rank on its node.
-        node_rank: Rank of its node.
-        device: Device on which it trains.
-        groups: Process groups by name: of all that train ("all"), of each role, of this node.
+        role: Name of the process's role, such as "worker".
+        rank: Rank within the role, from 0. A recipe may use only ``rank`` and ``size``.
+        size: Number of processes of the role.
+        global_rank: Rank among all processes of the run, from 0.
+        world_size: Number of processes of the run, over all roles.
+        local_rank: Rank among the processes of this node, from 0.
+        node_rank: Index of this node, from 0.
+        device: Device on which the process trains.
+        groups: Process groups by name: all processes that train ("all"), each role, this node.
     """
 
     role: str
@@ -114,5 +115,5 @@ class World:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The processes of this role; ``None`` where there is no process group at all."""
+        """The process group of this role; ``None`` if the run has no process groups."""
         return self.groups.get(self.role)

@@ -15,20 +15,20 @@ from worldsize.errors import ConfigError
 
 
 class DataSource(Protocol):
-    """Data of any part of the run, for processes to which the training loop hands none."""
+    """Loads data of any step or evaluation, for processes that the training loop hands none."""
 
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
-        """Draw the data of one logical rank (from 0) in ``step`` (from 1), after the faults planned for that step."""
+        """Load the data of one logical rank (from 0) in ``step`` (from 1), after injecting faults planned for it."""
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
-        """Iterate over share ``part``, from 0, of ``parts`` equal shares of ``split``, as evaluated after ``step``."""
+        """Iterate over part ``part`` (from 0) of ``parts`` equal parts of ``split``, as evaluated after ``step``."""
 
 
 class CheckpointSource(Protocol):
     """The newest checkpoint of the run."""
 
     def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
-        """Fill a state like the one that ``state`` makes from the newest checkpoint.
+        """Load the newest checkpoint into a state like the one that ``state`` makes.
 
         Returns:
             The state and the checkpoint's step; None if there is no checkpoint.
@@ -36,13 +36,13 @@ class CheckpointSource(Protocol):
 
 
 class FaultPoints(Protocol):
-    """Points at which a configuration may have planned a fault, see :mod:`worldsize.engine.faults`."""
+    """Points at which the configuration may inject a fault, see :mod:`worldsize.engine.faults`."""
 
     def enter(self, step: int) -> None:
-        """Say that this process begins ``step`` (from 1), or goes on with it."""
+        """Report that this process begins or resumes ``step`` (from 1)."""
 
     def at(self, point: str) -> None:
-        """Say that this process passes ``point``."""
+        """Report that this process reached the point named ``point``."""
 
 
 class StopFlag(Protocol):
@@ -53,10 +53,10 @@ class StopFlag(Protocol):
 
 
 class StepTiming(Protocol):
-    """Records where the time of steps goes in a process that the training loop does not time."""
+    """Records the time breakdown of steps in a process that the training loop does not time."""
 
     def measured(self, step: int) -> AbstractContextManager[None]:
-        """Time what is computed of ``step`` within the block; its data have been drawn before."""
+        """Time the computation of ``step`` inside the block; loading its data is not part of it."""
 
 
 @final
@@ -96,19 +96,20 @@ class _Untimed(StepTiming):
 @final
 @dataclass(frozen=True)
 class Rendezvous:
-    """The meeting place of processes that serve and processes that train, in one attempt of a run."""
+    """Folder and address by which processes that serve and processes that train meet, in one attempt of a run."""
 
     folder: Path
-    """Every process of this attempt sees it; only they and their user may read it."""
+    """Folder that every process of this attempt shares; only their user may read it."""
     address: str = "127.0.0.1"
-    """Address of this host, as the others reach it."""
+    """Address at which other hosts reach this host."""
     timeout: float = 600.0
     """Seconds that a process waits for another."""
     sockets: Path | None = None
-    """Private to this attempt and this host, with a short name, as Unix sockets need; None: ``folder``."""
+    """Folder for Unix sockets, private to this attempt and host. Its path is short, since Unix limits socket paths to
+    about 100 bytes. None: ``folder``."""
 
     def socket(self, name: str) -> Path:
-        """Return the path of a Unix socket, to which the processes of this host connect; it goes with the attempt."""
+        """Return the path of a Unix socket for processes of this host; it is removed when the attempt ends."""
         return (self.sockets or self.folder) / name
 
 
@@ -117,8 +118,8 @@ class Rendezvous:
 class RunContext:
     """The run as one process sees it: its world, numerics, data, checkpoints and peers.
 
-    ``RunContext(world)`` alone is the context of a process outside a run: float32, no faults, no checkpoint, nobody
-    that asks it to stop, nothing timed, and no data but what the training loop hands to a replica.
+    ``RunContext(world)`` alone is the context of a process outside a run: float32, no faults, no checkpoint, no stop
+    signal, no timing, and no data except what the training loop hands to a replica.
     """
 
     world: World
@@ -128,9 +129,9 @@ class RunContext:
     steps: int = 0
     """Steps of the whole run."""
     workers: int = 1
-    """Processes that train, when the attempt begins."""
+    """Number of processes that train when the attempt begins."""
     logical_ranks: int = 1
-    """Parts of a step's data, each with random numbers of its own; equal for any number of processes."""
+    """Number of parts of a step's data, each with its own random stream, whatever the number of processes."""
     rendezvous: Rendezvous | None = None
     """None where no role of the run serves."""
     data: DataSource = field(default_factory=_NoData)
@@ -140,10 +141,10 @@ class RunContext:
     timing: StepTiming = field(default_factory=_Untimed)
 
     def meeting_place(self, *, needs: str) -> Rendezvous:
-        """Return where this process finds the processes that serve.
+        """Return where this process connects to the processes that serve.
 
         Raises:
-            ConfigError: there are none, because no launcher has started this process; ``needs`` says what is missing.
+            ConfigError: no process serves, because no launcher started this one; ``needs`` begins the message.
         """
         if self.rendezvous is None:
             raise ConfigError(f"{needs}. Start it with a launcher, which starts every role of a run.")

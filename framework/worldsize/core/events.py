@@ -1,4 +1,4 @@
-"""What happens in a run, as facts. A listener is a callable of one event."""
+"""Events of a run, as immutable values. A listener is a callable that takes one event."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class RunStarted:
     Attributes:
         run_id: Name of the run folder.
         steps: Steps of the whole run.
-        first: Steps that earlier attempts have done.
-        evaluated: Whether the evaluation after the last of these has been done, too.
+        first: Number of steps that earlier attempts completed.
+        evaluated: Whether the evaluation after the last of them is done, too.
     """
 
     run_id: str
@@ -29,7 +29,7 @@ class RunStarted:
 class StepDone:
     """A logged step.
 
-    Times are means over the steps since the last logged one, in seconds a step; None: not measured.
+    Times are means over the steps since the last logged one, in seconds per step; None: not measured.
 
     Attributes:
         step: Number of the step, from 1.
@@ -37,19 +37,19 @@ class StepDone:
         loss: Mean loss over all logical ranks.
         lr: Learning rate of the update; None: the optimizer has none.
         grad_norm: Norm of the whole gradient before clipping; None: not computed.
-        skipped: Updates left out since the run began.
-        data_seconds: Wait for data on this rank.
-        step_seconds: Time of a step on each rank, without its wait for data.
-        samples_per_second: Samples of all ranks.
-        facts: What else the strategy tells.
-        compute_seconds: Forward and backward on this rank.
-        communication_seconds: Communication that nothing hides, on this rank.
-        update_seconds: Update on this rank.
-        exposed_seconds: Time for which every rank waits for communication: that of the rank that waits least.
-        metrics: Metrics of training by name: sums over all logical ranks and all steps since the last logged one, over
-            their counts.
-        splits: For each rank and each step that was measured, the seconds of data, compute, communication and update;
-            on rank 0 alone.
+        skipped: Number of updates skipped since the run began.
+        data_seconds: Time that this rank waits for data.
+        step_seconds: Time of a step on this rank, without waiting for data.
+        samples_per_second: Samples of all ranks per second.
+        facts: Further values that the strategy reports.
+        compute_seconds: Time of forward and backward on this rank.
+        communication_seconds: Time that this rank waits for communication that no computation hides.
+        update_seconds: Time of the update on this rank.
+        exposed_seconds: Communication time that every rank waits for: the minimum over ranks.
+        metrics: Training metrics by name: the sum over all logical ranks and all steps since the last logged one,
+            divided by the count.
+        splits: For each rank and each measured step, the seconds of data, compute, communication and update; only on
+            rank 0.
     """
 
     step: int
@@ -70,7 +70,7 @@ class StepDone:
     splits: Sequence[Sequence[Sequence[float]]] = ()
 
     def figures(self) -> dict[str, float]:
-        """Return what loggers show of the step, by name; what was not computed or measured is left out."""
+        """Return the values that loggers show, by name; values that were not computed or measured are left out."""
         figures = {
             "loss": self.loss,
             "lr": self.lr,
@@ -86,7 +86,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation after ``step``: each metric over the evaluated data, by :func:`metric_key`."""
+    """An evaluation after ``step``: each metric over the evaluated data, named by :func:`metric_key`."""
 
     step: int
     metrics: Mapping[str, float]
@@ -102,16 +102,17 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Straggling:
-    """A rank is slower than its peers, or the link of its host is.
+    """A rank, or the network link of its host, is slower than its peers.
 
     Attributes:
         step: Step at which this was noticed.
-        rank: The slow rank, or one of the slow host.
-        host: Its host.
-        device: Its device.
-        cause: What it is slow at; "network": the link of its host.
-        slower: Times that it is busy as long as the median of its peers, or that its link carries less than most.
-        since: First step of which this holds.
+        rank: The slow rank, or a rank of the slow host.
+        host: Host of the rank.
+        device: Device of the rank.
+        cause: The phase that is slow; "network": the link of its host.
+        slower: Slowdown factor: busy time relative to the median of its peers, or the peers' bandwidth relative to that
+            of its link.
+        since: First step at which the rank was slow.
     """
 
     step: int
@@ -125,7 +126,7 @@ class Straggling:
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The run fails on this rank, for ``cause``."""
+    """The run failed on this rank, because of ``cause``."""
 
     cause: str
 

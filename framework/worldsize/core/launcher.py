@@ -1,4 +1,4 @@
-"""How processes start, and how a job that they make up ends."""
+"""Contracts of launchers: how the processes of a run start, and how the job that they form ends."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Plan:
         run_dir: The run folder.
         cluster: The machines to start it on.
         roles: Processes by role; global ranks count through them in this order.
-        environment: Variables of every process.
-        attempt: Number of this start of the run, from 1.
-        secrets: Variables of every process too, which must not be written, shown or put on a command line.
+        environment: Environment variables of every process.
+        attempt: Number of this attempt, from 1.
+        secrets: Further environment variables, which must not be written, shown or put on a command line.
     """
 
     run_dir: Path
@@ -61,8 +61,8 @@ class Failure:
     rank: int
     cause: str
     exit_code: int
-    step: int | None = None  # that it was in, if it is known
-    time_ns: int = 0  # since 1970, on its host's clock; 0: a signal or a lost host ended it, before its peers noticed
+    step: int | None = None  # the step that it was computing, if known
+    time_ns: int = 0  # Unix time on its host's clock; 0: a signal or a lost host ended it, before its peers noticed
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Outcome:
     """The end of a job.
 
     Attributes:
-        exit_reason: "completed", "failed", "interrupted" or "preempted" (it has saved and can be started again); of
-            agents "ended", since they record how.
+        exit_reason: "completed", "failed", "interrupted" or "preempted" (saved, and can be resumed). For a job of
+            agents "ended": they record the reason themselves.
         exit_code: Exit code for the command that waited.
         failure: The first process that failed.
-        steps: The step after which it began, and the last one that it completed, where they are known.
+        steps: The step after which the job began, and the last step that it completed, if known.
         first_step_at: Unix time in seconds at which it completed its first step.
     """
 
@@ -90,39 +90,39 @@ class Job(ABC):
 
     @abstractmethod
     def wait(self) -> Outcome:
-        """Block until all processes have ended, and say how."""
+        """Block until all processes have ended, and return how they ended."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ask the processes to end; :meth:`wait` says how they did."""
+        """Ask the processes to end; :meth:`wait` returns how they ended."""
 
 
 class LaunchMethod(ABC):
     """The base of every way to start a run. Derive from one of the three below."""
 
-    max_restarts: int = 0  # times that a gang that failed is started again from its last checkpoint
-    save_grace: float = 30.0  # seconds that a run which is asked to save and to end has until it is killed
+    max_restarts: int = 0  # how often a failed gang is restarted from its last checkpoint
+    save_grace: float = 30.0  # seconds between asking a run to save and end, and killing it
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
         """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""
 
     def write(self, plan: Plan) -> None:  # noqa: B027 - most start processes from the run folder as it is
-        """Put what is handed over, a script and keys, into the run folder."""
+        """Write the files that a scheduler or a person needs, such as a script and keys, into the run folder."""
 
     @abstractmethod
     def describe(self, plan: Plan) -> str:
-        """Say what would be started, as a text that a person can read or run."""
+        """Describe what would be started, as text that a person can read or run."""
 
 
 class Launcher(LaunchMethod):
-    """Starts the processes of a run here and now, and is waited for.
+    """Starts the processes of a run immediately; the launching command waits for them.
 
     Every process runs ``python -m worldsize.worker RUN_DIR`` or its equivalent.
     """
 
     @property
     def other_hosts(self) -> Sequence[str]:
-        """Names of the hosts that take part beside this one, where they are known."""
+        """Names of the other hosts of the run, if they are known."""
         return ()
 
     @abstractmethod
@@ -131,9 +131,9 @@ class Launcher(LaunchMethod):
 
 
 class AgentLauncher(LaunchMethod):
-    """Starts ``worldsize agent RUN_DIR`` on every host, and is waited for. The agents record the run's attempts."""
+    """Starts ``worldsize agent RUN_DIR`` on every host and waits for them. The agents record the run's attempts."""
 
-    hosts: Sequence[str] = ()  # names by which this machine knows them, the first of which leads
+    hosts: Sequence[str] = ()  # names that this machine can resolve; the first host leads
 
     @abstractmethod
     def launch_agents(self, plan: Plan) -> Job:
@@ -141,31 +141,36 @@ class AgentLauncher(LaunchMethod):
 
 
 class BatchLauncher(LaunchMethod):
-    """Hands a run to a scheduler as a job, whose agents record the run's attempts, or to a person.
+    """Submits a run to a scheduler as a job, or describes it to a person who submits it.
+
+    The job's agents record the run's attempts.
 
     A launcher offers ``wait`` and ``exclude_slow`` by declaring them as fields.
     """
 
-    wait: bool = False  # come back when the job has ended
-    exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
-    shares_run_folder: ClassVar[bool] = True  # its processes write into the run folder that this process has made
-    finds_job_by: ClassVar[Sequence[str]] = ()  # options that ``state`` and ``cancel`` need: names, never a command
+    wait: bool = False  # return only when the job has ended
+    exclude_slow: bool = False  # save, and resume in another job without the node on which a rank is slow
+    shares_run_folder: ClassVar[bool] = True  # its processes write into the run folder that this process created
+    finds_job_by: ClassVar[Sequence[str]] = ()  # names of the options that ``state`` and ``cancel`` need
 
     @abstractmethod
     def submit(self, plan: Plan) -> str | None:
-        """Hand over one run; return the job's id, or None if a person is to start it, who is shown :meth:`describe`.
+        """Submit one run.
+
+        Returns:
+            The job's id; None if a person is to submit it, who is shown :meth:`describe`.
 
         Raises:
             ConfigError: the scheduler refuses the job.
         """
 
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str | None]:
-        """Hand over the runs of a sweep, all of one shape; the id of each. By default each is a job of its own."""
+        """Submit the runs of a sweep, all of one shape, and return their ids. By default each is a separate job."""
         return [self.submit(plan) for plan in plans]
 
     @abstractmethod
     def state(self, job: str) -> str | None:
-        """Ask for the scheduler's word for a job; None: it is over.
+        """Return the scheduler's name for the state of a job; None: the job is over.
 
         Raises:
             WorldsizeError: the scheduler does not answer.
@@ -176,5 +181,5 @@ class BatchLauncher(LaunchMethod):
         """End a job."""
 
     def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
-        """Name the command that shows a job's logs; empty if they are in the run folder."""
+        """Return the command that shows a job's logs; empty if they are in the run folder."""
         return ()

@@ -1,7 +1,7 @@
-"""What a setting may be, written into the annotation of its field and checked in one place.
+"""Allowed values of settings, written into the annotation of each field and checked in one place.
 
-What is outside ``keep: Annotated[float, Range(least=0, most=1)] = 1.0`` is refused with one sentence before a run
-exists, whether the field belongs to the schema, a strategy, a launcher, a recipe or a plugin.
+A field ``keep: Annotated[float, Range(least=0, most=1)] = 1.0`` refuses other values with a one-sentence error before a
+run exists, whether the field belongs to the schema, a strategy, a launcher, a recipe or a plugin.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _INFINITE = (math.inf, -math.inf)
 
 
 class Limit(ABC):
-    """Decides whether a value is taken. An instance goes into ``Annotated``; null is taken without asking it."""
+    """Decides whether a value is allowed. An instance goes into ``Annotated``; null is always allowed."""
 
     @abstractmethod
     def refusal(self, value: Any) -> str | None:
-        """Say what is wrong with ``value``, as the end of a sentence that begins with it; None: nothing is."""
+        """Return the end of an error message that begins with ``value``; None: the value is allowed."""
 
 
 @final
@@ -36,12 +36,12 @@ class Range(Limit):
     """Numbers within bounds. NaN is in no range, and infinity only in one that is not ``finite``.
 
     Args:
-        least: the smallest number that is taken.
-        above: a number that is too small by itself.
-        most: the largest number that is taken.
-        below: a number that is too large by itself.
+        least: inclusive lower bound.
+        above: exclusive lower bound.
+        most: inclusive upper bound.
+        below: exclusive upper bound.
         finite: whether infinity is refused.
-        hint: ends the sentence of a refusal, e.g. "it is in seconds".
+        hint: ends the error message, e.g. "it is in seconds".
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Range(Limit):
 
 @final
 class OneOf(Limit):
-    """One of a few words, of which a refusal names the nearest. What is no word is left to the other limits."""
+    """One of a few words; the error message suggests the nearest. Values that are not strings are not checked."""
 
     def __init__(self, *known: str) -> None:
         self._known = known
@@ -102,7 +102,7 @@ class OneOf(Limit):
 
 @final
 class FolderName(Limit):
-    """The name of one folder, which no part of a path and no option of a command can be mistaken for."""
+    """The name of a single folder that can be mistaken neither for a path nor for an option of a command."""
 
     def refusal(self, value: Any) -> str | None:
         if not isinstance(value, str):
@@ -114,7 +114,7 @@ class FolderName(Limit):
 
 @final
 class FilePath(Limit):
-    """A path that the operating system can be asked for."""
+    """A path that the operating system accepts."""
 
     def refusal(self, value: Any) -> str | None:
         return "holds a NUL character, which no path can. Leave it out." if "\0" in str(value) else None
@@ -127,15 +127,15 @@ PORT = Range(least=1, most=65535)
 
 
 def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
-    """Check the values of fields or arguments by name; ``key`` is where they stand, e.g. "strategy".
+    """Check values of fields or arguments, given by name.
 
     Args:
-        target: a class or function whose annotations say what each may be.
-        values: plain values; a name that ``target`` does not know is left alone.
-        key: the dotted place of the values in the configuration; empty: at its top.
+        target: a class or function whose annotations hold the limits.
+        values: plain values; names that ``target`` does not know are ignored.
+        key: the dotted key of the values in the configuration, such as "strategy"; empty: its top level.
 
     Raises:
-        ConfigError: a value is outside what its annotation says, or NaN.
+        ConfigError: a value is outside the limits of its annotation, or NaN.
     """
     for name, hint in hints_of(target).items():
         if name in values:
@@ -146,8 +146,7 @@ def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
 def hints_of(target: Any, *, limits: bool = True) -> Mapping[str, Any]:
     """Read the annotations of a dataclass's fields, or of the arguments of a class or function.
 
-    Those that cannot be evaluated, since they name what is imported for type checkers alone, are left out.
-
+    Annotations that cannot be evaluated, because they name something imported only for type checkers, are left out.
     Args:
         target: a class or function.
         limits: whether ``Annotated[kind, ...]`` is kept, or becomes ``kind``.
@@ -173,7 +172,7 @@ def _resolvable(annotated: Any, *, limits: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _check(key: str, value: Any, hint: Any) -> None:
-    """Check a value and what it consists of: items, values by name, fields of a section."""
+    """Check a value and everything inside it: items, values of a mapping, fields of a section."""
     origin, arguments = get_origin(hint), get_args(hint)
     if value is None:
         return
@@ -196,7 +195,7 @@ def _check(key: str, value: Any, hint: Any) -> None:
 
 
 def _check_union(key: str, value: Any, options: Sequence[Any]) -> None:
-    """Check against every option but words, where the value may be something else than a word."""
+    """Check against every option of the union except Literals, if it has other options than these."""
     others = [option for option in options if get_origin(option) is not Literal and option is not NoneType]
     for option in others or options:
         _check(key, value, option)

@@ -1,4 +1,4 @@
-"""A recipe whose step has several updates: what GANs, actor and critic, and manual optimization need."""
+"""Recipes whose step has several updates, as needed for GANs, actor-critic methods and manual optimization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch takes seconds
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-Update: TypeAlias = "tuple[str, Loss]"  # the name of an optimizer, and the loss that it is to lower
+Update: TypeAlias = "tuple[str, Loss]"  # the name of an optimizer, and the loss that it minimizes
 
 
 class MultiUpdateRecipe(Recipe):
@@ -25,46 +25,46 @@ class MultiUpdateRecipe(Recipe):
             yield "discriminator", self.tell_apart(model.discriminator, batch, fake.detach())
             yield "generator", self.fool(model.discriminator, fake)
 
-    A :class:`Strategy` says with ``trains_multi_update`` whether it can train one.
+    A :class:`Strategy` declares with ``trains_multi_update`` whether it can train one.
     """
 
     remembers: ClassVar[bool] = False
-    """Whether a process has to take every step, since :meth:`updates` remembers something that no checkpoint has, or
-    changes learning rates by itself. A strategy whose processes come and go refuses such a recipe."""
+    """Whether a process must take every step, because :meth:`updates` keeps state that is not in checkpoints, or
+    changes learning rates itself. A strategy whose processes come and go refuses such a recipe."""
 
     @abstractmethod
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
         """Make the optimizers of ``model`` by name; no parameter belongs to two of them.
 
-        A strategy may have moved or divided the parameters by then. What is to happen after each step of one, such as
-        clipping its weights or averaging them, is a hook of the optimizer (``register_step_post_hook``).
+        A strategy may have moved or sharded the parameters by then. Register a hook of an optimizer
+        (``register_step_post_hook``) for work after each of its steps, such as clipping or averaging weights.
         """
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
-        """Make learning-rate schedules by the names of their optimizers, each advanced once an update of its own.
+        """Make learning-rate schedules by the names of their optimizers.
 
-        The rate of an optimizer without one is constant.
+        Each is advanced once per update of its optimizer. The rate of an optimizer without a schedule is constant.
         """
         return {}
 
     @abstractmethod
     def updates(self, model: nn.Module, batch: Batch, step: int) -> Iterable[Update]:
-        """Yield each update of step number ``step``, counted from 1: an optimizer's name, and the loss.
+        """Yield each update of step number ``step``, counted from 1: an optimizer's name, and a scalar loss.
 
         It is a generator. At each ``yield`` the gradient of the loss with respect to the parameters of that optimizer
         alone is averaged over all logical ranks and clipped, and the optimizer takes its step; then the generator goes
-        on with the new weights. Tensors made before, such as generated images, may be used after. A loss is a mean or
-        a sum with its weight, as in :meth:`Recipe.loss`.
+        on with the new weights. Tensors made before a ``yield``, such as generated images, may be used after it. A loss
+        is a mean, or a sum and its weight, as in :meth:`Recipe.loss`.
 
-        The sequence of names may depend on ``step``, not on data or random numbers: it is the same for all logical
-        ranks. The generator runs once for each of them, so that it must not change parameters by itself.
+        The sequence of names may depend on ``step``, but not on data or random numbers: it must be the same for all
+        logical ranks. The generator runs once for each logical rank, so it must not change parameters itself.
 
-        What it returns, if anything, are metrics of the step, as :class:`LossOutput` has them.
+        The generator may return metrics of the step, in the form of :attr:`LossOutput.metrics`.
         """
 
     @final
     def optimizer(self, model: nn.Module) -> NoReturn:
-        """Refuse: there are several.
+        """Refuse: a recipe with several updates has no single optimizer.
 
         Raises:
             ConfigError: always.
@@ -83,6 +83,6 @@ class MultiUpdateRecipe(Recipe):
 
     def _refusal(self) -> ConfigError:
         return ConfigError(
-            f"{type(self).__name__} takes several updates a step, and whoever trains it must call its method updates. "
+            f"{type(self).__name__} takes several updates a step, and whatever trains it must call its method updates. "
             "Choose a strategy that does, such as ddp."
         )

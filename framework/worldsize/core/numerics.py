@@ -1,4 +1,4 @@
-"""How an update is computed: a value of the run, which every replica is handed."""
+"""Numerics of a run: precision, clipping and non-finite values. Every replica is given the same ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Nonfinite = Literal["stop", "skip", "ignore"]
 
 @dataclass(frozen=True)
 class Numerics:
-    """Numerics of an update: precision of forward and backward, clipping, and what NaN does.
+    """Numerics of an update: precision of forward and backward, clipping, and the handling of NaN.
 
     Attributes:
         precision: Precision of forward and backward; parameters are float32.
@@ -39,14 +39,14 @@ class Numerics:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether an update waits for the norm of the whole gradient: it is clipped, or must be finite."""
+        """Whether an update needs the norm of the whole gradient first, to clip it or to check that it is finite."""
         return self.clip_norm is not None or self.nonfinite == "skip"
 
     @property
     def norm_limit(self) -> float:
-        """The largest norm of a gradient; infinite without clipping."""
+        """The largest L2 norm of a gradient after clipping; infinite without clipping."""
         return float("inf") if self.clip_norm is None else self.clip_norm
 
     def skips(self, norm: Tensor) -> bool:
-        """Whether the step whose gradient has ``norm`` (a scalar) leaves the parameters alone; waits for a device."""
+        """Return whether a step whose gradient has ``norm`` (a scalar) skips its update. Waits for the device."""
         return self.nonfinite == "skip" and not bool(norm.isfinite())

@@ -1,4 +1,4 @@
-"""What is learned: model, data, loss, evaluation. Nothing here knows of processes, devices or strategies."""
+"""The recipe: model, data, loss and evaluation. Nothing here knows about processes, devices or strategies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ TensorStyle = Literal["column", "row"]
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss with what else the same forward pass tells, to be logged beside it.
+    """A loss together with metrics from the same forward pass, which are logged with it.
 
     Attributes:
         loss: The mean over the micro-batch, a scalar; or two scalars, the sum over it and its weight.
-        metrics: Each metric as (sum, count) over the micro-batch, two scalars; the same names in every step. A logged
-            step shows it as ``train/<name>``: the sum over all ranks and all steps since the last logged one, divided.
+        metrics: Each metric as (sum, count) over the micro-batch, two scalars; the same names in every step. It is
+            logged as ``train/<name>``: the sum over all ranks and all steps since the last logged one, divided by the
+            count.
     """
 
     loss: Tensor | tuple[Tensor, Tensor]
@@ -36,7 +37,7 @@ class LossOutput:
 
     @staticmethod
     def of(loss: Loss) -> LossOutput:
-        """Return ``loss`` in this form; one that has none has no metrics."""
+        """Return ``loss`` as a LossOutput; a plain loss has no metrics."""
         return loss if isinstance(loss, LossOutput) else LossOutput(loss)
 
 
@@ -44,51 +45,51 @@ Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor] | LossOutput"  # a mean, or a 
 
 
 class Recipe(ABC):
-    """The task to learn. It knows nothing of processes, devices or how replicas agree."""
+    """The task to learn. It knows nothing about processes, devices or how replicas agree."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model on the CPU, whatever trains it, so that its initial weights are the same everywhere.
+        """Build the model on the CPU, whatever device trains it, so that its initial weights are the same everywhere.
 
-        Strategies that shard the model may run this with fakes of tensors, and make the weights later, one at a time.
-        They may call it more than once; each call must return the same model, whatever was called before, but for the
-        random numbers of torch, NumPy and ``random`` that it draws.
+        Strategies that shard the model may run this with fake tensors, and materialize the weights later, one at a
+        time. They may call it more than once. Each call must return the same model, whatever was called before, except
+        for the random numbers that it draws from torch, NumPy and ``random``.
         """
 
     def pretrained_weights(self) -> PretrainedWeights | None:
-        """Say in which files the weights are that :meth:`model` returns; each rank then reads the parts that it holds.
+        """Return the files that hold the weights that :meth:`model` returns; each rank then reads only its parts.
 
-        ``None``: no file has them, or only the model's library can read it.
+        ``None``: no file has them, or only the model's own library can read it.
         """
         return None
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Make the optimizer of ``model``, whose parameters a strategy may have moved or divided by then."""
+        """Make the optimizer of ``model``, whose parameters a strategy may have moved or sharded by then."""
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the learning-rate schedule, advanced once an optimizer step; ``None`` keeps the rate constant."""
+        """Make the learning-rate schedule, advanced once per optimizer step; ``None`` keeps the rate constant."""
         return None
 
     @abstractmethod
     def data(self, split: str) -> Any:
         """Return the dataset of ``split``, one of :meth:`splits`: map-style or iterable.
 
-        A map-style dataset with a method ``load_batch(indices: Tensor)`` is asked for a whole batch at
-        once; one with ``__getitems__`` for a list of samples; any other sample by sample. Its attribute ``lengths``,
-        a tensor [samples], says how long each is, for ``length_balanced``.
+        A map-style dataset with a method ``load_batch(indices)``, given an int64 tensor (batch,), loads a whole batch
+        at once; one with ``__getitems__`` a list of samples; any other is read sample by sample. Its attribute
+        ``lengths``, a tensor (samples,), holds the length of each sample, for ``length_balanced``.
         """
 
     def splits(self) -> Sequence[str]:
-        """Name the data that :meth:`data` knows; ``evaluation.splits`` chooses among them."""
+        """Return the names that :meth:`data` accepts; ``evaluation.splits`` chooses among them."""
         return ("train", "test")
 
     def tokens_per_sample(self) -> int | None:
-        """Return the tokens of a sample, where all have as many; lengths of a schedule may be given in tokens then."""
+        """Return the number of tokens of a sample if all have the same, so that schedules can be given in tokens."""
         return None
 
     def collate(self, samples: list[Any]) -> Batch:
-        """Make a batch of samples; torch's way unless overridden, for example to pad them to one length."""
+        """Make a batch of samples, by default with torch's collate function. Override to pad them to one length."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
@@ -97,15 +98,15 @@ class Recipe(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         """Return the loss, a scalar: the mean over the micro-batch; or two scalars, the sum over it and its weight.
 
-        A step's gradient is that of the mean of means; with weights, such as the number of tokens that count, it is
-        that of the sum over all micro-batches over the weight of all, however samples are dealt. A
-        :class:`LossOutput` carries metrics of training along with either.
+        The gradient of a step is that of the mean over micro-batches. With weights, such as the number of tokens that
+        count, it is that of the sum over all micro-batches divided by their total weight, however samples are
+        distributed. A :class:`LossOutput` adds metrics to either form.
         """
 
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> Loss:
-        """Return the loss in step number ``step``, counted from 1: :meth:`loss`, unless it depends on the step.
+        """Return the loss in step number ``step``, counted from 1. Override it if the loss depends on the step.
 
-        Whoever trains calls this one.
+        Training calls this method, which calls :meth:`loss` unless it is overridden.
         """
         return self.loss(model, batch)
 
@@ -113,12 +114,12 @@ class Recipe(ABC):
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         """Return each metric as (sum, count) over the batch, two scalars.
 
-        Any grouping of batches then adds up exactly. A metric that :meth:`metrics` names is given what its state is
-        computed from, such as predictions and targets.
+        Any grouping of batches then adds up exactly. For a metric that :meth:`metrics` names, return instead the
+        tensors from which its state is computed, such as predictions (batch, classes) and targets (batch,).
         """
 
     def metrics(self) -> Mapping[str, StateMetric]:
-        """Name the metrics that are no quotient of sums; ``evaluate`` returns under their names what they take."""
+        """Return the metrics that are not a ratio of sums, by name; ``evaluate`` returns their inputs by that name."""
         return {}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -144,39 +145,40 @@ class Recipe(ABC):
         raise NotImplementedError
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        """Say how tensor parallelism divides modules, by name.
+        """Return how tensor parallelism divides modules, by their names in ``model``.
 
         A linear layer is divided by its output ("column") or its input features ("row", after "column").
         """
         return {}
 
     def row_values(self, model: nn.Module) -> Mapping[str, RowValues]:
-        """Say what untouched rows of embeddings are, by the embedding's name in ``model``; others are standard normal.
+        """Return the initial distribution of embedding rows, by the embedding's name in ``model``.
 
-        It counts where a strategy makes rows as they are touched, in embeddings with ``sparse=True``.
+        Rows of other embeddings are standard normal. It matters only for strategies that create a row when it is first
+        used, in embeddings with ``sparse=True``.
         """
         return {}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """Return lines to show at the end of a run, from the trained model's state."""
+        """Return lines to show at the end of a run, given the trained model's state dict (full tensors on the CPU)."""
         return []
 
     def save_assets(self, folder: Path) -> None:  # noqa: B027 - most models need nothing beside their weights
-        """Write into ``folder`` what belongs beside exported weights, such as a tokenizer."""
+        """Write files that accompany exported weights, such as a tokenizer, into ``folder``."""
 
     def files(self) -> Mapping[str, Path]:
-        """Return the data files that decide the result, by names that do not depend on the machine."""
+        """Return the data files on which the result depends, by names that do not depend on the machine."""
         return {}
 
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """The weights from which a recipe's training begins, apart from the recipe.
+    """Files with the weights from which a recipe's training begins.
 
     Attributes:
-        path: What ``init_from`` takes, such as a folder with safetensors files. It has every weight of the model, under
-            the model's own name, and no other.
-        recipe: The same recipe but for the values of its model's weights, which count for nothing.
+        path: A path as ``init_from`` takes it, such as a folder with safetensors files. It holds exactly the weights of
+            the model, under the model's own names.
+        recipe: The same recipe, except that the values of its model's weights are arbitrary.
     """
 
     path: Path
@@ -195,7 +197,10 @@ class RowValues:
     scale: float = 1.0
 
     def fill(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
-        """Draw the whole table like that; :meth:`Recipe.row_values` names it where its rows are made one by one."""
+        """Draw the whole table (rows, features) in place from this distribution.
+
+        For tables whose rows are created one by one, return it from :meth:`Recipe.row_values` instead.
+        """
         from torch import nn
 
         if self.kind == "uniform":
@@ -206,7 +211,7 @@ class RowValues:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The data of one logical rank in one step, counted from 1, and the seed of its random stream there."""
+    """The data of one logical rank in one step (counted from 1), and the seed of its random stream in that step."""
 
     data: Batch
     seed: int
@@ -217,10 +222,10 @@ class MicroBatch:
 class EvaluationBatch:
     """Batch number ``index`` of the evaluation set; ``counted=False`` pads ranks to equal length.
 
-    Strategies whose forward pass communicates must run a padding batch; others may skip it.
+    Strategies whose forward pass communicates must also compute padding batches; others may skip them.
     """
 
     index: int
     data: Batch
     counted: bool = True
-    seed: int = 0  # of the random numbers that its evaluation draws, whichever process evaluates it
+    seed: int = 0  # of the random numbers that the evaluation draws, whichever process evaluates the batch

@@ -1,4 +1,4 @@
-"""Metrics that are no quotient of sums."""
+"""Metrics that are not a ratio of sums, such as AUROC."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ StateReduction = Literal["sum", "min", "max", "cat"]
 
 
 class StateMetric(ABC):
-    """A metric of a whole split: each batch has a state, the states are merged, and the value follows from all.
+    """A metric of a whole split: each batch has a state, states are merged, and the value is computed from the result.
 
-    :mod:`worldsize.metrics.torchmetrics` has those of torchmetrics, :mod:`worldsize.metrics.concatenated` any function
-    of all predictions.
+    :mod:`worldsize.metrics.torchmetrics` adapts torchmetrics, :mod:`worldsize.metrics.concatenated` any function of all
+    predictions.
     """
 
     @abstractmethod
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Return the state of one batch, from what ``Recipe.evaluate`` returned under the metric's name."""
+        """Return the state of one batch, given the tensors (of any shape) that ``Recipe.evaluate`` returned for it."""
 
     @abstractmethod
     def reduction(self, name: str) -> StateReduction:
-        """Say how part ``name`` of the states of two batches is merged; "cat" concatenates in the order of batches."""
+        """Return how entry ``name`` of two batches' states is merged; "cat" concatenates in the order of batches."""
 
     @abstractmethod
     def compute(self, state: Mapping[str, Tensor]) -> float | Mapping[str, float]:
-        """Return the metric's value, given the merged state on the CPU.
+        """Return the metric's value, given the merged state: CPU tensors, shaped as :meth:`state` returned them.
 
-        A metric that computes several values at once returns each under a name of its own, in place of the metric's.
+        Entries merged by "cat" are longer in their first dimension. A metric with several values returns each under its
+        own name, which replaces the metric's.
         """

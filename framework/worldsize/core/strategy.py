@@ -1,4 +1,4 @@
-"""How replicas agree: the value that a configuration describes, and the replica that it makes in a process."""
+"""Strategies (immutable values that describe how replicas agree) and the replicas that they make in a process."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ if TYPE_CHECKING:  # torch takes seconds
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-Dealing = Literal["cyclic", "block"]  # of L logical ranks to P processes: p, p + P, ...; or L / P neighbours each
-Reduction = Literal["flat", "ordered", "hierarchical"]  # torch's own sums, the fixed tree of logical ranks, by node
+# Which of L logical ranks process p of P computes: p, p + P, p + 2P, ... ("cyclic"), or L / P neighbours ("block").
+Dealing = Literal["cyclic", "block"]
+# Torch's own sums ("flat"), sums in the fixed tree of logical ranks ("ordered"), or first inside each node.
+Reduction = Literal["flat", "ordered", "hierarchical"]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of training, before it is known how it will be divided. Bytes are of the whole model.
+    """A step of training, independent of how it is distributed. Bytes are those of the whole model.
 
     Attributes:
         parameter_bytes: All parameters.
         optimizer_bytes: State of the optimizer.
-        unit_bytes: The largest part that a sharded model gathers at once.
+        unit_bytes: The largest unit that a sharded model gathers at once.
         activation_bytes: Activations of one micro-batch.
-        boundary_bytes: What one block hands to the next, for one micro-batch.
+        boundary_bytes: Activations that one block passes to the next, for one micro-batch.
         blocks: Number of repeated parts of the model.
-        compute_seconds: Forward, backward and update of what one rank does in a step, by itself.
+        compute_seconds: Forward, backward and update of one rank in a step, without communication.
         update_seconds: The update, a part of ``compute_seconds``.
-        overlap: Share of ``compute_seconds`` behind which communication hides, 0 to 1.
-        sum_seconds: Time to add up as many numbers as there are parameters.
-        micro_batches: Micro-batches of each data-parallel part in a step; 0: as many as the strategy takes by default.
+        overlap: Fraction of ``compute_seconds`` behind which communication hides, 0 to 1.
+        sum_seconds: Time to add two vectors with one number per parameter.
+        micro_batches: Micro-batches of each data-parallel part in a step; 0: the strategy's default.
     """
 
     parameter_bytes: float
@@ -57,17 +59,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a step under a strategy, for each rank.
+    """The cost of a step under a strategy, per rank.
 
     Attributes:
         memory_bytes: Largest memory of a rank.
         sent_bytes: Bytes that a rank sends in a step.
         across_bytes: Bytes that a node sends to other nodes in a step.
         communication_seconds: Communication of a step, hidden or not.
-        idle: Share of a step in which a rank waits its turn, 0 to 1.
-        exposed_seconds: Communication that cannot hide behind compute; None: all but the share that overlaps.
-        added_seconds: Compute of a rank beside the workload; negative where others share an update.
-        same: Whether a step's result is that of one process, up to rounding.
+        idle: Fraction of a step in which a rank waits for its turn, as in a pipeline bubble; 0 to 1.
+        exposed_seconds: Communication that cannot hide behind compute; None: derive it from ``Workload.overlap``.
+        added_seconds: Extra compute of a rank, on top of the workload; negative if ranks share the update.
+        same: Whether the result of a step equals that of one process, up to rounding.
     """
 
     memory_bytes: float
@@ -88,9 +90,9 @@ class StepResult:
         losses: Loss of each local micro-batch: scalars, detached.
         lr: Learning rate of the update; None: the optimizer has none.
         grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
-        skipped: Whether the update was left out, since the gradient was not finite; of several updates, at least one.
-        partly: Whether ``skipped`` holds of some of several updates alone: the others were made.
-        metrics: What else is logged of the step, by name: float64 [local micro-batches, 2], a sum and its count each.
+        skipped: Whether the update (of several updates, at least one) was skipped because the gradient was not finite.
+        partly: Whether ``skipped`` applies only to some of several updates, and the others were made.
+        metrics: Training metrics by name: float64 (local micro-batches, 2), each row a sum and its count.
     """
 
     losses: Sequence[Tensor]
@@ -106,79 +108,80 @@ class Replica(ABC):
 
     @abstractmethod
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Compute forward and backward, agree with the other replicas, and update.
+        """Compute forward and backward, combine gradients with the other replicas, and update.
 
         Args:
-            micro_batches: Data of this process in the step, one for each of its logical ranks, in their order.
+            micro_batches: This process's data in the step, one for each of its logical ranks, in ascending order.
         """
 
     @abstractmethod
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Return the metrics over all ranks' batches: sums and counts reduced in batch order, then divided."""
+        """Return the metrics over the batches of all ranks: sums and counts, reduced in batch order, then divided."""
 
     @abstractmethod
     def state(self) -> StateDict:
-        """Return ``model``, ``optimizer`` ...; the model's keys are those of ``recipe.model()``, whatever wraps it.
+        """Return the state to save: ``model``, ``optimizer`` and so on.
 
-        The same names, shapes and plain values on every rank. A tensor may be a DTensor; one on the meta device is
-        held by other ranks. Part ``strategy``, if there is one, is what only this strategy at this world size can
-        use: a replica that it does not fit keeps its own.
+        The keys of ``model`` are those of ``recipe.model()``, however it is wrapped. Names, shapes and plain values are
+        the same on every rank. A tensor may be a DTensor; a tensor on the meta device is held by other ranks. The
+        optional part ``strategy`` fits only this strategy at this world size: other replicas ignore it.
         """
 
     @abstractmethod
     def load(self, state: StateDict) -> None:
-        """Take what :meth:`state` gave, under this strategy or another; every rank must call it."""
+        """Load what :meth:`state` returned, under this strategy or another. Every rank must call it."""
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        """Return this rank's live part of each parameter that is trained, by its names in the model's state.
+        """Return this rank's live part of each trained parameter, by its name in the model's state.
 
-        What is written into them in place is what the replica computes with from then on. One that other ranks hold is
-        on the meta device. Only asked of a strategy that ``averages_weights``.
+        A part has the shape of the parameter, or of its local shard. Writing into it in place changes the weights that
+        the replica computes with. A parameter that other ranks hold is on the meta device. Only called for a strategy
+        that ``averages_weights``.
         """
         raise NotImplementedError
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what else there is to log of the steps since the last call; plain values."""
+        """Return further plain values to log, about the steps since the last call."""
         return {}
 
-    dealing: Dealing = "cyclic"  # of logical ranks: which of them this process is given in a step
-    step_reached: int | None = None  # where it stands by itself; None: at 0, or where the loaded checkpoint stood
+    dealing: Dealing = "cyclic"  # which logical ranks this process computes in a step
+    step_reached: int | None = None  # steps that it has done itself; None: 0, or those of the loaded checkpoint
 
     def close(self, *, complete: bool) -> None:  # noqa: B027 - most replicas hold nothing to release
-        """Release what the replica holds beyond memory: the run ends, or pauses to be resumed."""
+        """Release resources other than memory. ``complete``: the run is over; otherwise it may be resumed."""
 
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """Describes how replicas agree. It is immutable and touches no device and no process group.
+    """Describes how replicas agree. It is immutable and uses no device and no process group.
 
-    A subclass is a frozen dataclass too; its fields are the keys below ``strategy`` in its YAML. What belongs to the
-    run, such as its numerics, is handed to the replica with the context instead.
+    A subclass is a frozen dataclass, too; its fields are the keys below ``strategy`` in its YAML. Settings of the run,
+    such as its numerics, reach the replica with the context instead.
     """
 
     reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")
-    """Values that ``reduce`` may have."""
+    """Allowed values of ``reduce``."""
     averages_weights: ClassVar[bool] = False
-    """Whether its replicas give their ``trained_weights``, so that section ``ema`` can average them."""
+    """Whether its replicas have ``trained_weights``, so that the section ``ema`` can average them."""
     trains_multi_update: ClassVar[bool] = False
     """Whether it trains a :class:`~worldsize.core.MultiUpdateRecipe`; if not, such a recipe is refused."""
     merges_states: ClassVar[bool] = True
     """Whether replicas evaluate the metrics that :meth:`Recipe.metrics` names."""
     reduce: Reduction = "flat"
-    """Way in which gradients are summed over logical ranks."""
+    """How gradients are summed over logical ranks."""
 
     def __post_init__(self) -> None:
         check_limits(type(self), vars(self), key="strategy")
 
     def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies carry all of them
-        """Raise ConfigError for numerics that this strategy cannot carry, before a process starts."""
+        """Raise ConfigError for numerics that this strategy does not support, before a process starts."""
 
     @abstractmethod
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         """Return the processes of each role, by its name; those that train have the role "worker".
 
         Raises:
-            ConfigError: the cluster's size cannot carry this strategy.
+            ConfigError: the strategy cannot run with this number of processes.
         """
 
     @abstractmethod
@@ -187,32 +190,32 @@ class Strategy(ABC):
 
     @property
     def default_micro_batches(self) -> int:
-        """Logical ranks that each part of the data has, unless the run says how many there are."""
+        """Number of logical ranks of each data-parallel part, unless the run sets ``logical_ranks``."""
         return 1
 
     def check_micro_batches(self, count: int) -> None:  # noqa: B027 - most strategies take any number
         """Raise ConfigError if a step of ``count`` logical ranks in each part of the data cannot be computed."""
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise ConfigError if ``recipe`` does not define what this strategy asks of it."""
+        """Raise ConfigError if ``recipe`` does not define what this strategy needs."""
         if not self.merges_states and (names := sorted(recipe.metrics())):
             raise ConfigError(
-                f"{type(self).__name__} evaluates metrics that are sums and counts, and {names[0]!r} is none. "
+                f"{type(self).__name__} evaluates metrics that are sums and counts, and {names[0]!r} is not. "
                 "Use a strategy such as ddp, or leave it out of Recipe.metrics."
             )
 
     def check_built(  # noqa: B027 - most strategies take any
         self, recipe: Recipe, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Raise ConfigError if this strategy cannot carry what ``recipe`` has built.
+        """Raise ConfigError if this strategy cannot train the ``model`` or ``optimizer`` that ``recipe`` made.
 
-        It is asked before a process starts, with ``model`` and ``optimizer`` on the meta device.
+        It is called before a process starts, with both on the meta device.
         """
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
-        """Return the axes along which processes that train work together: for each, disjoint groups of global ranks.
+        """Return the axes of the device mesh by name: for each, disjoint groups of global ranks that communicate.
 
-        A rank's coordinate on an axis is its place in its group.
+        A rank's coordinate on an axis is its index in its group.
         """
         start = 0
         for name, role in self.roles(cluster).items():
@@ -222,7 +225,7 @@ class Strategy(ABC):
         return {"data": [list(range(start, start + self.roles(cluster)["worker"].processes))]}
 
     def data_parallel(self, cluster: Cluster) -> int:
-        """Number of parts that the data of a step are divided into: one a worker, unless several share a model."""
+        """Return the number of data-parallel parts of a step: one per worker, unless several share a model."""
         return self.roles(cluster)["worker"].processes
 
     def data_rank(self, world: World) -> int:
@@ -230,12 +233,15 @@ class Strategy(ABC):
         return world.rank
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
-        """Predict what a step of ``work`` costs on ``cluster``; None: it is not known."""
+        """Predict the cost of a step of ``work`` on ``cluster``; None: unknown."""
         return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
-        """Put what only members may have into ``Rendezvous.folder``, in the launching process, before each start."""
+        """Write secrets of the members, such as keys, into ``folder`` (later ``Rendezvous.folder``).
+
+        Called in the launching process before each attempt.
+        """
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        """Serve in a process whose role serves; return a replica if from now on this process leads the run."""
+        """Serve in a process whose role serves, until the run ends; return a replica if this process is to lead it."""
         raise ConfigError(f"{type(self).__name__} has no role {context.world.role!r} that serves.")

@@ -1,1 +1,1 @@
-"""What links and collectives cost: pure formulas, below the strategies that use them."""
+"""Cost models of links and collectives: pure formulas that strategies build on."""

@@ -1,4 +1,4 @@
-"""What collectives over all ranks of a cluster cost, whose nodes are joined by slower links."""
+"""Costs of collectives over all ranks of a cluster whose nodes are joined by slower links."""
 
 from __future__ import annotations
 
@@ -27,34 +27,43 @@ def link(cluster: Cluster, tier: str) -> Link:
 
 
 def slowest(cluster: Cluster) -> Link:
-    """The link that bounds a ring over all ranks: one edge of it leaves each node."""
+    """Return the link that limits a ring over all ranks, one edge of which leaves each node."""
     return link(cluster, "network" if cluster.nodes > 1 else "node")
 
 
 def across(cluster: Cluster, ring_bytes: float) -> float:
-    """Bytes that leave a node when each rank of a ring over all sends ``ring_bytes``: those of one rank."""
+    """Return the bytes that leave a node when each rank of a ring over all ranks sends ``ring_bytes``.
+
+    Only one rank of each node sends to another node.
+    """
     return ring_bytes if cluster.nodes > 1 else 0.0
 
 
 def all_reduce_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """Seconds of an all-reduce over all ranks as one ring."""
+    """Return the seconds of a ring all-reduce of ``payload_bytes`` over all ranks."""
     return ring_all_reduce_seconds(payload_bytes, cluster.processes, slowest(cluster))
 
 
 def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """Seconds of an all-gather over all ranks as one ring; a reduce-scatter takes as long."""
+    """Return the seconds of a ring all-gather over all ranks; a reduce-scatter takes as long.
+
+    ``payload_bytes`` is the size of the gathered result.
+    """
     return all_gather_seconds(payload_bytes, cluster.processes, slowest(cluster))
 
 
 def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """Seconds of an all-to-all of parts and an all-gather of their sums, as compressed and ordered sums are made."""
+    """Return the seconds of an all-to-all of shards and an all-gather of their sums.
+
+    Compressed and ordered reductions work like this.
+    """
     near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
     parts = all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, slowest(cluster))
     return parts + all_gather_all_seconds(payload_bytes, cluster)
 
 
 def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
-    """Bytes that a node sends to others in what :func:`exchanged_all_seconds` times."""
+    """Return the bytes that a node sends to other nodes in the collectives of :func:`exchanged_all_seconds`."""
     if cluster.nodes == 1:
         return 0.0
     each, ranks = cluster.processes_per_node, cluster.processes
@@ -62,10 +71,16 @@ def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
 
 
 def served_bytes(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
-    """Bytes that cross the busiest link, one way, when each client sends every shard's owner its part of the payload.
+    """Return the bytes that cross the busiest link, in one direction, in a push to a sharded parameter server.
 
-    (Jiang et al., OSDI 2020, section 3.) ``clients`` and ``shards`` are global ranks; a node's ranks share its link,
-    and what stays inside does not cross it.
+    Each client sends each server its shard of the payload (Jiang et al., OSDI 2020, section 3). The ranks of a node
+    share its link; traffic inside a node does not cross it.
+
+    Args:
+        payload_bytes: Bytes that each client sends in all.
+        clients: Global ranks of the clients.
+        shards: Global ranks of the servers, one for each shard.
+        cluster: The cluster.
     """
     part = payload_bytes / len(shards)
     if cluster.nodes == 1:
@@ -77,12 +92,15 @@ def served_bytes(payload_bytes: float, clients: Sequence[int], shards: Sequence[
 
 
 def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
-    """Seconds of what :func:`served_bytes` counts, over the slowest link."""
+    """Return the seconds in which the slowest link carries the bytes of :func:`served_bytes`."""
     return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
 
 
 def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
-    """Inside nodes first, then between ranks of one place, whose messages are ``smaller`` × as large."""
+    """Return the seconds of a hierarchical all-reduce: inside each node, then between nodes.
+
+    Messages between nodes have ``smaller`` times their uncompressed size.
+    """
     if cluster.nodes == 1:
         return all_reduce_seconds(payload_bytes, cluster)
     network = link(cluster, "network")
@@ -94,10 +112,10 @@ def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 
 
 
 def whole_bytes(work: Workload) -> float:
-    """Parameters, gradients, optimizer state and activations where nothing is divided."""
+    """Return the bytes of parameters, gradients, optimizer state and activations if nothing is sharded."""
     return 2 * work.parameter_bytes + work.optimizer_bytes + work.activation_bytes
 
 
 def ring_share(ranks: int) -> float:
-    """(n − 1) / n: what a rank sends of a payload in an all-gather or reduce-scatter."""
+    """Return (n − 1) / n, the fraction of a payload that each rank sends in an all-gather or reduce-scatter."""
     return (ranks - 1) / ranks

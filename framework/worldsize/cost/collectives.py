@@ -1,7 +1,7 @@
-"""What communication costs: pure functions of bytes, ranks and links, in seconds.
+"""Costs of communication, in seconds: pure functions of bytes, ranks and links.
 
-The α–β model (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9): a message of b bytes over a link takes
-``latency + b / bandwidth``. Collectives as in Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521).
+In the α–β model (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9) a message of b bytes over a link takes
+``latency + b / bandwidth``. Collectives follow Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521).
 """
 
 from __future__ import annotations
@@ -14,39 +14,48 @@ from worldsize.core import Link
 
 
 def message_seconds(payload_bytes: float, link: Link) -> float:
-    """Seconds of one message: the link's latency, and its bytes at the link's bandwidth."""
+    """Return the seconds of one message: the link's latency plus its bytes over the link's bandwidth."""
     return link.latency + payload_bytes / link.bandwidth
 
 
 def divided(link: Link, count: int) -> Link:
-    """Bandwidth that each of ``count`` concurrent users of ``link`` gets, as a link; latency stays."""
+    """Return a link with the bandwidth that each of ``count`` concurrent users of ``link`` gets; latency stays."""
     return replace(link, bandwidth=link.bandwidth / max(1, count))
 
 
 def round_seconds(payload_bytes: float, link: Link) -> float:
-    """Each rank sends so many bytes to one and hears as many from one."""
+    """Return the seconds of a round in which each rank sends ``payload_bytes`` to one peer and receives as many."""
     return max(message_seconds(payload_bytes, link), link.gap)
 
 
 def all_gather_seconds(payload_bytes: float, ranks: int, link: Link) -> float:
-    """Ring; ``payload_bytes`` is what every rank has in the end. n − 1 rounds of 1/n of it."""
+    """Return the seconds of a ring all-gather: n − 1 rounds of 1/n of the payload.
+
+    ``payload_bytes`` is the size of the gathered result on every rank.
+    """
     return (ranks - 1) * round_seconds(payload_bytes / ranks, link)
 
 
 def reduce_scatter_seconds(payload_bytes: float, ranks: int, link: Link) -> float:
-    """Ring; ``payload_bytes`` is what every rank has at first. The mirror of an all-gather."""
+    """Return the seconds of a ring reduce-scatter, which mirrors an all-gather.
+
+    ``payload_bytes`` is the size of the input on every rank.
+    """
     return all_gather_seconds(payload_bytes, ranks, link)
 
 
 def ring_all_reduce_seconds(payload_bytes: float, ranks: int, link: Link) -> float:
-    """A reduce-scatter and an all-gather: 2 (n − 1) messages of 1/n (Patarasu and Yuan 2009,
-    doi:10.1016/j.jpdc.2008.09.002).
+    """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather, 2 (n − 1) messages of 1/n.
+
+    It is bandwidth-optimal (Patarasu and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
     """
     return reduce_scatter_seconds(payload_bytes, ranks, link) + all_gather_seconds(payload_bytes, ranks, link)
 
 
 def tree_all_reduce_seconds(payload_bytes: float, ranks: int, link: Link) -> float:
-    """Two pipelined binary trees, each of half the payload, up and down: 2 log2 n latencies, and each rank sends the
+    """Return the seconds of a double-binary-tree all-reduce, as NCCL uses it.
+
+    Each of two pipelined trees reduces and broadcasts half the payload: 2 log2 n latencies, and each rank sends the
     payload twice (Sanders, Speck and Träff 2009, doi:10.1016/j.parco.2009.09.001).
     """
     if ranks == 1:
@@ -55,8 +64,10 @@ def tree_all_reduce_seconds(payload_bytes: float, ranks: int, link: Link) -> flo
 
 
 def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, inside: Link, across: Link) -> float:
-    """Every rank has a message of 1/n of ``payload_bytes`` for every other, all on their way at once, as gloo sends
-    them (github.com/pytorch/gloo, gloo/alltoall.cc): one latency. A node's ranks share its link ``across``.
+    """Return the seconds of an all-to-all in which every rank sends 1/n of ``payload_bytes`` to every other rank.
+
+    All messages are sent at once, so that there is one latency, as in gloo (github.com/pytorch/gloo,
+    gloo/alltoall.cc). ``inside`` joins the ranks of a node; they share its link ``across`` to other nodes.
     """
     ranks = nodes * ranks_per_node
     near = _crowded_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
@@ -72,9 +83,10 @@ def _crowded_seconds(payload_bytes: float, link: Link) -> float:
 def hierarchical_all_reduce_seconds(
     payload_bytes: float, nodes: int, ranks_per_node: int, inside: Link, across: Link, *, shared: bool = False
 ) -> float:
-    """Reduce-scatter inside the node, a ring across nodes for each of its ranks at once, all-gather inside.
+    """Return the seconds of a hierarchical all-reduce of ``payload_bytes``.
 
-    ``across`` is the link of a rank, or with ``shared`` of a node, whose ranks then divide its bandwidth.
+    It is a reduce-scatter inside each node, concurrent rings across nodes (one for each local rank), and an all-gather
+    inside. ``across`` is the link of one rank, or with ``shared`` that of a node, whose ranks share its bandwidth.
     """
     mine = payload_bytes / ranks_per_node
     link = divided(across, ranks_per_node) if shared else across
@@ -85,25 +97,33 @@ def hierarchical_all_reduce_seconds(
 
 
 def bubble_share(stages: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Share of a pipelined step in which a rank is idle: (p − 1) / (v m + p − 1), for 1F1B as for GPipe (Narayanan et
-    al. 2021, arXiv 2104.04473, section 2.2; v stages a rank when interleaved).
+    """Return the fraction of a pipelined step in which a rank is idle: (p − 1) / (v m + p − 1).
+
+    It holds for 1F1B and GPipe, with p stages, m micro-batches, and v stages per rank if interleaved (Narayanan et al.
+    2021, arXiv 2104.04473, section 2.2).
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
 def exposed_seconds(communication_seconds: float, hidden_behind_seconds: float) -> float:
-    """Seconds of communication that a step waits for, if the rest hides behind so much compute."""
+    """Return the seconds of communication that are not hidden behind ``hidden_behind_seconds`` of compute."""
     return max(0.0, communication_seconds - hidden_behind_seconds)
 
 
 def bucketed_exposed_seconds(
     payload_bytes: float, bucket_bytes: float, backward_seconds: float, seconds: Callable[[float], float]
 ) -> float:
-    """Seconds of communication that a step waits for after a backward pass whose gradients are reduced in buckets.
+    """Return the seconds that a step waits after a backward pass whose gradients are reduced in buckets.
 
-    Gradients come evenly. Each bucket's collective, of so many ``seconds`` for its bytes, begins once the bucket is
-    full and the one before is through (Li et al. 2020, arXiv 2006.15704, section 3.2). The last bucket is full when
-    the pass ends: it is never hidden.
+    Gradients become ready at a constant rate. Each bucket's collective begins once the bucket is full and the previous
+    collective is done (Li et al. 2020, arXiv 2006.15704, section 3.2). The last bucket is full when the backward pass
+    ends, so it is never hidden.
+
+    Args:
+        payload_bytes: Bytes of all gradients.
+        bucket_bytes: Bytes of a full bucket.
+        backward_seconds: Seconds of the backward pass.
+        seconds: Maps the bytes of a bucket to the seconds of its collective.
     """
     done = filled = 0.0
     while filled < payload_bytes:
@@ -114,16 +134,19 @@ def bucketed_exposed_seconds(
 
 
 def efficiency(compute_seconds: float, exposed: float) -> float:
-    """Share of a step that computes."""
+    """Return the fraction of a step, 0 to 1, that is compute rather than ``exposed`` seconds of communication."""
     return compute_seconds / (compute_seconds + exposed)
 
 
 def compute_seconds_for(wanted_efficiency: float, exposed: float) -> float:
-    """Compute of a step at which ``exposed`` seconds of communication leave ``wanted_efficiency``."""
+    """Return the compute seconds of a step at which ``exposed`` seconds of communication allow ``wanted_efficiency``.
+
+    It is the inverse of :func:`efficiency`; ``wanted_efficiency`` is below 1.
+    """
     return exposed * wanted_efficiency / (1 - wanted_efficiency)
 
 
 def ring_payload_bytes(seconds: float, ranks: int, link: Link) -> float:
-    """The payload whose ring all-reduce takes ``seconds``; 0 if latency alone takes longer."""
+    """Return the payload, in bytes, whose ring all-reduce takes ``seconds``; 0 if the latency alone takes longer."""
     rounds = 2 * (ranks - 1)
     return max(0.0, (seconds - rounds * link.latency) * link.bandwidth * ranks / rounds)

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import share
+from worldsize.collectives.exact import start_all_reduce
 from worldsize.core import StepDone, World
 
 _INTERVAL = 0.5  # seconds between two exchanges, about
@@ -39,5 +39,5 @@ class Agreement:
         stop = self._wishes is not None and float(self._wishes()) > 0
         self._wishes = None
         if step % self._stride == 0:
-            self._wishes = share(torch.tensor(float(self._wanted())), self._world)
+            self._wishes = start_all_reduce(torch.tensor(float(self._wanted())), self._world)
         return stop

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.exact import exact_sum, gather, quotient
+from worldsize.collectives.exact import exact_sum, quotient, start_all_gather
 from worldsize.core import World
 from worldsize.strategies.loss_record import metrics_differ
 
@@ -111,6 +111,8 @@ def by_logical_rank(sums: Mapping[str, Tensor], mine: Sequence[int], world: Worl
         return {}
     names, device = sorted(sums), next(iter(sums.values())).device
     ranks_b1 = torch.tensor(mine, dtype=torch.float64, device=device)[:, None]
-    rows = gather(torch.cat([ranks_b1, *(sums[name] for name in names)], dim=1), world)().flatten(0, 1).tolist()
+    rows = (
+        start_all_gather(torch.cat([ranks_b1, *(sums[name] for name in names)], dim=1), world)().flatten(0, 1).tolist()
+    )
     in_order = [row for _, row in sorted({int(rank): row for rank, *row in rows}.items())]
     return {name: [row[2 * place : 2 * place + 2] for row in in_order] for place, name in enumerate(names)}

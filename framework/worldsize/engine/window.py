@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.exact import exact_sum, gather
+from worldsize.collectives.exact import exact_sum, start_all_gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, means
@@ -85,7 +85,7 @@ class Window:
             skipped=self.skipped,
             waited=self._waited,
             facts=facts,
-            gathered=gather(flat, self.world),
+            gathered=start_all_gather(flat, self.world),
         )
         self._results, self._waited, self._opened = [], 0.0, time.perf_counter()
         return logged

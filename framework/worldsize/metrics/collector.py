@@ -1,4 +1,4 @@
-"""Collects the metrics of an evaluation, batch by batch, and merges them over all processes in the order of batches."""
+"""Collects the metrics of an evaluation batch by batch, and merges them over all processes in batch order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class MetricCollector:
     """Metrics of this process's batches.
 
     Attributes:
-        sums: By the number of each batch that counts: each metric that is a (sum, count).
-        names: Their names.
+        sums: Metrics that are a (sum, count) of scalars, by name, by the number of each batch that is not padding.
+        names: Names of these metrics.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -35,7 +35,9 @@ class MetricCollector:
         self._states: dict[str, dict[int, Mapping[str, Tensor]]] = {name: {} for name in self._metrics}
 
     def add(self, batch: EvaluationBatch, metrics: Mapping[str, tuple[Tensor, ...]]) -> None:
-        """Take what ``Recipe.evaluate`` returned for ``batch``; a padding batch gives the names alone.
+        """Add the metrics that ``Recipe.evaluate`` returned for ``batch``; a padding batch adds only their names.
+
+        A metric is two scalars (sum, count), or for a metric of ``Recipe.metrics`` tensors of any shape.
 
         Raises:
             ConfigError: a metric is neither a (sum, count) nor one of ``Recipe.metrics``, or one of these is missing.
@@ -54,7 +56,7 @@ class MetricCollector:
         """Return the metrics over the batches of all processes of ``world``, equal on each of them.
 
         Raises:
-            ConfigError: two metrics have computed values of one name.
+            ConfigError: two metrics computed a value of the same name.
         """
         values = reduce_metrics(self.sums, self.names, world)
         if not self._metrics:
@@ -74,7 +76,7 @@ class MetricCollector:
 
 
 def _add(values: dict[str, float], name: str, value: float | Mapping[str, float]) -> None:
-    """Add what the metric ``name`` has computed, one value or several that it names."""
+    """Add the value of the metric ``name``, or several values that it names itself."""
     computed = value if isinstance(value, Mapping) else {name: float(value)}
     if double := computed.keys() & values.keys():
         raise ConfigError(f"an evaluation has two metrics that are called {min(double)!r}. Rename one of them.")
@@ -98,7 +100,7 @@ def _by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, 
 
 
 def _combined(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Merge what is exact in any order, so that a process sends one part; sums of floating point have an order."""
+    """Merge states locally if that is exact in any order, so that a process sends only one; float sums are not."""
     parts = list(by_index.values())
     if reduction == "cat" or (reduction == "sum" and any(part.is_floating_point() for part in parts)):
         return by_index

@@ -1,4 +1,4 @@
-"""A metric of all predictions at once, by any function of them."""
+"""A metric computed by any function of all predictions at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from worldsize.core import ConfigError, StateMetric, StateReduction
 
 @final
 class Concatenated(StateMetric):
-    """Concatenates what ``Recipe.evaluate`` returns over all batches, in their order, and calls ``function`` with it.
+    """Concatenates the outputs of ``Recipe.evaluate`` over all batches, in order, and calls ``function`` with them.
 
-    Every process receives all of it: predictions and targets of the whole split have to fit in its memory.
+    Every process receives all of them: predictions and targets of the whole split must fit in its memory.
 
         def metrics(self):
             return {"auroc": Concatenated(torchmetrics.functional.classification.binary_auroc)}
@@ -24,7 +24,7 @@ class Concatenated(StateMetric):
             return {"auroc": (model(inputs).sigmoid(), targets)}
 
     Args:
-        function: Takes as many tensors as ``evaluate`` returns, on the CPU, and returns a scalar.
+        function: Takes the tensors that ``evaluate`` returns, as (samples, ...) on the CPU, and returns a scalar.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -32,7 +32,9 @@ class Concatenated(StateMetric):
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
         if any(each.ndim == 0 for each in inputs):
-            raise ConfigError("what is concatenated over batches needs a dimension for samples; a scalar has none.")
+            raise ConfigError(
+                "a scalar cannot be concatenated over batches. Return tensors whose first dimension is that of samples."
+            )
         return {f"{place:03d}": each for place, each in enumerate(inputs)}
 
     def reduction(self, name: str) -> StateReduction:

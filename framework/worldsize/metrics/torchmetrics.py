@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, with the values that one process would compute over the whole split."""
+"""Adapts torchmetrics: values equal those that one process would compute over the whole split."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class TorchMetric(StateMetric):
         def metrics(self):
             return {"f1": TorchMetric(MulticlassF1Score(num_classes=10)), "auroc": TorchMetric(BinaryAUROC())}
 
-    States that torchmetrics sums, such as the counts of F1, stay as small as they are. Those that it concatenates, such
-    as the predictions of an AUROC without ``thresholds``, are whole in the memory of every process in the end.
+    States that torchmetrics sums, such as the counts of F1, stay small. States that it concatenates, such as the
+    predictions of an AUROC without ``thresholds``, must fit in the memory of every process.
 
     Args:
-        metric: The metric; it is copied, and never communicates by itself.
+        metric: The metric. It is copied, and never communicates itself.
 
     Raises:
         ConfigError: torchmetrics is not installed, or the metric's states cannot be merged exactly.
@@ -60,7 +60,7 @@ class TorchMetric(StateMetric):
         metric.reset()
         for name, value in state.items():
             setattr(metric, name, [value] if isinstance(metric._defaults[name], list) else value)
-        value = type(metric).compute(metric)  # unwrapped: the instance's own would add up the states of all processes
+        value = type(metric).compute(metric)  # the instance's own compute would add up the states of all processes
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigError(
                 f"{type(metric).__name__} computes more than one number. Give it an average, or wrap one for each."
@@ -69,12 +69,12 @@ class TorchMetric(StateMetric):
 
 
 def _reduction(metric: Metric, name: str, how: str | Callable[..., Any] | None) -> StateReduction:
-    """Return how a state is merged; a sum that does not begin at zero would count its beginning once a batch."""
+    """Return how a state is merged; a sum that does not begin at zero would add its initial value for every batch."""
     reduction = _REDUCTIONS.get(getattr(how, "__name__", ""))
     default = metric._defaults[name]
     if reduction is None or (reduction == "sum" and isinstance(default, Tensor) and bool(default.any())):
         raise ConfigError(
-            f"{type(metric).__name__} merges its state {name!r} in a way of its own, which is not exact over batches. "
+            f"{type(metric).__name__} merges its state {name!r} in its own way, which is not exact over batches. "
             "Return its inputs instead, and name worldsize.metrics.concatenated.Concatenated in Recipe.metrics."
         )
     return reduction

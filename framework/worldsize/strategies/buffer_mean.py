@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
 from worldsize.collectives.staged import finished
 from worldsize.core import Dealing
 
@@ -62,7 +62,7 @@ class BufferMean:
 
     def _mean(self, logical_ranks: int, rows: Sequence[Tensor]) -> Tensor:
         """Add up the nodes of all processes, flat, and divide by the number of logical ranks."""
-        total = finished(reduce_ordered(rows, self._group, self._dealing)) if self._group else finish(rows)
+        total = finished(reduce_ordered(rows, self._group, self._dealing)) if self._group else sum_level(rows)
         return total / logical_ranks
 
 

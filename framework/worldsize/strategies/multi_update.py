@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from worldsize.collectives.broadcast import make_equal
-from worldsize.collectives.ordered import turns
+from worldsize.collectives.ordered import summation_tree
 from worldsize.collectives.step_timer import phase
 from worldsize.core import MicroBatch, MultiUpdateRecipe, Reduction, RunContext, StepResult
 from worldsize.strategies.buffer_mean import BufferMean
@@ -112,7 +112,7 @@ class MultiUpdateReplica(ModelReplica):
 
     def _order(self, batches: int) -> list[int]:
         """Return the places of the micro-batches in the order of the tree of sums."""
-        tree = turns(batches, self._size, self.dealing)
+        tree = summation_tree(batches, self._size, self.dealing)
         return [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
 
     def _advance(self, current: UpdatePass, same_as: UpdatePass | None = None) -> None:

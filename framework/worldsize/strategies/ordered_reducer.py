@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
 from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import MicroBatch
 from worldsize.strategies.buffer_mean import BufferMean
@@ -65,7 +65,7 @@ class OrderedReducer(GradientReducer):
         self._counters[node].add(taken(self._parameters))
         sums = [counter.waiting[0] for counter in self._counters]
         for parameter, *nodes in zip(self._parameters, *sums, strict=True):
-            parameter.grad = finish(nodes) / self._logical_ranks
+            parameter.grad = sum_level(nodes) / self._logical_ranks
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Reduce a bucket: this is the communication hook that DDP calls."""

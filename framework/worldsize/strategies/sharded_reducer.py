@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.ordered import Counter, finish, turns
+from worldsize.collectives.ordered import Counter, sum_level, summation_tree
 from worldsize.collectives.step_timer import phase
 from worldsize.collectives.timed_sharding import time_sharding
 from worldsize.core import ConfigError, Dealing, MicroBatch, Reduction, World
@@ -108,7 +108,7 @@ class OrderedShardReducer(GradientReducer):
             module.set_gradient_divide_factor(1.0)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
-        tree, losses = turns(len(batches), self._size, self.dealing), dict[int, LossRecord]()
+        tree, losses = summation_tree(len(batches), self._size, self.dealing), dict[int, LossRecord]()
         buffers = self._buffers.begin(len(batches))
         for scatter in self._scatters:
             scatter.begin(tree.local_nodes, len(batches), logical_ranks=len(batches) * self._size)
@@ -229,7 +229,7 @@ class _Exchange:
         theirs_pns = torch.empty_like(mine.flatten(0, 1))
         with phase("communication"):
             dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group)
-        return finish(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
+        return sum_level(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
 
     def shard_of(self, part: Tensor) -> Tensor:
         """Return the parts of all copies in a row: this rank's shard, and what fills it up."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from worldsize.collectives.gathered import LARGEST, gathered_mean
-from worldsize.collectives.ordered import Counter, Tree, finish, reduce_ordered
+from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
 from worldsize.collectives.staged import finished
 from worldsize.collectives.step_timer import phase
 from worldsize.core import MicroBatch, Reduction
@@ -79,7 +79,7 @@ class OrderedUpdateReducer(GradientReducer):
         nodes = [counter.waiting[0] for counter in counters]
         for bucket in _buckets(parameters, self._bucket_bytes):
             rows, nodes = [_flat(node[: len(bucket)]) for node in nodes], [node[len(bucket) :] for node in nodes]
-            total = finished(reduce_ordered(rows, self._group)) if self._group else finish(rows)
+            total = finished(reduce_ordered(rows, self._group)) if self._group else sum_level(rows)
             _spread(total / tree.logical_ranks, bucket, _set_gradient)
         return [losses[leaf] for leaf in range(len(batches))]
 

@@ -1,7 +1,7 @@
-"""Certificates of one run: an authority made by the launching process, and a certificate and a key for every process.
+"""Certificates of one run: an authority made by the launching process, and a certificate and key for every process.
 
-All of them lie in a private folder of the run, every key with mode 0600. Whoever can read that folder is a member of
-the run and can issue further certificates; nobody else can connect where credentials are asked for.
+They are in a private folder of the run, every key with mode 0600. Whoever can read that folder is a member of the run
+and can issue further certificates; nobody else can connect to a server that asks for credentials.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Credentials:
         """Raise ConfigError if a file is missing, or if users other than its owner may read the key."""
         for path in (self._authority, self._certificate, self._key):
             if not path.is_file():
-                raise ConfigError(f"{path} is missing, so that this process is no member of the run.")
+                raise ConfigError(f"{path} is missing, so this process is not a member of the run.")
         if self._key.stat().st_mode & 0o077:
             raise ConfigError(f"others may read {self._key}. Run chmod 600 on it.")
 
@@ -70,7 +70,7 @@ def create_authority(folder: Path) -> None:
 
     Call it in the launching process (``Strategy.prepare``). The folder is created with mode 0700.
     """
-    from worldsize.transport.signing import sign_authority  # takes 0.1 s, which runs on one host need not spend
+    from worldsize.transport.signing import sign_authority  # takes 0.1 s, which runs on one host do not need
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (folder / f"{_AUTHORITY}.pem").exists():
@@ -78,7 +78,7 @@ def create_authority(folder: Path) -> None:
 
 
 def issue_certificate(folder: Path, name: str) -> Credentials:
-    """Give the process ``name`` its credentials, and sign a certificate for it if it has none yet.
+    """Return the credentials of the process ``name``, and sign a certificate for it if it has none yet.
 
     Raises:
         ConfigError: There is no authority in ``folder``, its key cannot be read, or others may read the key of

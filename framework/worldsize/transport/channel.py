@@ -1,7 +1,7 @@
 """A channel: frames over a connected socket, Unix-domain inside a host or TCP with mutual TLS 1.3 between hosts.
 
-Nothing is copied on the way between a socket and a tensor: buffers are handed to the kernel as lists (scatter-gather).
-Inside a host large payloads go through memory that both ends map, see :mod:`worldsize.transport.shared_memory`.
+Data is not copied between a socket and a tensor: buffers are passed to the kernel as lists (scatter-gather I/O).
+Inside a host large payloads go through shared memory, see :mod:`worldsize.transport.shared_memory`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from worldsize.transport.shared_memory import (
     offer_shared_memory,
 )
 
-_BUFFERS = 512  # in one system call; the kernel takes at most 1024
-_JOINED = 1 << 14  # over TLS, smaller buffers are joined: each record costs a call
+_BUFFERS = 512  # buffers in one system call; the kernel takes at most 1024
+_JOINED = 1 << 14  # bytes; smaller buffers are joined for TLS, since each record costs a call
 
 
 class LostError(ConnectionError):
-    """The peer has gone, or has been silent for longer than the channel waits."""
+    """The peer closed the connection, or has been silent for longer than the channel waits."""
 
 
 @final
@@ -61,15 +61,16 @@ class Channel:
         self._known = operations_by_number(operations)
         self._header = bytearray(HEADER_BYTES)
         self._later: list[bytes] = []
-        self._is_quick = False  # the frame before came within the time that is worth spinning for
+        self._is_quick = False  # whether the previous frame arrived within the time for which spinning pays
         self._memory: Pair | None = None
         self._patience = math.inf
         self.identity = identity
 
     def wait_at_most(self, seconds: float) -> None:
-        """Bound every later send and receive: it raises LostError after so many seconds without progress.
+        """Make every later send and receive raise LostError after so many seconds without progress.
 
-        A header and a message of JSON must have come whole about then: it does not help to send a byte now and then.
+        Headers and JSON messages must be complete within about that time, so that a peer cannot stall the channel by
+        sending a byte now and then.
         """
         self._patience = seconds
         self._stream.wait_at_most(seconds)
@@ -95,7 +96,7 @@ class Channel:
 
         Raises:
             LostError: The peer has gone.
-            RefusedError: The memory has another size than agreed, or the peer could make it shrink.
+            RefusedError: The memory has the wrong size, or the peer could make it shrink.
         """
         try:
             self._memory = accept_shared_memory(self._stream.connection)
@@ -119,9 +120,9 @@ class Channel:
             raise LostError(str(error)) from error
 
     def send_later(self, header: Header) -> None:
-        """Send a frame without payload together with the next one, or when there is nothing left to read.
+        """Send a frame without payload together with the next frame, or before the next wait for the peer.
 
-        The peer is woken once for both.
+        The peer then wakes up only once for both.
         """
         self._later.append(header.pack())
 
@@ -134,7 +135,7 @@ class Channel:
 
         Raises:
             LostError: The peer has gone.
-            RefusedError: It is no header of this protocol, see :func:`worldsize.transport.frames.parse`.
+            RefusedError: The bytes are not a header of this protocol, see :func:`worldsize.transport.frames.parse`.
         """
         begun = time.perf_counter()
         if self._later and not self._stream.has_arrived():
@@ -156,7 +157,7 @@ class Channel:
     def fill(self, parts: Sequence[memoryview], *, deadline: float = math.inf) -> None:
         """Receive one payload into ``parts``, which hold it exactly. Raises LostError.
 
-        It must be complete about ``deadline``, a time of ``time.perf_counter()``.
+        It must be complete by about ``deadline``, in seconds of ``time.perf_counter()``.
 
         Compare the header with what is expected first (:meth:`Header.require`), so that a peer cannot choose how much
         is received.
@@ -176,7 +177,7 @@ class Channel:
 
         Raises:
             LostError: The peer has gone.
-            RefusedError: It is larger, or no JSON, or nested too deeply.
+            RefusedError: The payload is larger, not JSON, or nested too deeply.
         """
         header.require_message()
         data = bytearray(header.length)
@@ -191,17 +192,17 @@ class Channel:
 
         Raises:
             LostError: The peer has gone.
-            RefusedError: It has another operation, or is REFUSED; then with the peer's reason.
+            RefusedError: The frame has another operation, or is REFUSED; the error then has the peer's reason.
         """
         header = self.header()
         if header.operation == CommonOperation.REFUSED:
             raise RefusedError(str(self.message(header)))
         if header.operation not in expected:
-            raise RefusedError(f"{header.operation.name} came, {expected[0].name} was expected")
+            raise RefusedError(f"received {header.operation.name}, expected {expected[0].name}")
         return header
 
     def close(self) -> None:
-        """End the connection; a receive that another thread waits in raises LostError."""
+        """Close the connection; a receive in another thread then raises LostError."""
         for connection in (self._stream.connection, *(direction.signals for direction in self._memory or ())):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -226,13 +227,13 @@ class _Stream:
             _bound(self.connection, seconds)
 
     def has_arrived(self) -> bool:
-        """Whether there is something to read."""
+        """Return whether there are bytes to read."""
         if self._arrivals.poll(0):
             return True
         return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
 
     def spin(self, until: float) -> None:
-        """Stay awake until something comes: to be woken takes longer than a peer that is awake does to answer."""
+        """Poll for data until the time ``until``: waking up takes longer than a running peer takes to answer."""
         with phase("communication"):
             while time.perf_counter() < until and not self.has_arrived():
                 pass
@@ -257,7 +258,7 @@ class _Stream:
             if received == 0:
                 raise LostError("the peer closed the connection")
             if time.perf_counter() > deadline:
-                raise LostError("the peer takes too long to send what it has begun")
+                raise LostError("the peer takes too long to complete a frame")
             while rest and received >= rest[0].nbytes:
                 received -= rest.pop(0).nbytes
             if received:
@@ -270,14 +271,14 @@ class _Stream:
 
 
 def _bound(connection: socket.socket, seconds: float) -> None:
-    # not settimeout, which makes the socket non-blocking: a receive would return with every few KiB
+    # not settimeout, which makes the socket non-blocking: a receive would return after every few KiB
     bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, bound)
 
 
 def _joined(parts: Sequence[memoryview]) -> list[memoryview]:
-    """Return the same bytes with neighbours below 16 KiB joined."""
+    """Return the same bytes, with adjacent buffers below 16 KiB joined."""
     result: list[memoryview] = []
     small = bytearray()
     for part in parts:

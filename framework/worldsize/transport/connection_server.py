@@ -1,4 +1,4 @@
-"""A server of channels: one thread a connection, and strangers refused before anything of them is served."""
+"""A server of channels: one thread per connection, and each peer is authenticated before it is served."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from worldsize.transport.frames import CommonOperation, RefusedError
 from worldsize.transport.refusals import RefusalLog
 
 _HANDSHAKE = 10.0  # seconds
-_AT_ONCE = 128  # connections that have not joined; the oldest one gives way to one more
-_PAUSE = 0.1  # seconds after a connection that could not be accepted, as of file descriptors none may be left
+_AT_ONCE = 128  # connections that have not joined; one more closes the oldest
+_PAUSE = 0.1  # seconds to wait if a connection cannot be accepted: there may be no free file descriptor
 
 Service = Callable[[Channel, Mapping[str, Any]], None]
-"""Serves one connection: its channel, and what its JOIN says. The connection ends when it returns."""
+"""Serves one connection, given its channel and the facts of its JOIN. The connection closes when it returns."""
 
 
 @final
 class ConnectionServer:
-    """Accepts connections, authenticates them, and hands each to the service that its JOIN asks for by "kind".
+    """Accepts connections, authenticates them, and hands each to the service that its JOIN names by "kind".
 
-    A peer that is no member of the run, claims another's name, or sends what its service raises RefusedError for, is
-    told why and logged, and its connection ends; the server goes on. At most 128 connections that have not joined are
-    served at once: the oldest one gives way to one more.
+    A peer is refused if it is not a member of the run, claims the name of another, or sends something for which its
+    service raises RefusedError. It is told the reason, which is also logged, and its connection closes; the server
+    continues. At most 128 connections that have not joined are open at once: one more closes the oldest.
 
     Args:
         listener: From :func:`worldsize.transport.endpoints.listen`.
         credentials: The certificate of this process; None without TLS.
-        services: By the "kind" that JOIN names. A service answers JOIN by WELCOME.
-        timeout: Seconds without progress after which a peer is lost. Until it has joined, 10 s.
+        services: Services by "kind". A service answers JOIN with WELCOME.
+        timeout: Seconds without progress after which a peer is lost; 10 s until it has joined.
         operations: The protocol.
     """
 
@@ -55,16 +55,16 @@ class ConnectionServer:
         self._refusals = RefusalLog()
         self._credentials, self._services = credentials, services
         self._timeout, self._operations = timeout, operations
-        self._joining: dict[int, socket.socket] = {}  # by number, the oldest first
+        self._joining: dict[int, socket.socket] = {}  # connections that have not joined, oldest first
         self._changing = threading.Lock()
 
     @property
     def refused(self) -> int:
-        """The number of frames, peers and connections that were refused."""
+        """Number of frames, peers and connections that were refused."""
         return self._refusals.count
 
     def start(self) -> None:
-        """Accept connections from now on, in threads that end with the process or when the listener is closed."""
+        """Start to accept connections, in threads that end with the process or when the listener is closed."""
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
 
     def _accept(self) -> None:
@@ -74,7 +74,7 @@ class ConnectionServer:
                 connection, _ = self.listener.accept()
                 self._await_join(number, connection.dup())
                 threading.Thread(target=self.serve, args=(connection, number), daemon=True).start()
-            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left, or it has gone already
+            except (OSError, RuntimeError) as error:  # no free descriptor or thread, or the peer has gone already
                 if connection is None and self._is_closed(error):
                     return  # the run is over
                 self._refusals.add("a connection", error)
@@ -88,7 +88,7 @@ class ConnectionServer:
         return is_gone or self.listener.fileno() < 0
 
     def _await_join(self, number: int, connection: socket.socket) -> None:
-        """Remember a connection until it has joined, by a descriptor of its own, and end the oldest surplus one."""
+        """Remember a connection until it has joined, by a duplicate descriptor; close the oldest if too many wait."""
         with self._changing:
             self._joining[number] = connection
             surplus = list(self._joining)[:-_AT_ONCE]
@@ -104,7 +104,7 @@ class ConnectionServer:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def serve(self, connection: socket.socket, number: int = -1) -> None:
-        """Serve one connection that was accepted, from its handshake to its end. ``number``: as it was accepted."""
+        """Serve one accepted connection from its handshake to its end. ``number`` counts accepted connections."""
         channel, peer = None, "a peer"
         try:
             channel = accept_channel(connection, self._credentials, seconds=_HANDSHAKE, operations=self._operations)

@@ -1,4 +1,4 @@
-"""Connections to services: look one up, authenticate, join, and try again while it changes hands."""
+"""Connects to services: looks one up, authenticates, joins, and retries while another process takes it over."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RETRY = 0.02  # seconds
 @final
 @dataclass(frozen=True)
 class Dialer:
-    """Connects one process of the run to services, whichever process serves them at the time.
+    """Connects a process of the run to services, whichever process currently serves them.
 
     Attributes:
         name: The name of this process, as in its certificate.
-        registry: The register of the run's services.
-        credentials: The certificate of this process; None if the services ask for none.
-        timeout: Seconds to look for a service, and to wait for a peer without progress.
+        registry: The registry of the run's services.
+        credentials: The certificate of this process; None if the services need none.
+        timeout: Seconds to look for a service, and to wait for a peer that makes no progress.
         operations: The protocol.
     """
 
@@ -37,15 +37,15 @@ class Dialer:
     operations: type[IntEnum]
 
     def connect(self, service: str, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
-        """Join ``service`` for the purpose ``kind``, and try again until the timeout if nobody answers.
+        """Join ``service`` for the purpose ``kind``, and retry until the timeout if nobody answers.
 
         Args:
             service: The name of the service in the registry.
-            kind: What the connection is for; the server chooses by it what to do.
+            kind: The purpose of the connection, by which the server chooses how to serve it.
             facts: Further facts for the server, plain values.
 
         Returns:
-            A channel, and what the server's WELCOME says.
+            A channel, and the facts of the server's WELCOME.
 
         Raises:
             LostError: No server answers in time.
@@ -65,7 +65,7 @@ class Dialer:
                 time.sleep(_RETRY)
 
     def attempt(self, entry: Entry, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
-        """Join the process of ``entry`` as :meth:`connect` does, but try once. Raises LostError or RefusedError."""
+        """Join the process of ``entry`` as :meth:`connect` does, without retries. Raises LostError or RefusedError."""
         channel = connect(
             entry.address, self.credentials, peer=entry.name, seconds=self.timeout, operations=self.operations
         )

@@ -1,8 +1,9 @@
-"""Listening, connecting and authentication: two processes of a run get a channel between them.
+"""Listening, connecting and authentication: opens a channel between two processes of a run.
 
-Addresses are texts, ``unix:/folder/name`` inside a host or ``tcp:host:port``. On a Unix socket the peer must be a
-process of the same user, which the kernel tells. Over TCP with credentials, both sides prove by certificate which
-process of the run they are. TCP without credentials is possible on loopback only, where any local user could connect.
+Addresses are strings, ``unix:/folder/name`` inside a host or ``tcp:host:port``. On a Unix socket the kernel tells
+whether the peer is a process of the same user, which it must be. Over TCP with credentials, both sides prove by
+certificate which process of the run they are. TCP without credentials is allowed only on loopback, where any local user
+can connect.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from worldsize.transport.certificates import Credentials
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.frames import CommonOperation, RefusedError
 
-_SOCKET_BUFFER_BYTES = 1 << 20  # of a Unix socket, so that its ends wait less for each other; TCP finds its own size
+_SOCKET_BUFFER_BYTES = 1 << 20  # of a Unix socket, so that its ends wait less for each other; TCP sizes its own
 _BACKLOG = 128
 
 
@@ -30,12 +31,12 @@ def listen(address: str, credentials: Credentials | None) -> socket.socket:
     """Open a listening socket.
 
     Args:
-        address: The address. Port 0 takes a free one, see :func:`address_of`. The folder of a Unix socket should be
-            private; a file that is there already is replaced.
+        address: The address. Port 0 takes a free port, see :func:`address_of`. The folder of a Unix socket should be
+            private; an existing file is replaced.
         credentials: The certificate that :func:`accept_channel` will use; None without TLS.
 
     Raises:
-        ConfigError: The address can be reached from other hosts, and there are no credentials.
+        ConfigError: Other hosts can reach the address, and there are no credentials.
     """
     kind, _, where = address.partition(":")
     if kind == "unix":
@@ -55,7 +56,7 @@ def listen(address: str, credentials: Credentials | None) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return the address of a listening socket, to be told to others (see :class:`worldsize.transport.registry`)."""
+    """Return the address of a listening socket, for others to connect to (see :mod:`worldsize.transport.registry`)."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -65,17 +66,17 @@ def address_of(listener: socket.socket) -> str:
 def accept_channel(
     connection: socket.socket, credentials: Credentials | None, *, seconds: float, operations: type[IntEnum]
 ) -> Channel:
-    """Authenticate the peer of a connection that a listener accepted, and make a channel of it.
+    """Authenticate the peer of a connection that a listener accepted, and return a channel to it.
 
     Args:
         connection: The socket that ``listener.accept()`` returned.
         credentials: The certificate of this process; None without TLS.
-        seconds: The time that the handshake may take.
+        seconds: The longest duration of the handshake.
         operations: The protocol.
 
     Raises:
         RefusedError: The peer is another user of this host, or has no certificate of this run.
-        LostError: It went away, or was silent for too long.
+        LostError: The peer closed the connection, or was silent for too long.
     """
     if connection.family == socket.AF_UNIX:
         _check_user(connection)
@@ -87,18 +88,18 @@ def accept_channel(
 
 
 def accept_join(channel: Channel) -> Mapping[str, Any]:
-    """Receive the first frame of a connection, JOIN, and give what it says: {"kind", "name", ...}.
+    """Receive the first frame of a connection, JOIN, and return its facts: {"kind", "name", ...}.
 
-    "kind" and "name" are texts, and the name is that of the peer's certificate, if it has one. Everything else in it
-    is unchecked.
+    "kind" and "name" are strings, and the name is that of the peer's certificate, if it has one. All other facts are
+    unchecked.
 
     Raises:
-        LostError: The peer went away.
-        RefusedError: Something else came, or the peer claims another name than its own.
+        LostError: The peer closed the connection.
+        RefusedError: The frame is not a JOIN, or the peer claims the name of another process.
     """
     header = channel.header()
     if header.operation != CommonOperation.JOIN:
-        raise RefusedError(f"{header.operation.name} came before JOIN")
+        raise RefusedError(f"received {header.operation.name} before JOIN")
     facts = channel.message(header)
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), str) for key in ("kind", "name")):
         raise RefusedError(f"JOIN says {str(facts)[:200]}")
@@ -110,17 +111,17 @@ def accept_join(channel: Channel) -> Mapping[str, Any]:
 def connect(
     address: str, credentials: Credentials | None, *, peer: str, seconds: float, operations: type[IntEnum]
 ) -> Channel:
-    """Connect to the process named ``peer``, and check with credentials that it is the one that answers.
+    """Connect to the process named ``peer``, and verify its name if there are credentials.
 
     Args:
         address: The address at which the peer listens.
         credentials: The certificate of this process; None without TLS.
         peer: The name that the peer's certificate must have.
-        seconds: To wait for the connection, and again for the handshake.
+        seconds: Seconds to wait for the connection, and again for the handshake.
         operations: The protocol.
 
     Raises:
-        RefusedError: Another process answers, or it does not accept this one.
+        RefusedError: Another process answers, or the peer does not accept this one.
         LostError: Nobody answers.
     """
     connection = _dialed(address, seconds)
@@ -178,7 +179,7 @@ def _common_name(connection: ssl.SSLSocket) -> str:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise RefusedError unless the peer runs as this user, which matters where somebody has opened the folder."""
+    """Raise RefusedError unless the peer runs as this user, in case the socket's folder is not private."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     if user != getuid():

@@ -1,9 +1,9 @@
 """The wire format: a header of 104 bytes, followed by exactly as many bytes as its dtype and shape announce.
 
-Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require` that it is what its
-receiver expects, both before a byte of the payload is received or memory for it is allocated.
+Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require` that it is what the
+receiver expects, both before any byte of the payload is received or memory for it is allocated.
 
-A role of its own defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are
+A protocol defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are
 :class:`CommonOperation`, which every channel understands.
 """
 
@@ -29,7 +29,7 @@ LAYOUT = Struct("<4sBBBx7QQ4Q")  # magic, operation, dtype, dimensions, fields, 
 HEADER_BYTES = LAYOUT.size
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 MAX_DIMENSIONS = 4
-MAX_PAYLOAD_BYTES = 1 << 42  # a larger one cannot be meant
+MAX_PAYLOAD_BYTES = 1 << 42  # a larger one must be an error
 MAX_MESSAGE_BYTES = 1 << 24
 NO_FIELDS = (0,) * 7
 FIRST_OWN_OPERATION = 32
@@ -37,7 +37,7 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class RefusedError(WorldsizeError):
-    """The receiver does not accept a frame or a peer; nothing that the frame carried has taken effect."""
+    """The receiver refuses a frame or a peer; the frame has had no effect."""
 
 
 class CommonOperation(IntEnum):
@@ -52,14 +52,14 @@ class CommonOperation(IntEnum):
     SHARE = 7  # not answered; three file descriptors follow, see worldsize.transport.shared_memory
 
 
-class Header(NamedTuple):  # which is made three times as fast as a frozen dataclass
+class Header(NamedTuple):  # three times as fast to construct as a frozen dataclass
     """The header of a frame, which comes before its payload.
 
     Attributes:
-        operation: The request or the answer that the frame is.
+        operation: The request or the answer that the frame carries.
         dtype: The type of the payload's numbers, one of :data:`DTYPES`.
         shape: The shape of the payload, at most 4 dimensions; ``()`` means that there is no payload.
-        fields: Exactly 7 numbers of 0 to 2^64 - 1. The protocol that defines ``operation`` says what they mean.
+        fields: Exactly 7 integers from 0 to 2^64 - 1, whose meaning the protocol of ``operation`` defines.
     """
 
     operation: IntEnum
@@ -69,7 +69,7 @@ class Header(NamedTuple):  # which is made three times as fast as a frozen datac
 
     @property
     def length(self) -> int:
-        """Bytes of the payload."""
+        """Length of the payload in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize if self.shape else 0
 
     def pack(self) -> bytes:
@@ -79,7 +79,7 @@ class Header(NamedTuple):  # which is made three times as fast as a frozen datac
         return LAYOUT.pack(MAGIC, self.operation, _CODES[self.dtype], dimensions, *self.fields, self.length, *shape)
 
     def require(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Raise RefusedError unless the payload has this dtype and shape, for which the receiver has memory."""
+        """Raise RefusedError unless the payload has this dtype and shape."""
         if self.dtype != dtype or self.shape != tuple(shape):
             raise RefusedError(
                 f"{self.operation.name} carries {self.dtype} {list(self.shape)}; expected {dtype} {list(shape)}"
@@ -112,8 +112,8 @@ def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) ->
         known: The operations of the protocol, see :func:`operations_by_number`.
 
     Raises:
-        RefusedError: The bytes are no header, name an unknown operation or dtype, contradict themselves, or announce
-            more than :data:`MAX_PAYLOAD_BYTES`.
+        RefusedError: The bytes are not a header, name an unknown operation or dtype, are inconsistent, or announce more
+            than :data:`MAX_PAYLOAD_BYTES`.
     """
     magic, number, code, dimensions, *numbers = LAYOUT.unpack(data)
     if magic != MAGIC:
@@ -129,7 +129,7 @@ def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) ->
 
 
 def view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, to send from or receive into without a copy."""
+    """Return the bytes of a contiguous CPU tensor of any shape, to send from or receive into without a copy."""
     tensor = tensor.detach()
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     data: memoryview = array.reshape(-1).view(numpy.uint8).data
@@ -137,7 +137,7 @@ def view(tensor: Tensor) -> memoryview:
 
 
 def message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
-    """Make a frame that carries ``facts`` as JSON, as header and payload; numbers may be NaN or infinite."""
+    """Return a frame (header and payload) that carries ``facts`` as JSON; numbers may be NaN or infinite."""
     try:
         text = json.dumps(facts, allow_nan=False)
     except ValueError:
@@ -150,7 +150,7 @@ def read_message(data: bytes) -> Any:
     """Decode what :func:`message` has encoded.
 
     Raises:
-        ValueError: It is too long, nested too deeply, or no JSON.
+        ValueError: The data are too long, nested too deeply, or not JSON.
     """
     return parse_json(data, at_most=MAX_MESSAGE_BYTES, mapping=_with_nan)
 
@@ -170,5 +170,8 @@ def _with_nan(facts: dict[str, Any]) -> Any:
 
 
 def tensor_frame(operation: IntEnum, tensor: Tensor) -> tuple[Header, list[memoryview]]:
-    """Make a frame that carries a contiguous tensor on the CPU, as header and payload; nothing is copied."""
+    """Return a frame (header and payload) that carries a contiguous CPU tensor of up to 4 dimensions, without a copy.
+
+    The shape of the tensor is sent with it; a scalar has no shape and cannot be sent.
+    """
     return Header(operation, tensor.dtype, tuple(tensor.shape)), [view(tensor)]

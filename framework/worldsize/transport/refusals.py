@@ -1,4 +1,4 @@
-"""A log of refusals that a flood of them cannot make long."""
+"""A log of refusals that stays short however many there are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RefusalLog:
         self._changing = threading.Lock()
 
     def add(self, who: str, why: object) -> None:
-        """Count one more refusal, of ``who``; any thread may do so."""
+        """Count one more refusal, of ``who``; thread-safe."""
         with self._changing:
             self.count += 1
             count = self.count

@@ -1,8 +1,8 @@
-"""Registry of a run's serving processes: a folder that all processes share, and an epoch for each change of hands.
+"""Registry of a run's services: a folder that all processes share, with an epoch for each takeover.
 
-A service is what others connect to, such as "shard 0" or "centre". The process that serves it in epoch n is whoever
-created ``epoch_n.json``. Creation is exclusive, so that there are never two. Whoever can write the folder can serve:
-it must be private to the run (where there are credentials, a connection also proves the name of the server).
+A service is something that others connect to, such as "shard 0" or "centre". The process that created ``epoch_n.json``
+serves it in epoch n. Creation is exclusive, so that no epoch has two servers. Whoever can write the folder can serve,
+so it must be private to the run. (With credentials, a connection also proves the name of the server.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Entry:
     """The process that serves a service.
 
     Attributes:
-        epoch: Counts from 1 how often the service has changed hands.
+        epoch: Number of the takeover, from 1.
         address: Where the process listens, see :mod:`worldsize.transport.endpoints`.
         name: The process's name, as in its certificate.
     """
@@ -42,32 +42,32 @@ class Entry:
 @final
 @dataclass(frozen=True)
 class Registry:
-    """The register of a run's services.
+    """The registry of a run's services.
 
     Attributes:
         folder: The folder that all processes of the run share.
-        timeout: Seconds to wait for a process that serves.
+        timeout: Seconds to wait for a server.
     """
 
     folder: Path
     timeout: float
 
     def newest(self, service: str) -> Entry | None:
-        """Look up who serves ``service`` now; None: nobody has yet."""
+        """Return the newest server of ``service``; None: there was none yet."""
         files = sorted(self._folder_of(service).glob("epoch_*.json"), key=_epoch_of)
         if not files:
             return None
         return Entry(_epoch_of(files[-1]), **json.loads(files[-1].read_text()))
 
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
-        """Become the process that serves ``service`` in ``epoch``; False if another one is."""
+        """Try to become the server of ``service`` in ``epoch``; return False if another process is."""
         folder = self._folder_of(service)
         for each in (self.folder, folder):  # not their parents: a run folder that was deleted stays deleted
             each.mkdir(exist_ok=True)
         draft = folder / f".{name}"
         draft.write_text(json.dumps({"address": address, "name": name}))
         try:
-            os.link(draft, folder / f"epoch_{epoch:06d}.json")  # complete at once, and only if it is not there
+            os.link(draft, folder / f"epoch_{epoch:06d}.json")  # atomic, and fails if the file exists
         except FileExistsError:
             return False
         finally:
@@ -75,11 +75,11 @@ class Registry:
         return True
 
     def wait(self, service: str, after: int = 0) -> Entry:
-        """Wait for an entry of an epoch later than ``after``, and give the newest.
+        """Wait for an entry of an epoch later than ``after``, and return the newest.
 
         Raises:
-            WorldsizeError: Nobody has taken the service in time.
-            EndedError: Nobody will.
+            WorldsizeError: No process took the service in time.
+            EndedError: The run has ended, so no process will.
         """
         deadline = time.monotonic() + self.timeout
         while (entry := self.newest(service)) is None or entry.epoch <= after:
@@ -90,7 +90,7 @@ class Registry:
         return entry
 
     def end(self) -> None:
-        """Tell all processes that look for a service that the run has ended."""
+        """Mark the run as ended, for all processes that look for a service."""
         (self.folder / "ended").touch()
 
     def check_open(self) -> None:

@@ -1,8 +1,8 @@
-"""Large payloads between two processes of a host: through memory that both map, twice as fast as through a socket.
+"""Sends large payloads between two processes of a host through shared memory, twice as fast as through a socket.
 
-The memory is an anonymous file that one process creates and hands to its peer over their Unix socket; no third process
-can open it. The peer accepts it only with the expected size and sealed against changes of it, since memory that shrinks
-would kill whoever reads it.
+The memory is an anonymous file that one process creates and passes to its peer over their Unix socket; no third process
+can open it. The peer accepts it only if it has the expected size and is sealed against resizing, since reading memory
+that was cut off would kill the reader.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from worldsize.transport.frames import RefusedError
 
-MIN_BYTES = 1 << 18  # of a payload; the kernel copies fewer in less time than it takes to wake the peer
-SPIN_SECONDS = 2e-4  # to stay awake for what is about to come; to be woken takes a good part of that
+MIN_BYTES = 1 << 18  # of a payload; the kernel copies fewer bytes in less time than it takes to wake the peer
+SPIN_SECONDS = 2e-4  # how long to poll for data before sleeping; waking up takes a good part of that
 _SLOT_BYTES, _SLOTS = 1 << 20, 4  # fit the processor's cache, where the receiver finds what the sender wrote
 _DIRECTION_BYTES = _SLOT_BYTES * _SLOTS
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
@@ -33,13 +33,13 @@ AVAILABLE = hasattr(os, "memfd_create") and hasattr(fcntl, _SEALS[0])  # on Linu
 class SharedMemoryChannel:
     """One direction of a connection through shared memory.
 
-    The sender fills the slots of ``memory`` in turn and the receiver empties them. Each tells the other by a byte on
-    ``signals``; that socket ends when the peer does.
+    The sender fills the slots of ``memory`` in turn and the receiver empties them. Each notifies the other with a byte
+    on ``signals``, a socket that closes when the peer ends.
 
     Args:
-        memory: uint8 [slots, bytes of a slot].
-        signals: This end of a socket pair.
-        ready: Slots that can be used before the peer's first byte: all of them at the sender, 0 at the receiver.
+        memory: uint8 (slots, bytes of a slot).
+        signals: This process's end of a socket pair.
+        ready: Number of slots usable before the peer's first byte: all of them at the sender, 0 at the receiver.
     """
 
     def __init__(self, memory: NDArray[numpy.uint8], signals: socket.socket, *, ready: int) -> None:
@@ -78,11 +78,11 @@ class SharedMemoryChannel:
         return slot
 
 
-Pair = tuple[SharedMemoryChannel, SharedMemoryChannel]  # to send and to receive through
+Pair = tuple[SharedMemoryChannel, SharedMemoryChannel]  # for sending and for receiving
 
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
-    """Cut ``parts`` into what fits a slot; each piece lists its parts with where they begin in the slot."""
+    """Cut ``parts`` into pieces that fit a slot; each piece lists its parts with their offsets in the slot."""
     piece: list[tuple[int, memoryview]] = []
     used = 0
     for part in parts:
@@ -98,10 +98,10 @@ def _pieces(parts: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]
 
 
 def offer_shared_memory(connection: socket.socket) -> Pair:
-    """Create shared memory and hand it to the peer of a Unix socket, which calls :func:`accept_shared_memory`.
+    """Create shared memory and pass it to the peer of a Unix socket, which calls :func:`accept_shared_memory`.
 
     Raises:
-        OSError: The peer has gone, or there is no memory.
+        OSError: The peer has gone, or there is not enough memory.
     """
     memory = os.memfd_create("worldsize", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, 2 * _DIRECTION_BYTES)
@@ -116,17 +116,17 @@ def offer_shared_memory(connection: socket.socket) -> Pair:
 
 
 def accept_shared_memory(connection: socket.socket) -> Pair:
-    """Map the memory that the peer has offered by :func:`offer_shared_memory`.
+    """Map the memory that the peer offers by :func:`offer_shared_memory`.
 
     Raises:
-        RefusedError: What came is not what that function sends, or could shrink.
+        RefusedError: The peer sent something else, or memory that could shrink.
     """
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3, socket.MSG_CMSG_CLOEXEC)
     try:
         memory, *lines = descriptors
         sealed = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
         if len(lines) != 2 or os.fstat(memory).st_size != 2 * _DIRECTION_BYTES or sealed & _seals() != _seals():
-            raise RefusedError("the memory that a worker shares has another size, or could be cut")
+            raise RefusedError("the memory that a worker shares has the wrong size, or could shrink")
         theirs, ours = _mapped(memory)
         there, back = (socket.fromfd(line, socket.AF_UNIX, socket.SOCK_STREAM) for line in lines)
         return SharedMemoryChannel(ours, back, ready=_SLOTS), SharedMemoryChannel(theirs, there, ready=0)
@@ -142,6 +142,6 @@ def _seals() -> int:
 
 
 def _mapped(memory: int) -> tuple[NDArray[numpy.uint8], NDArray[numpy.uint8]]:
-    """Map the memory and give its two directions, each uint8 [slots, bytes of a slot]."""
+    """Map the memory and return its two directions, each uint8 (slots, bytes of a slot)."""
     mapped = numpy.frombuffer(mmap.mmap(memory, 2 * _DIRECTION_BYTES), numpy.uint8).reshape(2, _SLOTS, _SLOT_BYTES)
     return mapped[0], mapped[1]

@@ -14,11 +14,11 @@ from cryptography.x509.oid import NameOID
 from worldsize.errors import ConfigError
 
 LIFETIME = timedelta(days=365)
-EARLIER = timedelta(minutes=5)  # that certificates are valid before they are signed: clocks of hosts differ
+EARLIER = timedelta(minutes=5)  # how long before its signature a certificate is valid, since clocks of hosts differ
 
 
 def sign_authority(folder: Path, name: str) -> None:
-    """Write the key and the certificate of an authority, which is signed by itself and may sign others."""
+    """Write the key and the self-signed certificate of an authority, which may sign others."""
     key = ec.generate_private_key(ec.SECP256R1())
     draft = _draft(name, name, key.public_key(), is_authority=True)
     _write(folder, name, key, draft.sign(key, hashes.SHA256()))
@@ -39,7 +39,7 @@ def now() -> datetime:
 
 
 def _draft(name: str, issuer: str, key: ec.EllipticCurvePublicKey, *, is_authority: bool) -> x509.CertificateBuilder:
-    """Say all that a certificate says, but for its signature."""
+    """Build a certificate without its signature."""
     begins = now() - EARLIER
     return (
         x509.CertificateBuilder()
@@ -79,12 +79,12 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the authority's key {path} cannot be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is no key of this run's authority.")
+        raise ConfigError(f"{path} is not a key of this run's authority.")
     return key
 
 
 def _write(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-    """Write both files, the certificate last: where there is a certificate, there is its key."""
+    """Write the key, then the certificate: if there is a certificate, there is its key."""
     encoding = serialization.Encoding.PEM
     private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     _write_private(folder / f"{name}.key", private)
@@ -92,7 +92,7 @@ def _write(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate
 
 
 def _write_private(path: Path, text: bytes) -> None:
-    """Write a file that only its owner may read, and that is complete once it has its name."""
+    """Write a file atomically, readable only by its owner."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as draft:  # of mode 0600
         draft.write(text)
     Path(draft.name).replace(path)

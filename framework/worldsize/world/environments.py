@@ -1,4 +1,4 @@
-"""Environment variables of launchers → this process's place in the run. The only reader of the environment."""
+"""Reads a process's place in the run from its launcher's environment variables. No other module reads them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Environ = Mapping[str, str]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-_FIRST_PORT, _PORTS = 20_000, 10_000  # below those that the kernel hands out by itself
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below the kernel's ephemeral ports
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process among all of a run, as its launcher tells it.
+    """The place of one process among all processes of a run, as its launcher assigned it.
 
     Attributes:
-        rank: Rank among all processes of the run.
-        world_size: Processes of the run.
-        local_rank: Rank on its host.
-        local_world_size: Processes on its host.
-        store: Where the ranks meet, an ``init_method`` of torch.distributed.
-        attempt: Number of this start of the run, from 1.
-        heartbeat: File in which to say how far this process is.
-        starts: Times that this process alone was started before.
-        address: Address of this host, as the others reach it.
+        rank: Rank among all processes of the run, from 0.
+        world_size: Number of processes of the run.
+        local_rank: Rank on its host, from 0.
+        local_world_size: Number of processes on its host.
+        store: Rendezvous of the ranks, an ``init_method`` of torch.distributed.
+        attempt: Number of this attempt of the run, from 1.
+        heartbeat: File in which the process reports its progress.
+        starts: How often this process alone was restarted.
+        address: Address at which other hosts reach this host.
     """
 
     rank: int
@@ -50,11 +50,11 @@ class Placement:
 
     @property
     def node_rank(self) -> int:
-        """Index of this host in the run, from 0, if every host has as many processes."""
+        """Index of this host in the run, from 0, if all hosts have the same number of processes."""
         return self.rank // self.local_world_size
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that :func:`placement` reads back, by torchrun's names, so that user code finds them."""
+        """Return the environment variables from which :func:`placement` reads this place, with torchrun's names."""
         numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         names = dict(zip(_TORCHRUN, map(str, numbers), strict=True))
         beat = {"WORLDSIZE_HEARTBEAT": str(self.heartbeat)} if self.heartbeat else {}
@@ -65,7 +65,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Node:
-    """One host among the ``count`` of a run. ``first``: address of that of rank 0, None if it is the only one."""
+    """One of the ``count`` hosts of a run. ``first``: address of the host of rank 0, None if there is only one."""
 
     rank: int = 0
     count: int = 1
@@ -73,7 +73,7 @@ class Node:
 
 
 def port_of(name: str, attempt: int = 1) -> int:
-    """A port that all nodes of a run name without having spoken; another one for another attempt."""
+    """Derive a port from the run's name, the same on all its nodes and different for each attempt."""
     return _FIRST_PORT + zlib.crc32(f"{name}/{attempt}".encode()) % _PORTS
 
 
@@ -81,10 +81,10 @@ def port_of(name: str, attempt: int = 1) -> int:
 
 
 def placement(environ: Environ, kind: str = "auto") -> Placement:
-    """Find this process's place, as its launcher says it; a process started alone is rank 0 of 1.
+    """Read this process's place in the run; a process started alone is rank 0 of 1.
 
-    ``kind``: "torchrun", "openmpi", "slurm" (tasks of srun) or "alone"; "auto" takes the innermost of them: torchrun
-    inside Slurm is torchrun. ``WORLDSIZE_STORE`` (a torch.distributed init method) wins over MASTER_ADDR and
+    ``kind`` is "torchrun", "openmpi", "slurm" (tasks of srun) or "alone"; "auto" takes the innermost: torchrun inside
+    Slurm is torchrun. ``WORLDSIZE_STORE`` (a torch.distributed init method) takes precedence over MASTER_ADDR and
     MASTER_PORT.
 
     Raises:
@@ -133,24 +133,25 @@ def _slurm(environ: Environ) -> Placement:
 _KINDS: Mapping[str, tuple[Callable[[Environ], bool], Callable[[Environ], Placement]]] = {
     "torchrun": (lambda environ: any(name in environ for name in _TORCHRUN), _torchrun),
     "openmpi": (lambda environ: _OPENMPI[0] in environ, _openmpi),
-    # a step of srun; the script of a job has SLURM_PROCID, too
+    # inside a step of srun; the batch script of a job has SLURM_PROCID, too
     "slurm": (lambda environ: "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ, _slurm),
     "alone": (lambda environ: True, _alone),
 }
-ENVIRONMENTS = tuple(_KINDS)  # what ``cluster.environment`` may be, beside "auto"
+ENVIRONMENTS = tuple(_KINDS)  # allowed values of ``cluster.environment``, besides "auto"
 
 
 def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:
     rank, size, local_rank, local_size = numbers
     if not 0 <= rank < size or not 0 <= local_rank < local_size or size % local_size:
         raise ConfigError(
-            f"rank {rank} of {size}, local rank {local_rank} of {local_size} cannot be. Start workers with a launcher."
+            f"rank {rank} of {size}, local rank {local_rank} of {local_size} is impossible. "
+            "Start workers with a launcher."
         )
     return Placement(rank, size, local_rank, local_size, store, *rest)
 
 
 def _store(environ: Environ, job: str) -> str:
-    """Return where the ranks meet if no launcher says so: on the first host, at a port that follows from the job."""
+    """Return the default rendezvous: the first host, at a port derived from the job."""
     if "WORLDSIZE_STORE" in environ:
         return environ["WORLDSIZE_STORE"]
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
@@ -162,9 +163,9 @@ def _store(environ: Environ, job: str) -> str:
 
 
 def node(environ: Environ) -> Node:
-    """This host's place, from Kubernetes (an indexed job), SkyPilot or Slurm (one task a node); else the only one.
+    """Read this host's place from Kubernetes (an indexed job), SkyPilot or Slurm (one task per node).
 
-    ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` win over all.
+    Otherwise it is the only host. ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` take precedence.
 
     Raises:
         ConfigError: variables are missing, are no numbers, or contradict each other.
@@ -193,7 +194,7 @@ def node(environ: Environ) -> Node:
 
 def _noded(rank: int, count: int, first: str | None) -> Node:
     if not 0 <= rank < count:
-        raise ConfigError(f"node {rank} of {count} cannot be.")
+        raise ConfigError(f"node {rank} of {count} is impossible. Start agents with a launcher.")
     if count > 1 and not first:
         raise ConfigError(f"there are {count} nodes, but nothing names the first of them. Set WORLDSIZE_FIRST.")
     return Node(rank, count, first)
@@ -205,7 +206,7 @@ def _first_of_slurm(environ: Environ) -> str | None:
 
 
 def first_host(names: str) -> str:
-    """The first of Slurm's list of hosts, e.g. "gpu[03-07,12],cpu1"."""
+    """Return the first host of a Slurm node list such as "gpu[03-07,12],cpu1"."""
     host = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", names)
     return "".join(part or "" for part in host.groups()) if host else names
 
@@ -226,7 +227,7 @@ _JOB = {
 
 def job_of(environ: Environ) -> dict[str, Any] | None:
     """Describe the scheduler's job that this process belongs to, for the manifest."""
-    if "SKYPILOT_TASK_ID" in environ:  # the same after a recovery
+    if "SKYPILOT_TASK_ID" in environ:  # unchanged after a recovery
         return {"scheduler": "skypilot", "id": environ["SKYPILOT_TASK_ID"]}
     if "SLURM_JOB_ID" not in environ:
         return None
@@ -238,14 +239,14 @@ def job_of(environ: Environ) -> dict[str, Any] | None:
 
 
 def host_name(environ: Environ) -> str:
-    """Name of this host, as its scheduler calls it."""
+    """Return the name by which the scheduler knows this host."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def meeting_name(run_id: str, environ: Environ) -> str:
-    """Name under which ranks meet: another one when a scheduler starts the run again.
+    """Return the name from which ranks derive their rendezvous port; it changes when a scheduler restarts the run.
 
-    What the start before has left may hold its port yet.
+    Remaining processes of the previous start may still hold the old port.
     """
     return run_id + environ.get("SLURM_RESTART_COUNT", "")
 
@@ -269,10 +270,13 @@ def _number(environ: Environ, name: str) -> int:
 
 
 def plugin_folders(environ: Environ) -> list[Path]:
-    """Folders named by ``WORLDSIZE_PLUGINS``, separated as in PATH."""
+    """Return the folders in ``WORLDSIZE_PLUGINS``, which are separated as in PATH."""
     return [Path(entry) for entry in environ.get("WORLDSIZE_PLUGINS", "").split(pathsep) if entry]
 
 
 def withheld_secrets(environ: MutableMapping[str, str]) -> list[tuple[list[str | int], Any]]:
-    """Leaves of the configuration that are in no file, from ``WORLDSIZE_SECRETS``, which no child process inherits."""
+    """Take secret values of the configuration, which are in no file, from ``WORLDSIZE_SECRETS``, and remove it.
+
+    Child processes do not inherit it.
+    """
     return [(keys, value) for keys, value in json.loads(environ.pop("WORLDSIZE_SECRETS", "[]"))]

@@ -1,4 +1,4 @@
-"""What forked processes inherit, so that none of them has to make it again."""
+"""Prepares a process for forking: imports and memory that its children share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def ready_to_fork() -> Iterator[None]:
-    """A process that is forked within need not look through what was imported before, nor copy its pages."""
+    """Freeze the garbage collector, so that processes forked inside neither scan nor copy imported objects."""
     import torch._dynamo  # noqa: F401 - every optimizer imports it before its first step, and that takes a second
 
     gc.freeze()

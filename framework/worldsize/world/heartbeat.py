@@ -1,4 +1,4 @@
-"""Heartbeats of ranks: a few numbers in memory that the launching process can read after the rank's death."""
+"""Heartbeats of ranks: a few numbers in shared memory that the launching process can read after a rank's death."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _FORMAT = struct.Struct("=qqqd")
 
 @dataclass(frozen=True)
 class Beat:
-    """``step`` is the one in progress (0: none yet), ``first`` the one that the process began after.
+    """The progress of a process.
 
-    ``done`` is the last completed step, ``at`` the Unix time at which the first one was completed (0.0: none).
+    ``step`` is in progress (0: none yet), ``first`` is the step after which the process began, and ``done`` the last
+    completed step. ``at`` is the Unix time in seconds at which it completed its first step (0.0: none).
     """
 
     step: int
@@ -27,7 +28,7 @@ class Beat:
 
 @final
 class Heartbeat:
-    """Told at each step, for about a microsecond: a shared mapping needs no call to the kernel."""
+    """Records the progress of this process, in about 1 µs per step: writing to mapped memory needs no system call."""
 
     def __init__(self, path: Path, first: int) -> None:
         with path.open("w+b") as file:
@@ -37,14 +38,14 @@ class Heartbeat:
         self.step(first)
 
     def step(self, done: int) -> None:
-        """Steps up to ``done`` are behind; the next one begins."""
+        """Record that steps up to ``done`` are complete and the next one begins."""
         if done > self._first and self._at == 0.0:
             self._at = time.time()
         _FORMAT.pack_into(self._memory, 0, done + 1, self._first, done, self._at)
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Return what a process last told; None if it did not get so far."""
+    """Return the last record of a process; None if it wrote none."""
     try:
         beat = Beat(*_FORMAT.unpack(path.read_bytes()))
     except (OSError, struct.error):

@@ -12,10 +12,10 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
 
 
 def address_towards(host: str) -> str:
-    """This host's own IPv4 address on the way to ``host``. Nothing is sent.
+    """Return the IPv4 address of this host's interface that routes to ``host``. Nothing is sent.
 
     Raises:
-        OSError: the name is unknown, or no interface leads there.
+        OSError: the name is unknown, or there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -23,15 +23,15 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has this IPv4 address."""
+    """Return the name of the interface that has this IPv4 address; None: no interface has it."""
     return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
 
 
 def missing_interfaces(named: str, backend: str) -> list[str]:
-    """Return those of ``named``, which is as ``backend`` reads it, that this host does not have.
+    """Return the interfaces in ``named`` that this host lacks; ``named`` is a list in the syntax of ``backend``.
 
-    Gloo takes names with commas between them. NCCL takes prefixes of names, with "=" in front whole names, and with "^"
-    in front all others.
+    Gloo takes comma-separated names. NCCL takes comma-separated prefixes; a leading "=" makes them exact names, and a
+    leading "^" excludes them.
     """
     there = [name for _, name in socket.if_nameindex()]
     if backend != "nccl":
@@ -48,11 +48,11 @@ def _address(interface: str) -> str | None:
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
         except OSError:
-            return None  # it has none
+            return None  # the interface has no IPv4 address
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """This host's interfaces that have an IPv4 address: the address, and the speed in bits a second if it is told."""
+    """Return this host's interfaces that have an IPv4 address: the address, and the speed in bits/s if known."""
     named = [name for _, name in socket.if_nameindex()]
     return {name: {"address": address, "speed": _speed(name)} for name in named if (address := _address(name))}
 
@@ -60,13 +60,13 @@ def interfaces() -> dict[str, dict[str, Any]]:
 def _speed(interface: str) -> float | None:
     try:
         speed = int(Path("/sys/class/net", interface, "speed").read_text())
-    except (OSError, ValueError):  # not up, or nothing that has a speed
+    except (OSError, ValueError):  # the interface is down, or virtual
         return None
     return speed * 1e6 if speed > 0 else None
 
 
 def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:
-    """Variables that make the collectives of ``backend`` use ``interface``, and NCCL these InfiniBand adapters."""
+    """Return the environment variables that bind ``backend`` to ``interface``, and NCCL to the adapters ``hca``."""
     names = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
     named = {names[backend]: interface} if interface and backend in names else {}
     return {**named, **({"NCCL_IB_HCA": hca} if hca and backend == "nccl" else {})}

@@ -1,4 +1,4 @@
-"""Ties the life of a process to that of its parent, so that none is left behind."""
+"""Ties the life of a process to that of its parent, so that no orphan is left behind."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends, however that happens (prctl(2), Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request
+    if os.getppid() != parent:  # the parent ended before the request took effect
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Assigns roles to processes, by their rank among all processes of the run."""
+"""Assigns roles to processes, by their global rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worldsize.core import ConfigError, Role
 
 
 def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
-    """Global ranks by role: consecutive, in the order in which the strategy names its roles."""
+    """Return the global ranks of each role: consecutive, in the order of ``roles``."""
     ranks, start = {}, 0
     for name, role in roles.items():
         ranks[name] = range(start, start + role.processes)
@@ -17,9 +17,9 @@ def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
 
 
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
-    """The role of a process, and its rank among those of that role.
+    """Return the role of a process and its rank in that role.
 
-    A rank beyond the plan came later, to the last role. Raises ConfigError if that cannot grow.
+    A process with a rank beyond the plan joined later, in the last role. Raises ConfigError if that role cannot grow.
     """
     ranks = role_ranks(roles)
     for name, members in ranks.items():

@@ -1,7 +1,7 @@
-"""Private temporary folders that go with the process that made them.
+"""Private temporary folders that are removed with the process that made them.
 
-Their names say which process that is: its host, number and start. So the folders of a process that was killed can be
-told from those of living ones, and the next command removes them.
+Their names contain the host, process id and start time of that process. The next command can therefore tell the folders
+of a killed process from those of a living one, and removes them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PREFIX = "worldsize_"
 
 
 def private_folder(parent: Path | None = None, *, prefix: str = PREFIX) -> Path:
-    """Make a folder that only this user can enter, in the system's folder for temporary files if ``parent`` is None.
+    """Make a folder that only this user can enter, by default in the system's folder for temporary files.
 
-    Whoever makes it removes it; what is left when this process exits, or is killed, is removed then or by
-    :func:`leftovers`.
+    The caller removes it. If it does not, it is removed when this process exits; if the process is killed,
+    :func:`leftovers` lists it.
     """
     pid = os.getpid()
     name = f"{prefix}{_process_space()}_{pid}_{_start_of(pid)}_"
@@ -45,8 +45,8 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def leftovers(parent: Path | None = None, *, prefix: str = PREFIX) -> list[Path]:
-    """List this user's private folders whose processes ran on this host and live no longer."""
-    if _start_of(os.getpid()) is None:  # no process is seen here
+    """List this user's private folders whose processes ran on this host and have ended."""
+    if _start_of(os.getpid()) is None:  # processes are invisible here
         return []
     with suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         return [Path(entry.path) for entry in entries if _is_leftover(entry, prefix)]
@@ -67,9 +67,9 @@ def _remove_own(folder: Path, pid: int) -> None:
 
 
 def _process_space() -> str:
-    """Name the space in which process numbers count: a boot of a host, or a container.
+    """Name the PID namespace: a boot of a host, or a container.
 
-    Several of them may share a folder.
+    Several of these may share a folder for temporary files.
     """
     facts = [platform.node()]
     with suppress(OSError):
@@ -78,11 +78,11 @@ def _process_space() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since the boot (0 where only Linux could say); None if it is dead."""
+    """Return when a process began, in clock ticks since the boot (0: not on Linux); None if it is dead."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
-        except PermissionError:  # it is another user's
+        except PermissionError:  # a process of another user
             return 0
         except (ProcessLookupError, OverflowError):
             return None
@@ -91,4 +91,4 @@ def _start_of(pid: int) -> int | None:
         facts = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if facts[0] in ("Z", "X") else int(facts[19])  # dead, though its parent has not taken note
+    return None if facts[0] in ("Z", "X") else int(facts[19])  # a zombie is dead

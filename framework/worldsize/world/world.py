@@ -1,4 +1,4 @@
-"""Placement → World: threads, device, process group and groups by role, node and local rank."""
+"""Opens the World of a process: its threads, device, and process groups by role, node and local rank."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.world.environments import Placement, host_name
 from worldsize.world.roles import role_of, role_ranks
 
-# ranks, at most, that gloo connects each with each when a group is made, by a store message for each; two of a larger
-# world are connected when they first have something to say to each other
+# Up to this many ranks gloo connects all pairs when a group is made, with a store message for each pair. In a larger
+# world it connects two ranks when they first communicate.
 _ALL_CONNECTED = 32
 
 
 @contextmanager
 def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]) -> Iterator[World]:
-    """Join the run: set threads and device, make the process groups; leave them at the end.
+    """Join the run: set threads and device, and make the process groups, which are destroyed at the end.
 
     A run of one process makes no process group.
 
     Raises:
-        ConfigError: the launcher started another number of processes than the plan has.
+        ConfigError: the number of processes that the launcher started is not that of the plan.
     """
     check_size(placement, roles)
     torch.set_num_threads(cluster.threads or threads_per_process(placement.local_world_size))
@@ -38,7 +38,7 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     if joins:
         _join(placement, cluster, device, gang)
     yield world_of(placement, cluster, roles, device)
-    # not after an error: it can wait for peers that will never come, and the error must get out
+    # not after an error: it could wait for peers that will never arrive, and the error must be raised
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -51,10 +51,10 @@ def world_of(
     *,
     host_backend: str = "gloo",
 ) -> World:
-    """Return the place of this process on ``device``, with groups for all that it trains with.
+    """Return the World of this process on ``device``, with groups of the processes that it trains with.
 
-    It has joined the default process group already, if it is to have any; all that have must call this.
-    ``host_backend``: of the group through which checkpoints agree.
+    All members of the default process group must call it; a process that is alone has none.
+    ``host_backend`` is the backend of the group with which ranks coordinate checkpoints.
     """
     timeout = timedelta(seconds=cluster.timeout)
     groups = _groups(placement, roles, timeout, host_backend) if dist.is_initialized() else {}
@@ -62,7 +62,7 @@ def world_of(
 
 
 def gang_of(roles: Mapping[str, Role]) -> list[int]:
-    """Global ranks of the processes that train, which meet in process groups."""
+    """Return the global ranks of the processes that train, which form process groups."""
     ranks = role_ranks(roles)
     return [rank for name, role in roles.items() if not role.serves for rank in ranks[name]]
 
@@ -70,7 +70,7 @@ def gang_of(roles: Mapping[str, Role]) -> list[int]:
 def check_size(placement: Placement, roles: Mapping[str, Role]) -> None:
     """Raise ConfigError unless the launcher started as many processes as the roles need.
 
-    A process with a higher rank came later, to a role that can grow.
+    A process with a higher rank joined later, in a role that can grow.
     """
     planned = sum(role.processes for role in roles.values())
     if placement.world_size != planned:
@@ -81,12 +81,12 @@ def check_size(placement: Placement, roles: Mapping[str, Role]) -> None:
 
 
 def threads_per_process(local_world_size: int) -> int:
-    """The cores that this process may use, shared among the processes of the node; at least 1."""
+    """Return the number of usable cores divided by the processes of the node; at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 def device_of(placement: Placement, cluster: Cluster) -> torch.device:
-    """Return the device of this process, and make its GPU, by local rank, the current one."""
+    """Return the device of this process; its GPU, chosen by local rank, becomes the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", placement.local_rank)
@@ -133,7 +133,7 @@ def _groups(
     groups = {"all": _group(everyone, everyone, timeout)}
     for name, members in training.items():
         groups[name] = _group(members, everyone, timeout)
-        # a checkpoint is written by a thread, while the role's own group is in use
+        # a thread writes checkpoints while training uses the role's own group
         own = dist.new_group(list(members), timeout, backend=host_backend)
         groups[f"checkpoint/{name}"] = cast("ProcessGroup", own)
     if placement.local_world_size < placement.world_size == len(everyone):
@@ -153,13 +153,13 @@ def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessG
 def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
-    return cast("ProcessGroup", dist.new_group(list(members), timeout))  # where this rank is no member, a placeholder
+    return cast("ProcessGroup", dist.new_group(list(members), timeout))  # a placeholder if this rank is no member
 
 
 def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
-    """Return the group of ``members``, which they alone create: a world of many nodes has as many such groups.
+    """Return the group of ``members``, created only by its members, since a world has one such group per node.
 
-    All ranks must create equally many groups in this way, since torch names them by their number.
+    All ranks must create the same number of groups in this way, since torch names groups by a counter.
     """
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
@@ -167,9 +167,9 @@ def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGr
 
 
 def places(world: World) -> list[tuple[str, str]]:
-    """Host, as its scheduler knows it, and device of each rank of this role, which all of them must ask for."""
+    """Gather the host (by its scheduler's name) and the device of each rank of this role; all of them must call it."""
     mine = (host_name(os.environ), str(world.device))
-    group = world.groups.get(f"checkpoint/{world.role}")  # of gloo: what is sent are objects
+    group = world.groups.get(f"checkpoint/{world.role}")  # a gloo group, since objects are sent
     if group is None:
         return [mine]
     gathered = [mine] * world.size

@@ -71,7 +71,7 @@ class Shard:
             gradient: Flat for a bucket; for a table ids, sorted and each once, and values [n, dim].
             step: The step that it is of.
             width: With ``node``, the part of the tree over logical ranks that it is the sum of, as in
-                :class:`~worldsize.collectives.ordered.Arrivals`.
+                :class:`~worldsize.collectives.ordered.PartialSums`.
             node: See ``width``. Without ``rule.synchronous``, the first logical rank of a unit, whose mean it is.
             seen: The number of updates that its worker's weights had seen.
 

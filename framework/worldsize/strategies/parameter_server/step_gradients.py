@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.ordered import Arrivals
+from worldsize.collectives.ordered import PartialSums
 from worldsize.strategies.parameter_server.row_tables import RowGradients
 from worldsize.transport.frames import RefusedError
 
@@ -32,7 +32,7 @@ class StepGradients:
     def __init__(self, step: int, *, logical_ranks: int, buckets: int, tables: int) -> None:
         self.means: dict[int, Gradient] = {}
         self._step, self._logical_ranks = step, logical_ranks
-        self._arrivals = [Arrivals(logical_ranks) for _ in range(buckets)]
+        self._arrivals = [PartialSums(logical_ranks) for _ in range(buckets)]
         self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in range(tables)]
         self._covered: list[set[int]] = [set() for _ in range(buckets + tables)]  # logical ranks that have come
         self._updated = 0  # means that were taken
@@ -44,7 +44,7 @@ class StepGradients:
         return StepGradients(step, logical_ranks=self._logical_ranks, buckets=buckets, tables=tables)
 
     def add(self, index: int, gradient: Gradient, *, step: int, width: int, node: int) -> bool:
-        """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in Arrivals.
+        """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in PartialSums.
 
         Returns:
             Whether the part is new; False if these logical ranks of the step have come before.
@@ -129,7 +129,7 @@ def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) 
         ((ids_n, values_nd),) = parts.values()
         return ids_n, _divided(values_nd, logical_ranks)
     ids_n = torch.unique(torch.cat([ids for ids, _ in parts.values()]))
-    arrivals = Arrivals(logical_ranks)
+    arrivals = PartialSums(logical_ranks)
     for (width, node), (ids, values) in parts.items():
         part_nd = values.new_zeros(len(ids_n), values.shape[1])
         part_nd[torch.searchsorted(ids_n, ids)] = values

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from worldsize.collectives.ordered import Arrivals
+from worldsize.collectives.ordered import PartialSums
 from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, MultiUpdateRecipe, RunContext
 from worldsize.strategies.gradient_reducer import taken
@@ -133,13 +133,13 @@ class UpdateWorker:
 
     def _computed(
         self, passes: Sequence[UpdatePass], ranks: Sequence[int]
-    ) -> tuple[str | None, list[LossRecord], Arrivals]:
+    ) -> tuple[str | None, list[LossRecord], PartialSums]:
         """Let all generators run up to the next update, and compute its gradient.
 
         Returns:
             The name of the optimizer, or None if they have ended; the records of the losses; and the gradients.
         """
-        total, arrivals, records = self._context.logical_ranks, Arrivals(self._context.logical_ranks), []
+        total, arrivals, records = self._context.logical_ranks, PartialSums(self._context.logical_ranks), []
         for rank, current in zip(ranks, passes, strict=True):
             with autocast(self._context.world.device, self._context.numerics.precision):
                 current.advance(lambda action: action())
@@ -163,7 +163,7 @@ class UpdateWorker:
             trained.append(parameter)
         return trained
 
-    def _push(self, name: str, arrivals: Arrivals, *, count: int) -> None:
+    def _push(self, name: str, arrivals: PartialSums, *, count: int) -> None:
         """Push the gradient of update number ``count``, and wait until all shards have it."""
         for (width, node), gradients in arrivals.parts.items():
             named = dict(zip(self._parameters[name], gradients, strict=True))

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.collectives.ordered import Arrivals
+from worldsize.collectives.ordered import PartialSums
 from worldsize.core import LossOutput, Recipe, RunContext
 from worldsize.reproducibility.seeds import seed_generators
 from worldsize.strategies.clipping import clip_factor
@@ -115,7 +115,7 @@ class Worker:
 
     def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
         """Push gradients when those of all backward passes have been added up; give the records of the losses."""
-        total, arrivals, losses, touched = self._context.logical_ranks, Arrivals(self._context.logical_ranks), [], []
+        total, arrivals, losses, touched = self._context.logical_ranks, PartialSums(self._context.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
             arrivals.add(total, rank, taken(self._parameters.values()))
