@@ -175,7 +175,7 @@ def test_values_without_end_are_refused(folder: Path) -> None:
 def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     os.mkfifo(folder / MANIFEST)
-    with pytest.raises(CheckpointError, match=r"manifest.json has another thing, expected a regular file"):
+    with pytest.raises(CheckpointError, match=r"manifest.json has something else, expected a regular file"):
         read(folder)
 
 

@@ -93,11 +93,11 @@ def test_a_sum_beyond_floats_is_infinite_and_one_that_only_passes_beyond_them_is
 def test_what_a_rank_sends_does_not_grow_with_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
 
-    def share(table: Tensor, world: World) -> Callable[[], Tensor]:
+    def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
         sent.append(table.numel())
         return table.cpu
 
-    monkeypatch.setattr(exact, "share", share)
+    monkeypatch.setattr(exact, "start_all_reduce", start_all_reduce)
     alone = World.alone(torch.device("cpu"))
     for count in (1, 1000):
         sums = {index: {"value": (torch.ones(()), torch.ones(()))} for index in range(count)}

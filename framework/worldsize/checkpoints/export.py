@@ -1,4 +1,4 @@
-"""Write weights for other programs, a tensor at a time: as safetensors files, or as a state_dict of torch."""
+"""Writes weights for other programs, one tensor at a time: as safetensors files, or as a torch state_dict."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from worldsize.errors import WorldsizeError
 
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 _PIECE = 8 << 20  # bytes that are written at once
-Written = Callable[[int], None]  # is told how many bytes have been written since it was last called
+Written = Callable[[int], None]  # progress callback: takes the bytes written since the last call
 
 
 @final
 class SelectedWeights(Weights):
-    """Some tensors of a source, with numbers of another precision.
+    """A selection of the tensors of a source, optionally converted to another precision.
 
     Args:
         source: The weights.
-        dtype: Type of the floating-point numbers; None: as they are.
-        without: Names that are left out.
+        dtype: Type of floating-point tensors; None: unchanged.
+        without: Names to leave out.
     """
 
     def __init__(self, source: Weights, *, dtype: torch.dtype | None = None, without: Sequence[str] = ()) -> None:
@@ -57,10 +57,10 @@ class SelectedWeights(Weights):
 
 @contextmanager
 def published(output: Path) -> Iterator[Path]:
-    """Yield a path beside ``output`` that takes its name once the block has ended; if it fails, nothing is left.
+    """Yield a temporary path next to ``output``; rename it to ``output`` after the block, or remove it on failure.
 
     Raises:
-        WorldsizeError: there is something at ``output``, or nothing can be written there.
+        WorldsizeError: ``output`` exists, or cannot be written.
     """
     draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
     if output.exists() or output.is_symlink():
@@ -72,7 +72,7 @@ def published(output: Path) -> Iterator[Path]:
         sync_folder(output.parent)
     except OSError as error:
         if not _is_of_writing(error, draft):
-            raise  # of something that is read, such as a tokenizer
+            raise  # an error of reading, such as of a tokenizer
         raise WorldsizeError(
             f"{output} cannot be written: {error.strerror or error}. Make room, or name another place with output=PATH."
         ) from error
@@ -84,7 +84,7 @@ def published(output: Path) -> Iterator[Path]:
 
 
 def _is_of_writing(error: OSError, draft: Path) -> bool:
-    """Whether an error says that ``draft`` cannot be written; one of ``write`` itself names no file."""
+    """Return whether an error is about writing ``draft``; an error of ``write`` itself names no file."""
     if not isinstance(error.filename, str | os.PathLike):
         return error.errno in _STORAGE_ERRORS
     return str(error.filename).startswith(str(draft)) or draft.parent.is_relative_to(error.filename)
@@ -93,7 +93,7 @@ def _is_of_writing(error: OSError, draft: Path) -> bool:
 def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, written: Written) -> None:
     """Write ``model.safetensors`` into ``folder``, or several files of at most ``shard_bytes`` and their index.
 
-    A tensor that is larger has a file of its own. Tensors that share memory in the model have their bytes each.
+    A larger tensor gets its own file. Tensors that share memory in the model are each written in full.
     """
     shards = _shards(list(weights.entries.values()), shard_bytes)
     names = ["model.safetensors"]
@@ -109,7 +109,7 @@ def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, writt
 
 
 def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
-    """Cut the tensors, in their order, into files; in each, those of the widest numbers come first, so all align."""
+    """Divide the tensors, in order, into files; in each file the widest dtypes come first, so that all are aligned."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -136,7 +136,7 @@ def _write_file(weights: Weights, entries: Sequence[Entry], path: Path, written:
 def write_torch(weights: Weights, path: Path, written: Written) -> None:
     """Write a state_dict that ``torch.load(path, weights_only=True)`` reads.
 
-    torch.save wants all tensors at once, so they are first streamed into a file beside it, which is mapped into memory.
+    torch.save takes all tensors at once, so they are first streamed into a temporary file, which is memory-mapped.
     """
     scratch = path.with_name(f"{path.name}.tensors")
     try:

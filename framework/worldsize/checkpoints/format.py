@@ -1,9 +1,9 @@
-"""What lies in a checkpoint's folder, and how it is verified.
+"""The layout of a checkpoint's folder, and its verification.
 
-``step_0001000/`` holds one safetensors file a rank (see checkpoints/shards.py), ``manifest.json`` (every file with
-size and SHA-256, every tensor with its place in them, and all that is no tensor) and ``COMPLETE`` (the manifest's
-SHA-256), which is written last. The folder gets its name by one rename after that. The manifest decides: a header that
-says something else of a tensor is damage.
+``step_0001000/`` holds one safetensors file per rank (see checkpoints/shards.py), ``manifest.json`` (the size and
+SHA-256 of every file, the location of every tensor, and all values that are not tensors) and ``COMPLETE`` (the
+manifest's SHA-256), which is written last. The folder then gets its final name by one rename. The manifest is
+authoritative: a file whose header describes a tensor differently is damaged.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from worldsize.files import read_regular
 from worldsize.strict_json import parse
 
 SCHEMA_VERSION = 2
-PARTS = ("model", "optimizer", "schedule", "scaler", "ema")  # of the state, that need not be loaded
-HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, which are in two of them
+PARTS = ("model", "optimizer", "schedule", "scaler", "ema")  # parts of the state that can be ignored when loading
+HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, of optimizer and schedule
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")
 _LARGEST = 1 << 30  # bytes of a manifest
-_SLACK = 8  # how much longer than the right header one may be that is read to say what is wrong with it
-_DEEPEST = 400  # levels of a manifest: a level of a state takes up to four (see checkpoints/tree.py)
-_PIECE = 8 << 20  # bytes that are hashed at once
+_SLACK = 8  # a wrong header up to this many times as long as the right one is read, to explain the difference
+_DEEPEST = 400  # nesting of a manifest: a level of the state takes up to four (see checkpoints/tree.py)
+_PIECE = 8 << 20  # bytes hashed at once
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint as its manifest describes it; ``facts`` are the caller's own, e.g. metrics."""
+    """A complete checkpoint as its manifest describes it; ``facts`` are plain values of the caller, e.g. metrics."""
 
     path: Path
     step: int
@@ -50,12 +50,12 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
-    """Name of the folder of the checkpoint after ``step``; names sort as steps do."""
+    """Return the folder name of the checkpoint after ``step``; names sort like steps."""
     return f"step_{step:07d}"
 
 
 def complete(root: Path) -> list[Path]:
-    """Folders below ``root`` that carry a checkpoint's final name, oldest first."""
+    """Return the folders below ``root`` that have a checkpoint's final name, oldest first."""
     folders = {int(match[1]): path for path in root.glob("step_*") if (match := _FOLDER.fullmatch(path.name))}
     return [folders[step] for step in sorted(folders)]
 
@@ -66,11 +66,11 @@ def step_of(path: Path) -> int:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the manifest of the checkpoint in ``path``; its shards are not looked at.
+    """Read the manifest of the checkpoint in ``path``, but not its shards.
 
     Raises:
-        CheckpointError: it is incomplete, or not as it was written.
-        OtherSchemaError: it is of a schema that this worldsize does not read.
+        CheckpointError: the checkpoint is incomplete, or was changed after it was written.
+        OtherSchemaError: this worldsize does not read its schema version.
     """
     text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
     expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
@@ -97,11 +97,11 @@ def _parsed(path: Path, manifest: Any) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Compare the folder with the manifest, and the files ``names`` (None: all) with their digests and their headers.
+    """Compare the folder with the manifest, and the files ``names`` (None: all) with their digests and headers.
 
     Raises:
-        CheckpointError: a file is missing, unknown, a link, or of other content, or its header describes a tensor in
-            another way; names it, what was expected and found.
+        CheckpointError: a file is missing, unknown, a link, or has different content, or its header describes a tensor
+            differently; the message has the file, the expected and the actual value.
     """
     path, files = checkpoint.path, checkpoint.files
     present = {file.name for file in path.iterdir()} - {MANIFEST, COMPLETE}
@@ -117,7 +117,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 
 def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
     if not is_shard(path.name) or path.is_symlink() or not path.is_file():
-        raise CheckpointError(_differs(path, "a regular file named like a shard", "another thing"))
+        raise CheckpointError(_differs(path, "a regular file named like a shard", "something else"))
     if (size := path.stat().st_size) != expected["size"]:
         raise CheckpointError(_differs(path, f"{expected['size']} bytes", f"{size} bytes"))
     if (actual := _sha256(path)) != expected["sha256"]:
@@ -126,7 +126,7 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
 
 def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str, str]) -> None:
     try:
-        right = header(list(expected.values()), told)  # with other numbers where the order is another
+        right = header(list(expected.values()), told)  # offsets differ if the tensors are in a different order
         actual, metadata = read_header(path, at_most=_SLACK * len(right))
     except CheckpointError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from None
@@ -166,7 +166,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -> None:
-    """Write the manifest, then ``COMPLETE``, each on disk before the next."""
+    """Write the manifest, then ``COMPLETE``; each is durable on disk before the next."""
     text = (json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, sort_keys=True) + "\n").encode()
     at("checkpoint:after-shards")
     write_through(folder / MANIFEST, text)
@@ -177,7 +177,7 @@ def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -
 
 
 def write_through(path: Path, data: bytes) -> None:
-    """Write a new file and wait until its bytes are on disk; raises FileExistsError if it is there already."""
+    """Write a new file and wait until its bytes are on disk. Raises FileExistsError if it exists."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -185,7 +185,7 @@ def write_through(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the entries of the folder itself, such as a rename, are on disk."""
+    """Wait until changes of the folder itself, such as a rename, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

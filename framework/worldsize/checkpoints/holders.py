@@ -1,4 +1,4 @@
-"""Decides which rank writes a tensor of a checkpoint that several of them hold."""
+"""Decides which rank writes a tensor that several ranks hold."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DIFFERENT = "the ranks' tensors differ in names, dtypes or shapes; give all rank
 
 
 def partly_held(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return which ranks hold each tensor that not all of them hold, bool [ranks]; others have it on meta.
+    """Return, for each tensor that only some ranks hold, which ranks do: bool (ranks,). It is on meta on the others.
 
-    Every rank must call it.
+    ``tensors`` may have any shapes. Every rank must call it.
 
     Raises:
-        CheckpointError: the ranks' tensors have other names.
+        CheckpointError: the names of the tensors differ between ranks.
     """
     names = sorted(tensors)
     if world.group is None:
@@ -53,11 +53,13 @@ def _check_same(names: Collection[str], world: World) -> None:
 def written_here(
     tensors: Mapping[str, Tensor], partly: Mapping[str, Tensor], world: World
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return what this rank writes: its shards of sharded tensors, and its share, by bytes, of replicated ones.
+    """Yield the tensors that this rank writes: its shards of sharded tensors, and a fair part of replicated ones.
+
+    Replicated tensors are divided so that all ranks write about the same number of bytes.
 
     Args:
-        tensors: All of the state; what this rank does not hold is on the meta device.
-        partly: What :func:`partly_held` said of them.
+        tensors: All of the state, of any shapes; tensors that this rank does not hold are on the meta device.
+        partly: The result of :func:`partly_held` for them.
         world: The ranks that write.
     """
     loads_p = torch.zeros(world.size, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Finding the newest checkpoint that verifies, and loading it at any world size."""
+"""Finds the newest valid checkpoint, and loads it at any world size."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _SHOWN = 8  # differences in an error
 
 
 def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
-    """Find the newest complete checkpoint that verifies; each rank hashes its share of the files, and all agree.
+    """Return the newest complete and valid checkpoint, or None if there is none.
+
+    Each rank hashes a part of the files, and all agree on the result.
 
     Raises:
-        CheckpointError: the newest one is damaged and ``allow_older`` does not let an older one stand in for it, or all
-            are damaged.
-        OtherSchemaError: it is of a schema that this worldsize does not read; no older one stands in for it.
+        CheckpointError: the newest checkpoint is damaged and ``allow_older`` is False, or all are damaged.
+        OtherSchemaError: this worldsize does not read the newest one's schema version; older ones are not tried.
     """
     folders: list[Path] = _agreed(lambda: complete(root), world)[0]
     for path in reversed(folders):
@@ -60,7 +61,7 @@ def _damage(path: Path, world: World) -> CheckpointError | None:
 
 
 def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
-    """Run ``task`` on each rank, and return what it gave, by rank."""
+    """Run ``task`` on each rank, and return all results, by rank."""
     if world.group is None:
         return [task()]
     answers = [None] * world.size
@@ -69,17 +70,21 @@ def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
 
 
 def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
-    """Fill the tensors of ``template``, plain or sharded, and give them back with the checkpoint's other values, in the
-    template's order.
+    """Load a checkpoint into the tensors of ``template``, plain or sharded, in place.
 
-    A tensor of the template that has no rows is given back with as many as were saved.
+    Args:
+        checkpoint: The checkpoint, saved at any world size.
+        template: The state, whose tensors have the shapes of those saved. A tensor without rows is replaced by one with
+            as many rows as were saved. Tensors on the meta device belong to other ranks and are left there.
+        ignore: Top-level parts of the state that keep the template's values. With "hyperparameters", learning rates,
+            weight decay and the like keep them. So does the part ``strategy`` if it was saved by another strategy or
+            at another world size.
 
-    Top-level parts of the state named in ``ignore`` stay as the template has them; so does what a strategy keeps for
-    itself (part ``strategy``) where it was saved by another one or at another world size. With "hyperparameters" in it
-    so do learning rates, weight decay and the like. Tensors on the meta device are other ranks' and stay there.
+    Returns:
+        The template's tensors and the checkpoint's other values, in the template's order.
 
     Raises:
-        CheckpointError: names, shapes or dtypes differ; nothing has been written then.
+        CheckpointError: names, shapes or dtypes differ; then nothing has been written.
     """
     ignore = [*ignore, *_unfit(checkpoint, template)]
     tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
@@ -110,8 +115,9 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
 
 
 def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> StateDict:
-    """``saved`` with the options of the optimizer of ``now``, and the initial rates of its schedule; ``anew``: which
-    begins.
+    """Return ``saved`` with the optimizer options and initial learning rates of ``now``.
+
+    ``anew``: the schedule of ``now`` starts from the beginning.
     """
     pairs = zip(saved["optimizer"]["param_groups"], now["optimizer"]["param_groups"], strict=True)
     groups = [{**then, **own, "params": then["params"], **_rate(then, own, anew)} for then, own in pairs]
@@ -120,9 +126,9 @@ def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> St
 
 
 def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mapping[str, Any]:
-    """Return the learning rate to go on with, as option "lr"; no option where the optimizer has no rate.
+    """Return the learning rate to continue with, as option "lr"; no option if the optimizer has no rate.
 
-    A rate that a schedule moves stays at its place in it: the same multiple of the initial one.
+    A scheduled rate keeps its position in the schedule: the same multiple of the initial rate.
     """
     if anew or not then.get("initial_lr") or "initial_lr" not in now:
         return {"lr": now["lr"]} if "lr" in now else {}
@@ -132,7 +138,7 @@ def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mappin
 
 
 def _rebased(then: Any, now: Any) -> Any:
-    """A schedule's state, also one made of several, that starts from other rates."""
+    """Return the state of a schedule (or of a chain of schedules) with different initial rates."""
     if isinstance(then, list):
         return [_rebased(*pair) for pair in zip(then, now, strict=True)]
     if not isinstance(then, Mapping):
@@ -141,7 +147,7 @@ def _rebased(then: Any, now: Any) -> Any:
 
 
 def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
-    """The part that only a strategy itself can use, if it was not this one, or its shapes are others."""
+    """Return the part ``strategy`` as a part to ignore if another strategy saved it, or its shapes differ."""
     now, _ = split({part: child for part, child in template.items() if part == "strategy"})
     then = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith("strategy/")}
     fits = ("strategy" in template) == ("strategy" in checkpoint.values)
@@ -149,7 +155,7 @@ def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
 
 
 def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
-    """Give a tensor without rows as many as were saved: a table grows as it is used."""
+    """Give a tensor without rows as many rows as were saved, for tables that grow as they are used."""
     grows = (
         saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
     )
@@ -157,7 +163,7 @@ def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
 
 
 def read_tensors(checkpoint: Checkpoint, part: str) -> dict[str, Tensor]:
-    """The tensors of one top-level part of the state, whole, by their names in it."""
+    """Return the full tensors of one top-level part of the state, by their names in it, with the saved shapes."""
     described = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(f"{part}/")}
     tensors = {name: torch.empty(facts["shape"], dtype=DTYPES[facts["dtype"]]) for name, facts in described.items()}
     state_dict_loader.load(dict(tensors), storage_reader=Reader(checkpoint), no_dist=True)

@@ -19,10 +19,10 @@ _DELETING = ".deleting_"
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the ``last`` k, those of every ``every``-th step (0: none), and the ``best`` by a metric.
+    """Keeps the ``last`` checkpoints, those of every ``every``-th step (0: none), and the ``best`` by a metric.
 
-    ``best`` names a metric of the last evaluation before the save, ``accuracy`` of the test data or
-    ``validation/accuracy`` of another split; ``direction`` says which is better.
+    ``best`` is a metric of the last evaluation before the save, ``accuracy`` of the test data or
+    ``validation/accuracy`` of another split; ``direction`` tells whether higher or lower is better.
     """
 
     last: Annotated[int, Range(least=1, hint="at least the newest checkpoint is kept")] = 2
@@ -34,13 +34,13 @@ class Retention:
         check_limits(type(self), vars(self), key="checkpoint.keep")
 
     def kept(self, folders: Sequence[Path]) -> set[Path]:
-        """Choose those to keep of ``folders``, complete checkpoints with the oldest first."""
+        """Return the checkpoints to keep among ``folders``, which are complete and sorted oldest first."""
         spaced = {path for path in folders if self.every and step_of(path) % self.every == 0}
         best = self.best_of(folders)
         return {*folders[-self.last :], *spaced, *([best] if best else [])}
 
     def best_of(self, folders: Sequence[Path]) -> Path | None:
-        """Return the best of ``folders``, the newest of those that are equal; None if none has the metric."""
+        """Return the best of ``folders``, the newest if several are equal; None if none has the metric."""
         scored = {path: score for path in folders if (score := self._score(path)) is not None}
         sign = 1 if self.direction == "max" else -1
         return max(scored, key=lambda path: (sign * scored[path], step_of(path))) if scored else None
@@ -56,15 +56,15 @@ class Retention:
 
 
 def apply(retention: Retention, written: Path, at: Callable[[str], None]) -> None:
-    """Delete what is not kept, and what an earlier deletion has left behind; ``written`` was saved just now.
+    """Delete checkpoints that are not kept, and remains of interrupted deletions; ``written`` was just saved.
 
-    Checkpoints of later steps do not count: they are damaged, or training would have gone on from them.
+    Checkpoints of later steps are ignored: they are damaged, or training would have resumed from them.
     """
     at("retention:begin")
     root = written.parent
     folders = [path for path in complete(root) if step_of(path) <= step_of(written)]
     for path in set(folders) - retention.kept(folders):
-        path.rename(root / f"{_DELETING}{path.name}")  # from here on it is no checkpoint
+        path.rename(root / f"{_DELETING}{path.name}")  # from here on it does not count as a checkpoint
     sync_folder(root)
     for path in sorted(root.glob(f"{_DELETING}*")):
         _delete(path, at)

@@ -35,9 +35,10 @@ CODES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-_UNREAD = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # of the format
-_LARGEST_HEADER = 100_000_000  # bytes, as of the library's own reader
-_ALIGNMENT = 16  # bytes: where the tensors begin, so that the widest numbers can be mapped
+# dtypes of the format that worldsize does not read
+_UNREAD = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_LARGEST_HEADER = 100_000_000  # bytes, the limit of the library's own reader
+_ALIGNMENT = 16  # bytes; tensors begin at a multiple of it, so that the widest numbers can be memory-mapped
 
 
 @final
@@ -48,8 +49,8 @@ class Entry:
     Attributes:
         name: Name of the tensor.
         dtype: Type of its numbers.
-        shape: Its sizes.
-        offset: Place of its first byte in the file; 0 until that is known.
+        shape: Its shape.
+        offset: Offset of its first byte in the file; 0 until it is known.
     """
 
     name: str
@@ -59,17 +60,17 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file whose tensors follow one after the other in the order of ``entries``.
+    """Return the first bytes of a file whose tensors follow in the order of ``entries``, without gaps.
 
-    If those of the widest numbers come first, all of them align.
+    If tensors with the widest dtypes come first, all tensors are aligned.
 
     Raises:
-        CheckpointError: the format has no such dtype, or the header is too long for its readers.
+        CheckpointError: the format lacks a dtype, or the header is too long for its readers.
     """
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -86,25 +87,25 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Read the names, dtypes, shapes and places of a file's tensors; nobody is trusted to have written them well.
+    """Read the names, dtypes, shapes and offsets of a file's tensors; the file is not trusted.
 
     Raises:
-        CheckpointError: it is no safetensors file, or damaged.
-        OSError: it cannot be read.
+        CheckpointError: the file is not a safetensors file, or damaged.
+        OSError: the file cannot be read.
     """
     return read_header(path)[0]
 
 
 def read_header(path: Path, *, at_most: int = _LARGEST_HEADER) -> tuple[dict[str, Entry], Any]:
-    """Read what :func:`read_entries` does, and the file's metadata.
+    """Read the entries as :func:`read_entries` does, and the file's metadata.
 
     Args:
         path: The file.
-        at_most: Bytes of a header that is looked into.
+        at_most: Largest header that is read, in bytes.
 
     Raises:
-        CheckpointError: it is no safetensors file, or damaged.
-        OSError: it cannot be read.
+        CheckpointError: the file is not a safetensors file, or damaged.
+        OSError: the file cannot be read.
     """
     try:
         return _header(path, at_most)
@@ -113,7 +114,7 @@ def read_header(path: Path, *, at_most: int = _LARGEST_HEADER) -> tuple[dict[str
 
 
 def _shape(sizes: Any, name: str) -> tuple[int, ...]:
-    """Return the sizes of a tensor, if torch could have so many elements in so many dimensions."""
+    """Check that ``sizes`` is a shape that torch can represent, and return it."""
     if not isinstance(sizes, list):
         raise ValueError(f"the shape of {name} is no list")
     if len(sizes) > MOST_DIMENSIONS:

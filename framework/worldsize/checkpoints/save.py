@@ -1,4 +1,4 @@
-"""Saving in the background: training stops only for the copy to host memory."""
+"""Saves checkpoints in the background: training stops only for the copy to host memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,16 @@ def _nothing(point: str) -> None: ...
 class Saver:
     """Writes one checkpoint at a time below ``root``; every rank of the role calls the same methods in the same order.
 
-    ``group`` is a gloo group of the role that nothing else uses (None: one process): a thread communicates there
-    while training goes on. ``finite``: a model with NaN or infinities is an error, and older checkpoints stay.
-    ``owner``: a file without which nothing is saved, as a run's manifest: a run folder that was deleted stays deleted.
-    ``at`` is called at named points, where tests let a process die.
+    Args:
+        root: Folder of the checkpoints.
+        world: The ranks that save.
+        group: A gloo group of the role that nothing else uses (None: one process): a thread communicates in it while
+            training continues.
+        keep: Which checkpoints to keep.
+        finite: Whether a model with NaN or infinities is an error, so that older checkpoints are kept.
+        owner: A file without which nothing is saved, such as the run's manifest, so that a deleted run folder is not
+            created again.
+        at: Called at named points, at which tests inject faults.
     """
 
     def __init__(
@@ -60,18 +66,21 @@ class Saver:
         self._root, self._world, self._group = root, world, group
         self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
         self._buffers: dict[str, Tensor] = {}
-        self._names: set[str] = set()  # of the tensors of the save before
-        self._partly: dict[str, Tensor] = {}  # of these, those that not all ranks hold, and which do
+        self._names: set[str] = set()  # of the tensors of the previous save
+        self._partly: dict[str, Tensor] = {}  # ranks that hold each of these tensors, if not all do
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._pending: Future[CheckpointSaved | None] | None = None
 
     def save(self, state: StateDict, *, step: int, facts: Mapping[str, Any]) -> list[CheckpointSaved]:
-        """Begin a save, after the one before has ended, which is what is returned.
+        """Wait for the previous save, start the next one, and return the events of the previous one.
 
-        ``facts`` are the caller's own, plain data for whoever reads the checkpoint.
+        Args:
+            state: The state; its tensors, of any shapes, are copied before the call returns.
+            step: The step after which it is saved.
+            facts: Plain values of the caller to store with it.
 
         Raises:
-            CheckpointError: the save before failed on some rank.
+            CheckpointError: the previous save failed on some rank.
         """
         ended = self.finish()
         self._at("checkpoint:begin")
@@ -84,11 +93,11 @@ class Saver:
         return ended
 
     def ended(self) -> list[CheckpointSaved]:
-        """The save in flight, if it has ended; raises what it raised."""
+        """Return the events of the save in flight if it has ended; raise its error if it failed."""
         return self.finish() if self._pending and self._pending.done() else []
 
     def finish(self) -> list[CheckpointSaved]:
-        """Wait for the save in flight; raises what it raised."""
+        """Wait for the save in flight and return its events; raise its error if it failed."""
         if self._pending is None:
             return []
         pending, self._pending = self._pending, None
@@ -100,7 +109,7 @@ class Saver:
         self._thread.shutdown()
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copy to host memory that is kept from save to save: this is all that training waits for."""
+        """Copy to host memory that is reused for every save; training waits only for this copy."""
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
@@ -115,26 +124,26 @@ class Saver:
     def _write(
         self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int, outline: str
     ) -> CheckpointSaved | None:
-        """Write and publish a checkpoint, in the thread.
+        """Write and publish a checkpoint, in the background thread.
 
-        A failure on one rank is a failure on all, since each phase ends with an exchange.
+        A failure on one rank is a failure on all, since every phase ends with an exchange.
         """
         final_ = self._root / folder_name(step)
-        folder = self._together(lambda: self._begun(final_))
+        folder = self._on_rank_0(lambda: self._begun(final_))
         if folder is None:
             return None
         writer = Writer(folder, self._world.rank, head=head, outline=outline, finite=self._finite, at=self._at)
         try:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError, RuntimeError) as error:
-            if not isinstance(error, RuntimeError):  # with which a group says that a rank is gone: no more exchanges
-                self._together(lambda: shutil.rmtree(folder, ignore_errors=True))  # it may have filled the disk
+            if not isinstance(error, RuntimeError):  # that means a lost rank, and no further exchange is possible
+                self._on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))  # it may have filled the disk
             raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
-        self._together(lambda: self._published(folder, final_))
+        self._on_rank_0(lambda: self._published(folder, final_))
         return CheckpointSaved(step, final_)
 
     def _begun(self, final_: Path) -> Path | None:
-        """Make a new folder on rank 0, and remove what an earlier attempt has left. None: it was saved before."""
+        """Make a new folder on rank 0, and remove remains of earlier attempts. None: the step was saved before."""
         self._check_owner()
         if final_.exists() and _stands(final_):
             return None
@@ -150,24 +159,24 @@ class Saver:
             raise FileNotFoundError(errno.ENOENT, "the folder was deleted", str(self._owner.parent))
 
     def _published(self, folder: Path, final_: Path) -> None:
-        """Publish the folder by one durable rename on rank 0; then older ones may go."""
+        """Publish the folder by one durable rename on rank 0; then delete checkpoints that are not kept."""
         self._check_owner()
-        if final_.exists():  # damaged, and an older one was resumed from
+        if final_.exists():  # it is damaged: training resumed from an older one
             final_.rename(self._root / f".step_damaged_{secrets.token_hex(4)}")
         folder.rename(final_)
         sync_folder(self._root)
         self._at("checkpoint:after-rename")
         retention.apply(self._keep, final_, self._at)
 
-    def _together(self, task: Callable[[], Any]) -> Any:
-        """The result of ``task`` on rank 0, or its error, on every rank."""
+    def _on_rank_0(self, task: Callable[[], Any]) -> Any:
+        """Run ``task`` on rank 0, and return its result (or raise its error) on every rank."""
         answer: list[Any] = [None, None]
         if self._world.rank == 0:
             try:
                 answer[0] = task()
             except OSError as error:
                 answer[1] = f"{error.strerror}: {error.filename}"
-            except Exception as error:  # any: the other ranks wait for an answer
+            except Exception as error:  # of any kind, since the other ranks wait for an answer
                 answer[1] = f"{type(error).__name__}: {error}"
         if self._group is not None:
             dist.broadcast_object_list(answer, group=self._group, group_src=0)
@@ -179,13 +188,13 @@ class Saver:
 
 
 def _give_way() -> None:
-    """Let training have the cores: on Linux a niceness belongs to a thread (setpriority(2), "C library/kernel")."""
+    """Lower this thread's priority in favour of training; on Linux niceness is per thread (setpriority(2))."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _stands(path: Path) -> bool:
-    """Whether the folder has a good checkpoint; one of another schema is nobody's to judge, and the error goes on."""
+    """Return whether the folder has a valid checkpoint; raise OtherSchemaError if it has another schema version."""
     try:
         verify(read(path))
     except OtherSchemaError:
@@ -206,13 +215,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what must be equal to copy bytes between two tensors; ``copy_`` would broadcast and convert."""
+    """Return what two tensors must have in common to copy bytes; ``copy_`` alone would broadcast and convert."""
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     return tensor.dtype, tensor.shape, placements, _local(tensor).shape
 
 
 def _outline(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of names, dtypes and shapes: equal on all ranks, or some tensors would be written by nobody."""
+    """Return a digest of names, dtypes and shapes, which must be equal on all ranks so that all tensors are saved."""
     lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

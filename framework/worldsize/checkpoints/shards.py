@@ -1,8 +1,8 @@
-"""What a rank writes of a checkpoint is a safetensors file that any reader of that format opens by itself.
+"""Contents of the safetensors file that each rank writes, which any reader of the format can open.
 
-A tensor that is whole in the file is called by its path in the state, such as ``model/0.weight``. A part of a tensor
-says which one it is, as one would slice it: ``model/0.weight[2:4,0:5]``. A dtype that the format lacks is stored as
-bytes, in one more dimension. The file's metadata has the shapes of the tensors that parts belong to, and such dtypes.
+A full tensor is named by its path in the state, such as ``model/0.weight``. The name of a part of a tensor ends with
+its slice: ``model/0.weight[2:4,0:5]``. A dtype that the format lacks is stored as bytes, in one more dimension. The
+file's metadata holds the full shapes of tensors stored in parts, and the dtypes that the format lacks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from worldsize.checkpoints.safetensors import CODES, Entry
 from worldsize.checkpoints.validation import Box
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
-"""The dtypes that a checkpoint holds, by the names that its manifest has for them."""
+"""The dtypes that a checkpoint can hold, by their names in the manifest."""
 
-_RESERVED = "__metadata__"  # no tensor of a safetensors file may be called so
+_RESERVED = "__metadata__"  # a name that safetensors files reserve
 
 
 def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
@@ -29,14 +29,14 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
 
 
 def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> Entry:
-    """Describe a part of a tensor as it stands in the header of a shard.
+    """Return the header entry of a part of a tensor.
 
     Args:
         name: Path of the tensor in the state.
         dtype: Its dtype.
-        shape: Shape of the whole tensor.
+        shape: Shape of the full tensor.
         box: The part, as (begin, end) in each dimension.
-        offset: Place of the part's first byte in the file; 0 until that is known.
+        offset: Offset of the part's first byte in the file; 0 until it is known.
     """
     sizes = tuple(end - begin for begin, end in box)
     if is_cut(shape, box) or name.endswith("]") or name == _RESERVED:  # no two parts of any tensors share a name
@@ -47,18 +47,18 @@ def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, o
 
 
 def is_cut(shape: Sequence[int], box: Box) -> bool:
-    """Whether a part is less than the whole tensor."""
+    """Return whether a part is smaller than the full tensor."""
     return any(side != (0, size) for side, size in zip(box, shape, strict=True))
 
 
 @final
 @dataclass(frozen=True)
 class Contents:
-    """Collects what the header of a shard says of its tensors.
+    """Collects the header of a shard.
 
     Attributes:
-        entries: Those that it lists, by name.
-        shapes: Shapes of the whole tensors of which the file has parts, by path.
+        entries: Entries of the header, by name.
+        shapes: Full shapes of the tensors of which the file has parts, by path.
         dtypes: Dtypes of the tensors that are stored as bytes, by path.
     """
 
@@ -76,7 +76,7 @@ class Contents:
             self.dtypes[name] = dtype
 
     def metadata(self, **facts: int) -> dict[str, str]:
-        """Return what a shard tells a reader that has no manifest, in the strings that the format asks for.
+        """Return the metadata for readers without the manifest, as strings, which the format requires.
 
         Args:
             facts: Numbers such as the step and the rank.
@@ -84,14 +84,14 @@ class Contents:
         names = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         told = {"shapes": self.shapes, "dtypes": names}
         return {
-            "format": "pt",  # what transformers asks of a file with tensors of torch
+            "format": "pt",  # transformers requires it of files with torch tensors
             **{key: str(value) for key, value in facts.items()},
             **{key: json.dumps(value, sort_keys=True) for key, value in told.items() if value},
         }
 
 
 def contents_of(tensors: Mapping[str, Any], files: Collection[str]) -> dict[str, Contents]:
-    """Return what each of ``files`` must hold if the ``tensors`` of a manifest are right."""
+    """Return the expected contents of each of ``files`` according to the ``tensors`` of a manifest."""
     contents = {file: Contents() for file in files}
     for name, tensor in tensors.items():
         for chunk in tensor["chunks"]:

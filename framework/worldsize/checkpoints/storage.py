@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's storage interface over our format: its planners deduplicate and reshard."""
+"""Implements torch.distributed.checkpoint's storage interface for our format; its planners deduplicate and reshard."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from worldsize.errors import CheckpointError
 # DCP's word for a run of one process, where it is meant
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-_PIECE = 8 << 20  # bytes that are written and hashed at once
+_PIECE = 8 << 20  # bytes written and hashed at once
 Point = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a chunk's bytes, and facts of the whole file, which are known when it is closed."""
+    """The location of a chunk's bytes, and the size and digest of its file, which are known when it is closed."""
 
     file: str
     offset: int
@@ -53,12 +53,12 @@ class Place:
 @final
 @dataclass(frozen=True)
 class _Part:
-    """A tensor, or the part of one, that this rank writes."""
+    """A tensor, or a part of one, that this rank writes."""
 
     index: MetadataIndex
     tensor: Tensor
     shape: torch.Size
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     box: Box
 
     @property
@@ -69,7 +69,7 @@ class _Part:
 
 @final
 class Writer(StorageWriter):
-    """Writes this rank's tensors, one after the other, into one safetensors file of ``folder``; rank 0 seals it."""
+    """Writes this rank's tensors into one safetensors file in ``folder``; rank 0 then seals the checkpoint."""
 
     def __init__(
         self, folder: Path, rank: int, *, head: Mapping[str, Any], outline: str, finite: bool, at: Point
@@ -107,7 +107,7 @@ class Writer(StorageWriter):
         parts = [_resolved(item, planner) for item in plan.items]
         if self._finite:
             _check_finite(parts)
-        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # so all align
+        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # so that all are aligned
         pieces = [memoryview(self._header(parts)), *(_bytes_of(part.tensor) for part in parts)]
         ends = list(accumulate(len(piece) for piece in pieces))
         facts = (ends[-1], self._stream(pieces, ends[-1]))
@@ -127,7 +127,7 @@ class Writer(StorageWriter):
         return header(list(contents.entries.values()), told)
 
     def _stream(self, contents: Sequence[memoryview], total: int) -> str:
-        """Write the header and all tensors through to the disk; return their SHA-256."""
+        """Write the header and all tensors to disk; return their SHA-256."""
         digest, written = hashlib.sha256(), 0
         with (self._folder / self._name).open("xb", buffering=0) as file:
             for piece in _pieces(contents):
@@ -140,7 +140,7 @@ class Writer(StorageWriter):
         return digest.hexdigest()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Seal the checkpoint on rank 0, after all ranks have written."""
+        """Seal the checkpoint on rank 0, after all ranks have written their files."""
         places = {result.index: result.storage_data for rank in results for result in rank}
         files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
         tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
@@ -148,10 +148,10 @@ class Writer(StorageWriter):
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> _Part:
-    """Return what ``item`` asks to write; raise CheckpointError if a checkpoint cannot hold it."""
+    """Return the tensor that ``item`` requests to write; raise CheckpointError if a checkpoint cannot hold it."""
     name, tensor, facts = item.index.fqn, planner.resolve_data(item), item.tensor_data
     if facts is None or not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{name} is no tensor, and a shard holds nothing else.")
+        raise CheckpointError(f"{name} is not a tensor, and a shard holds nothing else.")
     if tensor.dtype not in DTYPES.values():
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(f"{name} is of dtype {dtype}, which a checkpoint cannot hold.")
@@ -192,11 +192,11 @@ def _write_all(file: Any, piece: memoryview) -> None:
 
 
 class PlannedReader(StorageReader):
-    """Abstract: gives each item of a plan its values, one after the other; nothing has to be agreed on by ranks."""
+    """Abstract base of readers: reads the items of a plan one after the other, without communication between ranks."""
 
     @abstractmethod
     def values(self, item: ReadItem) -> Tensor:
-        """Return what ``item`` asks for."""
+        """Return the part of a tensor that ``item`` requests, with the shape ``item.lengths``."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -223,18 +223,18 @@ class PlannedReader(StorageReader):
 
 
 def part_of(item: ReadItem) -> tuple[slice, ...]:
-    """Return the part of a chunk that ``item`` asks for."""
+    """Return the slices of a chunk that ``item`` requests."""
     return tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
 
 
 @final
 class Reader(PlannedReader):
-    """Reads what the planner asks for from the files of a checkpoint, which are mapped into memory."""
+    """Reads the items that the planner requests from the memory-mapped files of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._files: dict[str, Tensor] = {}
-        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # where chunks lie: torch hands it over later
+        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # locations of chunks; torch passes them later
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors = self._checkpoint.tensors.items()
@@ -259,7 +259,7 @@ class Reader(PlannedReader):
 
 
 def _chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the chunks that hold something: an empty one may begin where another one does."""
+    """Return the chunks that are not empty: an empty one may begin at the offset of another one."""
     return [chunk for chunk in facts["chunks"] if chunk["length"]] or facts["chunks"]
 
 

@@ -1,4 +1,4 @@
-"""A state tree as named tensors and a JSON value, and back; exact, and without pickle."""
+"""Converts a state tree to named tensors and a JSON value, and back; exact, and without pickle."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from worldsize.errors import CheckpointError
 
-_DEEPEST = 100  # levels of a state: what recursion can follow without end is no state
+_DEEPEST = 100  # nesting of a state; deeper trees are refused, such as those that contain themselves
 
 
 def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Tensors by their path, and everything else as JSON in which each tensor is ``{"$tensor": path}``.
+    """Return all tensors by their path, and the tree as JSON in which each tensor is ``{"$tensor": path}``.
 
     Raises:
-        CheckpointError: a leaf that is neither a tensor nor plain (None, bool, int, float, str), or two tensors
-            of one path.
+        CheckpointError: a leaf is neither a tensor nor plain (None, bool, int, float, str), or two tensors have the
+            same path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _encoded(tree, "", tensors)
 
 
 def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that :func:`split` took apart."""
+    """Return the tree that :func:`split` converted; ``tensors`` may have any shapes."""
     if isinstance(value, list):
         return [join(child, tensors) for child in value]
     if not isinstance(value, dict):
@@ -43,22 +43,22 @@ def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def check_encoded(value: Any, names: Set[str]) -> None:
-    """Check that ``value`` is what :func:`split` writes, and that it refers to each of the tensors ``names`` once.
+    """Check that ``value`` has the form of :func:`split`'s, and refers to each of the tensors ``names`` once.
 
     Raises:
-        ValueError: it says what is wrong, and where.
+        ValueError: the check fails; the message says where and why.
     """
     references = list(_references(value, "", 0))
     if lost := sorted(names - set(references)):
         raise ValueError(f"the tensor {lost[0]!r} is nowhere in values")
     if unknown := sorted(set(references) - names):
         raise ValueError(f"values name the tensor {unknown[0]!r}, which does not exist")
-    if len(references) > len(names):  # keys like 'a/b' have one path with others
+    if len(references) > len(names):  # a key like 'a/b' can have the same path as another
         raise ValueError("values name a tensor twice")
 
 
 def _references(node: Any, path: str, depth: int) -> Iterator[str]:
-    """Yield the names of the tensors that an encoded value refers to, each of which stands at the path of its name."""
+    """Yield the names of the tensors that an encoded value refers to; each must be at the path that is its name."""
     if depth > _DEEPEST:
         raise ValueError(f"values are nested more than {_DEEPEST} deep")
     for key, child in _children(node, path):
@@ -70,7 +70,7 @@ def _references(node: Any, path: str, depth: int) -> Iterator[str]:
 
 
 def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
-    """Return the keys and encoded values inside a node; raise ValueError if :func:`split` does not write such a one."""
+    """Return the keys and encoded values inside a node; raise ValueError if :func:`split` cannot have written it."""
     match node:
         case None | bool() | int() | str():
             return []
@@ -94,10 +94,10 @@ def _is_item(pair: Any) -> bool:
 
 
 def ordered_like(tree: Any, template: Any) -> Any:
-    """Give back ``tree`` with its keys in the order that they have in ``template``; keys of its own come last.
+    """Return ``tree`` with its keys in the order of ``template``; keys that the template lacks come last.
 
-    A manifest sorts its keys, training does not; whoever walks through a state, to send it in one piece for example,
-    must meet the same order before and after a load.
+    A manifest sorts its keys, training does not. Code that walks through a state, for example to send it as one buffer,
+    needs the same order before and after a load.
     """
     if isinstance(tree, list | tuple) and isinstance(template, list | tuple):
         parts = [ordered_like(*pair) for pair in zip(tree, template, strict=False)]
@@ -110,7 +110,7 @@ def ordered_like(tree: Any, template: Any) -> Any:
 
 def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor):
-        if path in tensors:  # one would be saved twice and the other not at all
+        if path in tensors:  # only one of the two would be saved
             raise CheckpointError(f"two tensors of the state are called {path} (keys like 'a/b', or 1 and '1').")
         tensors[path] = node
         return {"$tensor": path}

@@ -1,6 +1,6 @@
-"""Whether a checkpoint's manifest makes sense by itself: whoever can write the folder can seal any content again.
+"""Checks that a checkpoint's manifest is consistent: whoever can write the folder can also forge its digests.
 
-Nothing here touches a file. What is wrong raises ValueError, KeyError, TypeError or AttributeError.
+Nothing here opens a file. Errors raise ValueError, KeyError, TypeError or AttributeError.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Box = tuple[tuple[int, int], ...]  # (begin, end) in each dimension
 
 _SHARD = re.compile(r"rank_\d{5,}\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_LARGEST = 1 << 63  # bytes of a tensor, elements of a dimension: what torch cannot count
-MOST_DIMENSIONS = 64  # of a tensor, as in torch
+_LARGEST = 1 << 63  # bytes of a tensor, or elements of a dimension, that torch cannot represent
+MOST_DIMENSIONS = 64  # of a tensor; torch has the same limit
 _MOST_SPLIT = 8  # dimensions along which one tensor is split; meshes have three or four
 
 
 def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
-    """Check every value of a manifest but its schema version; ``itemsizes``: bytes of an element, by dtype."""
+    """Check every value of a manifest except its schema version; ``itemsizes``: bytes of an element, by dtype."""
     check_count(manifest["step"], "step")
     if check_count(manifest["world_size"], "world_size") == 0:
         raise ValueError("world_size is 0, and somebody has written it")
@@ -43,12 +43,12 @@ def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) ->
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file is named like a rank's shard."""
+    """Return whether a file is named like a rank's shard."""
     return _SHARD.fullmatch(name) is not None
 
 
 def check_count(number: Any, name: str) -> int:
-    """Return the number that ``name`` calls, if it is an integer of at least 0."""
+    """Return ``number`` if it is an integer of at least 0; raise ValueError, naming it ``name``, if not."""
     if type(number) is not int or number < 0:
         raise ValueError(f"{name} is {_short(number)}, which is no count")
     if number >= _LARGEST:
@@ -62,7 +62,7 @@ def _short(value: Any) -> str:
 
 
 def _check_facts(facts: Any) -> None:
-    """Check what loading and retention read of the facts; the rest is the caller's own."""
+    """Check the facts that loading and retention read; the others belong to the caller."""
     if not isinstance(facts, dict):
         raise ValueError("facts are no mapping")
     check_count(facts.get("skipped", 0), "skipped")
@@ -81,7 +81,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
-    """Check that every chunk lies in a listed file and in the tensor, and that together they cover it exactly."""
+    """Check that every chunk is inside a listed file and the tensor, and that the chunks cover the tensor exactly."""
     itemsize, shape = itemsizes[tensor["dtype"]], _numbers(tensor["shape"], f"shape of {name}")
     if len(shape) > MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
         raise ValueError(f"the shape of {name} is larger than a tensor can be")
@@ -109,40 +109,40 @@ def _numbers(values: Any, name: str) -> list[int]:
 
 
 def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, all within ``shape``, cover each of its elements exactly once.
+    """Return whether boxes, all within ``shape``, cover each of its elements exactly once.
 
-    A sum of boxes is determined by its mixed difference along all dimensions, to which each box contributes +1 or -1
-    at every corner (inclusion-exclusion). So the boxes cover the shape if and only if their signed corners add up to
-    those of the shape. That takes time linear in the number of boxes, however they are split; comparing all pairs of
-    thousands of shards would take minutes. Dimensions that no box splits are left out, as they double the corners.
+    A sum of boxes is determined by its mixed difference along all dimensions, to which each box contributes +1 or -1 at
+    every corner (inclusion-exclusion). So the boxes cover the shape if and only if their signed corners add up to those
+    of the shape. That takes time linear in the number of boxes; comparing all pairs of thousands of shards would take
+    minutes. Dimensions that no box splits are left out, since each doubles the number of corners.
 
     Raises:
-        ValueError: they are split along more dimensions than anybody splits a tensor.
+        ValueError: the boxes are split along more than 8 dimensions.
     """
-    whole: Box = tuple((0, size) for size in shape)
+    full: Box = tuple((0, size) for size in shape)
     boxes = [box for box in boxes if all(begin < end for begin, end in box)]
     if math.prod(shape) == 0:
         return not boxes
-    split = [dimension for dimension in range(len(shape)) if any(box[dimension] != whole[dimension] for box in boxes)]
+    split = [dimension for dimension in range(len(shape)) if any(box[dimension] != full[dimension] for box in boxes)]
     if len(split) > _MOST_SPLIT:
         raise ValueError(f"a tensor is split along {len(split)} dimensions")
     corners: Counter[tuple[int, ...]] = Counter()
     for box in boxes:
         corners.update(_signed_corners([box[dimension] for dimension in split]))
-    corners.subtract(_signed_corners([whole[dimension] for dimension in split]))
+    corners.subtract(_signed_corners([full[dimension] for dimension in split]))
     return not any(corners.values())
 
 
 def _signed_corners(box: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], int]:
-    """Map the corners of a box that is not empty to +1, or -1 if an odd number of its coordinates are ends."""
+    """Map each corner of a non-empty box to -1 if an odd number of its coordinates are ends, otherwise to +1."""
     sides = product(*[((begin, 1), (end, -1)) for begin, end in box])
     return {tuple(place for place, _ in corner): math.prod(sign for _, sign in corner) for corner in sides}
 
 
 def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) -> None:
-    """Check that the chunks of a file follow each other up to its end.
+    """Check that the chunks of a file follow each other up to its end, without gaps or overlaps.
 
-    No two share bytes, so a small file cannot pose as a large tensor, and none of the bytes is nobody's.
+    Without the check, a small file could claim to hold a large tensor.
     """
     for (file, _, end), (other, begin, _) in pairwise([*sorted(_spans(chunks)), ("", 0, 0)]):
         after = begin if other == file else files[file]["size"]

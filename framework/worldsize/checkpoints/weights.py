@@ -1,4 +1,4 @@
-"""Weights that lie in files: those of a checkpoint of ours, of safetensors files, or of a torch state_dict."""
+"""Reads weights from files: from a worldsize checkpoint, safetensors files, or a torch state_dict."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _LARGEST_INDEX = 1 << 28  # bytes
 
 
 class Weights(ABC):
-    """Named tensors that are read one at a time; nothing is held of those that were read before."""
+    """Named tensors that are read one at a time; earlier ones are not kept in memory."""
 
     @property
     @abstractmethod
     def entries(self) -> Mapping[str, Entry]:
-        """Names, dtypes and shapes of the tensors, in the order of the source."""
+        """Return the names, dtypes and shapes of the tensors, in the order of the source."""
 
     @abstractmethod
     def files(self) -> Mapping[str, Path]:
-        """Return the files that decide the values, by name."""
+        """Return the files that determine the values, by name."""
 
     def verify(self) -> None:  # noqa: B027 - most sources have no digests
-        """Raise CheckpointError if the source says by digests that it is damaged."""
+        """Raise CheckpointError if the source has digests that show damage."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, whole; its bytes are read as they are used where the source allows it."""
+        """Return one tensor in its full shape; if the source allows it, its bytes are read only when they are used."""
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """Return a part of one tensor, which begins and ends in each dimension as ``place`` says."""
+        """Return the part of one tensor that ``place``, one slice for each dimension of its shape, selects."""
         return self.tensor(name)[place]
 
 
@@ -55,7 +55,7 @@ class CheckpointWeights(Weights):
 
     Args:
         checkpoint: The checkpoint.
-        averaged: Whether averaged weights (part ``ema``) stand in for those that were averaged.
+        averaged: Whether to return averaged weights (part ``ema``) in place of those that were averaged.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
@@ -78,15 +78,15 @@ class CheckpointWeights(Weights):
         verify(self._checkpoint)
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor of the model, put together of the parts that ranks have saved."""
+        """Return one tensor of the model in its full shape, assembled from the parts that ranks saved."""
         return self.part(name, tuple(slice(0, size) for size in self._entries[name].shape))
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """Return a part of one tensor of the model; nothing is read of what was saved of the rest of it."""
+        """Return the part of one tensor that the slices ``place`` select; the rest of it is not read."""
         dtype = self._entries[name].dtype
         overlaps = [(chunk, _overlap(chunk, place)) for chunk in self._facts[name]["chunks"]]
         parts = [(chunk, box) for chunk, box in overlaps if all(begin < end for begin, end in box)]
-        if len(parts) == 1:  # it has all of the part
+        if len(parts) == 1:  # one chunk holds the whole part
             (chunk, box), *_ = parts
             return self._chunk(chunk, dtype)[_slices(box, chunk["offsets"])]
         begins = [side.start for side in place]
@@ -105,18 +105,18 @@ def _part(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
 
 
 def _overlap(chunk: Mapping[str, Any], place: tuple[slice, ...]) -> Box:
-    """Return what a chunk and a part of the same tensor share; a side that ends before it begins if that is nothing."""
+    """Return the intersection of a chunk and a part of the same tensor; if empty, a side ends before it begins."""
     box = box_of(chunk["offsets"], chunk["sizes"])
     return tuple((max(side.start, begin), min(side.stop, end)) for side, (begin, end) in zip(place, box, strict=True))
 
 
 def _slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return where a box of a tensor lies in a part of it that begins at ``origin``."""
+    """Return the slices of a box of a tensor within a part of the tensor that begins at ``origin``."""
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True))
 
 
 def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Map a tensor's bytes in a file into memory: they are read when they are used, and never written back."""
+    """Memory-map a tensor in a file, copy-on-write: its bytes are read when they are used, and never written back."""
     length = math.prod(shape) * dtype.itemsize
     if length == 0:
         return torch.empty(shape, dtype=dtype)
@@ -127,7 +127,7 @@ def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -
 
 @final
 class SafetensorsWeights(Weights):
-    """Tensors in one safetensors file, or in several."""
+    """Tensors in one or several safetensors files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -152,7 +152,7 @@ class SafetensorsWeights(Weights):
 
 @final
 class TorchWeights(Weights):
-    """A state_dict that torch.save has written, or what has one as ``state_dict``; nothing else is unpickled."""
+    """A state_dict written by torch.save, or one inside it under the key ``state_dict``; only tensors are unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -161,7 +161,7 @@ class TorchWeights(Weights):
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         except OSError:
             raise
-        except Exception as error:  # any: what torch raises of damaged bytes is anything
+        except Exception as error:  # torch raises all kinds of errors for damaged files
             raise CheckpointError(
                 f"{file} is damaged, or holds more than tensors: torch.load with weights_only=True does not read it. "
                 "Take it from a copy, or save it with torch.save(model.state_dict(), FILE)."
@@ -186,10 +186,10 @@ class TorchWeights(Weights):
 
 
 def source_of(path: Path) -> Path:
-    """Return the checkpoint, folder or file of weights that ``path`` means: of a run, its newest checkpoint.
+    """Return the checkpoint, folder or file of weights at ``path``; for a run, its newest checkpoint.
 
     Raises:
-        WorldsizeError: there are no weights.
+        WorldsizeError: there are no weights at ``path``.
     """
     if is_folder(path / "checkpoints"):
         saved = complete(path / "checkpoints")
@@ -207,7 +207,7 @@ def open_weights(path: Path) -> Weights:
     """Open the weights in a checkpoint, in a folder of safetensors files, or in a file.
 
     Raises:
-        WorldsizeError: they are not there, or damaged.
+        WorldsizeError: the weights are missing or damaged.
     """
     try:
         if is_file(path):
@@ -231,7 +231,7 @@ def _no_shards(files: list[Path]) -> list[Path]:
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
-    """List the files that an index names, or all safetensors files where there is none."""
+    """List the files that an index names, or all safetensors files if there is no index."""
     if is_file(folder / INDEX):
         return [folder / name for name in _names_in(folder / INDEX)]
     files = sorted(folder.glob("*.safetensors"))

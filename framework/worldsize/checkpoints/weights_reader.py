@@ -1,4 +1,4 @@
-"""Reads weights that lie in files into the tensors of a rank, by torch.distributed.checkpoint's planners."""
+"""Reads weights from files into the tensors of a rank, with torch.distributed.checkpoint's planners."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from worldsize.checkpoints.weights import Weights
 
 
 def read_into(held: Mapping[str, Tensor], weights: Weights, names: Mapping[str, str]) -> None:
-    """Fill the tensors that this rank holds, whole or in part, with the values that ``weights`` has.
+    """Fill the tensors that this rank holds, full or sharded, with values from ``weights``, in place.
 
     Args:
-        held: The tensors, by name; a DTensor takes its own part.
+        held: The tensors, by name, with the shapes of those in the source; of a DTensor only the local shard is read.
         weights: The source.
-        names: Name in the source, by the name in ``held``.
+        names: The name of each tensor in the source, by its name in ``held``.
     """
     state_dict_loader.load(dict(held), storage_reader=_WeightsReader(weights, names), no_dist=True)
 
 
 @final
 class _WeightsReader(PlannedReader):
-    """Lets torch's planners read the parts that this rank holds of each tensor."""
+    """Reads the parts that torch's planners request for this rank."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
         self._weights, self._names = weights, names

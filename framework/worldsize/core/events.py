@@ -39,7 +39,7 @@ class StepDone:
         grad_norm: Norm of the whole gradient before clipping; None: not computed.
         skipped: Number of updates skipped since the run began.
         data_seconds: Time that this rank waits for data.
-        step_seconds: Time of a step on this rank, without waiting for data.
+        step_seconds: Time of a step without waiting for data, for each rank.
         samples_per_second: Samples of all ranks per second.
         facts: Further values that the strategy reports.
         compute_seconds: Time of forward and backward on this rank.

@@ -1,4 +1,4 @@
-"""Averages the weights over the steps of training, and evaluates with the average beside the weights themselves."""
+"""Averages the weights over the steps of training, and evaluates both the weights and their average."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class WeightAverage:
     """An exponential moving average: after a step, average ← decay · average + (1 - decay) · weights.
 
     Attributes:
-        decay: Share of the average that an averaging leaves, 0 to 1.
-        every: Steps from one averaging to the next; those that are skipped do not count.
-        warmup: Lower the decay of the n-th averaging, n from 0, to (1 + n) / (10 + n) at most, so that the average
+        decay: Factor of the average in each averaging, 0 to 1.
+        every: Number of steps between two averagings, not counting skipped steps.
+        warmup: Whether to limit the decay of the n-th averaging (n from 0) to (1 + n) / (10 + n), so that the average
             soon forgets the first weights. Source: TensorFlow's ExponentialMovingAverage.
     """
 
@@ -32,27 +32,28 @@ class WeightAverage:
     warmup: bool = False
 
     def decay_after(self, averagings: int) -> float:
-        """Return the decay of the averaging that comes after so many."""
+        """Return the decay factor of the next averaging, after ``averagings`` earlier ones."""
         return min(self.decay, (1 + averagings) / (10 + averagings)) if self.warmup else self.decay
 
 
 @final
 class AveragedReplica(Replica):
-    """Lets ``inner`` train, and averages what this rank holds of the weights after each step; nothing is sent.
+    """Trains ``inner``, and averages this rank's part of the weights after each step, without communication.
 
-    As with ``update_parameters`` of torch's AveragedModel at the end of a training step, all weights are averaged as
-    they are then, those included that the step has left alone. One that is skipped whole is none.
+    Like ``update_parameters`` of torch's AveragedModel at the end of a training step, it averages all weights,
+    including those that the step did not change. A step whose updates were all skipped does not count.
 
-    The average is in float32, or in the weights' own precision where that is higher. The first averaging copies the
-    weights, as torch.optim.swa_utils.AveragedModel does. Buffers and frozen parameters are the model's own. The state
-    has a part ``ema`` beside those of ``inner``: the averaged ``weights`` by the model's names, and the ``updates``.
+    The average has float32 precision, or that of the weights if it is higher. The first averaging copies the weights,
+    like torch.optim.swa_utils.AveragedModel. Buffers and frozen parameters are not averaged. In addition to the parts
+    of ``inner``, the state has a part ``ema``: the averaged ``weights`` by the model's names, and the number of
+    ``updates``.
     """
 
     def __init__(self, inner: Replica, average: WeightAverage) -> None:
         self._inner, self._average = inner, average
         self.step_reached, self.dealing = inner.step_reached, inner.dealing
         self._updates = 0
-        averages: dict[Tensor, Tensor] = {}  # by weight: one that has several names is averaged once
+        averages: dict[Tensor, Tensor] = {}  # by weight, so that a weight with several names is averaged once
         weights = inner.trained_weights()
         for weight in weights.values():
             if weight not in averages:
@@ -70,7 +71,7 @@ class AveragedReplica(Replica):
         return result
 
     def _add(self) -> None:
-        """Take the weights as they are now into the average."""
+        """Add the current weights to the average."""
         averages, live = self._local()
         averagings = self._updates // self._average.every - 1
         if averagings == 0:
@@ -80,11 +81,11 @@ class AveragedReplica(Replica):
         torch._foreach_lerp_(averages, wide, 1 - self._average.decay_after(averagings))
 
     def _local(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what this rank holds of the averages, and of the weights in the same order."""
+        """Return this rank's parts of the averages, and of the weights in the same order."""
         return [local(average) for average in self._held], [local(weight) for weight in self._held.values()]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Evaluate the weights; within :meth:`averaged`, their average."""
+        """Return the metrics of the weights or, inside :meth:`averaged`, of their average."""
         return self._inner.evaluate(batches)
 
     @contextmanager
@@ -94,7 +95,7 @@ class AveragedReplica(Replica):
             yield
             return
         with torch.no_grad():
-            self._inner.trained_weights()  # what has been gathered for an evaluation is divided again
+            self._inner.trained_weights()  # shards again what was gathered for an evaluation
             averages, live = self._local()
             kept = [tensor.clone() for tensor in live]
             torch._foreach_copy_(live, averages)
@@ -112,7 +113,7 @@ class AveragedReplica(Replica):
         self._updates = kept["updates"]
         with torch.no_grad():
             averages, live = self._local()
-            if self._updates == 0:  # the checkpoint has no average, or it is not to be taken over
+            if self._updates == 0:  # the checkpoint has no average, or it is ignored
                 torch._foreach_copy_(averages, live)
                 return
             for name, average in self._weights.items():
@@ -127,9 +128,9 @@ class AveragedReplica(Replica):
 
 
 def evaluate_all(replica: Replica, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-    """Return what ``evaluate`` gives for the weights and, if ``replica`` averages them, for the average.
+    """Return the metrics of ``evaluate`` for the weights and, if ``replica`` averages them, for the average.
 
-    The names of the average's metrics begin with ``ema/``.
+    Metrics of the average have the prefix ``ema/``.
     """
     metrics = evaluate()
     if not isinstance(replica, AveragedReplica):

@@ -1,4 +1,4 @@
-"""Ends a run once a metric has not improved for a while: a function of its evaluations, the same on every rank."""
+"""Ends a run once a metric has stopped improving: a pure function of its evaluations, the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Evaluations = Sequence[tuple[int, Mapping[str, float]]]
 @final
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends a run after ``patience`` evaluations in a row whose ``metric`` is not better than the best one before them.
+    """Ends a run after ``patience`` consecutive evaluations whose ``metric`` is not better than the best before them.
 
-    Better means by more than ``min_delta`` in ``direction``. NaN is never better.
+    A value is better if it improves by more than ``min_delta`` in ``direction``. NaN is never better.
     """
 
     metric: str
@@ -26,10 +26,10 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def reason(self, evaluations: Evaluations) -> str | None:
-        """Say why the run ends after these evaluations; None: it goes on.
+        """Return why the run ends after these evaluations; None: it continues.
 
         Raises:
-            ConfigError: the last one has no metric of this name.
+            ConfigError: the last evaluation has no metric of this name.
         """
         if evaluations and self.metric not in (last := evaluations[-1][1]):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Causes the faults that a configuration plants, so that users can rehearse them on their own cluster.
+"""Injects the faults of the configuration, so that users can rehearse failures on their own cluster.
 
     train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
 
@@ -7,13 +7,13 @@ checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, r
 retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, update:continue, process:begin,
 load:begin, step:data, step:compute.
 
-Action "slow" strikes whenever its point is passed: here a rank that is slow from step 100 on, and one whose data are.
+Action "slow" repeats whenever its point is reached: here a rank that is slow from step 100 on, and one with slow data.
 
     train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, step: 100}]'
     train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, point: "step:data"}]'
 
-Action "perturb" moves what a process allocates from then on to other addresses, at every point that it passes; the
-result must stay what it is.
+Action "perturb" makes a process allocate at different addresses, at every point that it reaches; the result must not
+change.
 
     train.py 'faults=[{action: perturb, rank: null, attempt: null}]'
 """
@@ -33,7 +33,7 @@ from worldsize.errors import ConfigError, neighbours
 
 T = TypeVar("T")
 PERTURB = "perturb"
-OUT_OF_MEMORY = 137  # exit code of a process that the kernel kills for its memory: 128 + SIGKILL
+OUT_OF_MEMORY = 137  # exit code of a process that the kernel kills when memory runs out: 128 + SIGKILL
 
 
 def _send(number: int) -> Callable[[float], None]:
@@ -61,9 +61,9 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
 @final
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what happens to which process, and when.
+    """One fault: the action, the process and the time.
 
-    Without ``point`` it happens when ``step`` begins; with it, the first time that the point is passed in or after
+    Without ``point`` it happens when ``step`` begins; with it, the first time that the point is reached in or after
     ``step``. Action "slow" repeats, at point "step:compute" unless another is given.
     """
 
@@ -72,15 +72,15 @@ class Fault:
     step: Annotated[int | None, Range(least=0)] = None  # None: every step
     point: str | None = None
     attempt: Annotated[int | None, Range(least=1)] = (
-        1  # which start of the run, or of a process that is started again alone; None: every one
+        1  # number of the attempt of the run, or of the start of a process that restarts alone; None: all
     )
-    seconds: Annotated[float, GRACE] = 3600.0  # that actions sleep and slow take
+    seconds: Annotated[float, GRACE] = 3600.0  # duration of the actions sleep and slow
 
 
 @final
 @dataclass
 class Faults:
-    """The faults of one process; :meth:`within` tells it which process and step it is in."""
+    """The faults of a run; :meth:`begin` selects those of one process, and :meth:`within` follows its steps."""
 
     planned: Sequence[Fault] = ()
     _mine: list[Fault] = field(default_factory=list)
@@ -92,30 +92,30 @@ class Faults:
         """Read the rows of the configuration.
 
         Raises:
-            ConfigError: a key or action is unknown; the message has similar ones.
+            ConfigError: a key or action is unknown; the message suggests similar ones.
         """
         return Faults([_fault(row) for row in rows])
 
     def begin(self, rank: int, attempt: int) -> None:
-        """Keep the faults of this process, which is ``rank`` in the run's start number ``attempt``."""
+        """Keep only the faults of this process, which has ``rank`` in attempt number ``attempt`` of the run."""
         self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
         self.at("process:begin")
 
     def within(self, steps: Iterable[T], first: int) -> Generator[T]:
-        """Yield ``steps``, the first of which is number ``first + 1``; faults of a step happen before it is yielded."""
+        """Yield ``steps``, beginning with number ``first + 1``; faults of a step happen before it is yielded."""
         for number, step in enumerate(steps, first + 1):
             self.enter(number)
             yield step
 
     def enter(self, step: int) -> None:
-        """Cause the faults of ``step`` if it has not begun yet."""
+        """Inject the faults of ``step``, unless it has begun already."""
         if step != self._step:
             self._step = step
             self._strike(None)
             self.at("step:data")
 
     def at(self, point: str) -> None:
-        """Cause the faults planned for ``point``."""
+        """Inject the faults planned for ``point``."""
         if self._mine:
             self._strike(point)
 

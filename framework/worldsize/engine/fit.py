@@ -1,4 +1,4 @@
-"""The training loop: it steps a replica, and emits an event for whatever happens."""
+"""The training loop: steps a replica, and emits events."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ from worldsize.engine.agreement import Agreement
 from worldsize.engine.training_metrics import TrainingMetrics
 from worldsize.engine.window import LoggedStep, Window
 
-_MEASURED = 50  # steps that are measured between two logged ones, at most
-_GATHERED = 8192  # splits of steps, of all ranks together, that are sent to each rank at a logged step, about
+_MEASURED = 50  # most steps that are measured between two logged ones
+_GATHERED = 8192  # approximate number of measured steps, over all ranks, that each rank receives at a logged step
 
 
 @final
 @dataclass(frozen=True)
 class LoopConfig:
-    """The length of a run, and the intervals at which it logs, evaluates and saves."""
+    """The length of a run, and its intervals, in steps, of logging, evaluation and saving."""
 
-    steps: int  # of the whole run
+    steps: int  # of the whole run, including earlier attempts
     batch_size: int  # samples of a step, over all ranks
     log_every: int = 10
     evaluate_every: int = 0  # 0: only at the end
-    save_every: int = 0  # 0: never, except where the next field says so
+    save_every: int = 0  # 0: never, unless the next field is set
     save_at_end: bool = False
-    keeps_best: bool = False  # checkpoints are kept by the metrics of their step
-    stop_on_nonfinite: bool = True  # a loss that is NaN or infinite ends the run with an error
+    keeps_best: bool = False  # whether checkpoints are kept by the metrics of their step
+    stop_on_nonfinite: bool = True  # whether a loss that is NaN or infinite ends the run with an error
 
     def logs(self, step: int) -> bool:
-        """Tell whether ``step`` is logged; the first and the last one always are."""
+        """Return whether ``step`` is logged; the first and the last one always are."""
         return step % self.log_every == 0 or step in (1, self.steps)
 
     def evaluates(self, step: int) -> bool:
-        """Tell whether ``step`` is followed by an evaluation; the last one always is."""
+        """Return whether ``step`` is followed by an evaluation; the last one always is."""
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
 
     def saves_first(self, step: int) -> bool:
-        """Tell whether ``step`` saves before it evaluates.
+        """Return whether ``step`` is saved before it is evaluated.
 
-        The last one does: its evaluation is often the first, and if that fails, no training is lost.
+        The last step is: its evaluation is often the first, and if it fails, no training is lost.
         """
         return step == self.steps and self.saves(step) and not self.keeps_best
 
     def measures(self, step: int, ranks: int) -> bool:
-        """Tell whether the time of ``step`` is split: that of about 50 steps between two logged ones, or fewer.
+        """Return whether the time breakdown of ``step`` is measured: for up to about 50 steps between two logged ones.
 
-        More would cost: each rank sends its splits to all ``ranks``. So many of these have fewer steps measured.
+        Each rank sends its measurements to all ``ranks``, so that large worlds measure fewer steps.
         """
         measured = max(1, min(_MEASURED, _GATHERED // ranks))
         return step % max(1, self.log_every // measured) == 0 or self.logs(step)
 
     def saves(self, step: int) -> bool:
-        """Tell whether ``step`` is followed by a checkpoint."""
+        """Return whether ``step`` is followed by a checkpoint."""
         return (self.save_at_end and step == self.steps) or (self.save_every > 0 and step % self.save_every == 0)
 
 
 @final
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The steps that training has behind it."""
+    """The progress of training."""
 
-    step: int = 0  # steps taken
-    skipped: int = 0  # of these, steps whose update was left out (nonfinite=skip)
-    evaluated: bool = True  # whether the evaluation that is due after the last step has been done
-    stopped_early: str | None = None  # why the run is complete, although it has more steps
-    # this process's sums of training metrics since the last logged step, float64 [logical ranks, 2] by name
+    step: int = 0  # completed steps
+    skipped: int = 0  # of these, steps whose update was skipped (nonfinite=skip)
+    evaluated: bool = True  # whether the evaluation that is due after the last step is done
+    stopped_early: str | None = None  # why the run is complete before its last step
+    # this process's sums of training metrics since the last logged step, by name: float64 (logical ranks, 2)
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -82,10 +82,10 @@ class LoopCallbacks:
     evaluate: Callable[[int], Mapping[str, float]]  # returns the metrics after a step, given its number
     emit: Emit  # takes each event
     save: Callable[[TrainingProgress], None] = lambda progress: None  # when a checkpoint is due
-    wants_stop: Callable[[], bool] = lambda: False  # tells whether this rank wants the run to end
-    ends_early: Callable[[], str | None] = lambda: None  # says why the run ends after the evaluations so far
-    begins: Callable[[], None] = lambda: None  # when a step has its data
-    examine: Callable[[StepDone], None] = lambda done: None  # between two steps, whose time does not include it
+    wants_stop: Callable[[], bool] = lambda: False  # returns whether this rank wants the run to end
+    ends_early: Callable[[], str | None] = lambda: None  # returns why the run ends after the evaluations so far
+    begins: Callable[[], None] = lambda: None  # when the data of a step are loaded
+    examine: Callable[[StepDone], None] = lambda done: None  # between steps; its duration is not part of theirs
 
 
 def fit(
@@ -98,17 +98,22 @@ def fit(
     first: TrainingProgress = TrainingProgress(),
     timer: StepTimer | None = None,
 ) -> TrainingProgress:
-    """Run the steps after ``first`` up to ``config.steps``, and return how far they came.
+    """Run the steps after ``first`` up to ``config.steps``, and return the progress made.
 
-    The run ends earlier, on all ranks after the same step and with a save, once any rank wants to stop, or an
-    evaluation ends it. Nothing here waits for the device or for other ranks between logged steps.
+    The run ends earlier, on all ranks after the same step and with a save, if any rank wants to stop or an evaluation
+    ends it. Nothing here waits for the device or for other ranks between logged steps.
 
     Args:
+        replica: the model to train.
         batches: the micro-batches of each step, beginning with the step after ``first``.
-        timer: splits the time of steps; it has to be open.
+        world: the ranks that train.
+        config: the length of the run and its intervals.
+        callbacks: functions to evaluate, save, stop and report.
+        first: the progress of earlier attempts.
+        timer: measures the time breakdown of steps; it must be open.
 
     Raises:
-        NonfiniteLossError: on every rank alike, at the first logged step after the loss became NaN or infinite.
+        NonfiniteLossError: on every rank, at the first logged step after the loss became NaN or infinite.
     """
     window = Window(world, config.batch_size, timer, skipped=first.skipped, metrics=TrainingMetrics(first.metrics))
     agreement = Agreement(world, callbacks.wants_stop, steps=config.steps)
@@ -142,7 +147,7 @@ class _Loop:
             if reason is not None:
                 return self._end_early(step, reason)
             if stops:
-                self._emit_logged(examine=False)  # whoever has asked for the end does not wait for more than the save
+                self._emit_logged(examine=False)  # a request to stop waits for nothing but the save
             if stops or config.saves(step):
                 self._save(step, evaluated=not is_due)
             if stops:
@@ -170,12 +175,12 @@ class _Loop:
         self._callbacks.begins()
         window.add(self._replica.step(micro_batches))
         window.stepped()
-        self._emit_logged()  # the figures of the step before have crossed the network during this one
+        self._emit_logged()  # the values of the previous step were gathered during this one
         if self._config.logs(step):
             self._logged = window.close(step, self._replica.facts())
 
     def _emit_logged(self, *, examine: bool = True) -> None:
-        """Emit the event of the last logged step, unless that has been done; all ranks examine it if steps follow."""
+        """Emit the event of the last logged step, unless it was emitted; all ranks examine it if steps follow."""
         if self._logged is None:
             return
         done, self._logged = self._logged.event(), None
@@ -193,7 +198,7 @@ class _Loop:
             self._callbacks.emit(Evaluated(step, self._callbacks.evaluate(step)))
 
     def _save(self, step: int, *, evaluated: bool) -> None:
-        self._emit_logged()  # what is logged up to here belongs to the checkpoint
+        self._emit_logged()  # the checkpoint includes everything logged so far
         with self._window.paused():
             window = self._window
             window.metrics.agree(window.world)  # before their sums are gathered

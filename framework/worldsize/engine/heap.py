@@ -1,4 +1,4 @@
-"""Disorders the heap: a result must not depend on where its numbers lie, nor on what lay there before."""
+"""Perturbs the heap: a result must depend neither on addresses of memory nor on its earlier contents."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import final
 import torch
 from torch import Tensor
 
-_BLOCKS = 64  # of each kind in a perturbation
-_LARGEST = 4096  # numbers of a block: small enough for the allocator to hand it out again, not to give it back
+_BLOCKS = 64  # blocks of each kind in a perturbation
+_LARGEST = 4096  # numbers in a block, few enough for the allocator to reuse it rather than return it to the system
 
 
 @final
 class Heap:
-    """Allocates and frees blocks of odd sizes in this process, so that what is allocated next lies elsewhere."""
+    """Allocates and frees blocks of odd sizes in this process, so that later allocations get other addresses."""
 
     def __init__(self) -> None:
-        self._random = random.Random()  # the run's own generators stay where they are
+        self._random = random.Random()  # the run's own generators are not advanced
         self._kept: list[Tensor | bytearray] = []
 
     def perturb(self) -> None:
-        """Allocate blocks of NaN, and free half of these and of those kept before; the others stay in the way."""
+        """Allocate blocks of NaN, and free half of all blocks; the other half keep their addresses occupied."""
         blocks = [block for _ in range(_BLOCKS) for block in (self._tensor(), bytearray(self._size()))]
         mixed: list[Tensor | bytearray] = [*self._kept, *blocks]
         self._random.shuffle(mixed)

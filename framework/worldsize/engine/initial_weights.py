@@ -1,4 +1,4 @@
-"""Begin a run from weights that lie in files: those of another run, of safetensors files, or of a state_dict."""
+"""Initializes a run from weights in files: another run's, safetensors files, or a state_dict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 8  # names in a message
 @final
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights from which a new run begins; its optimizer begins anew."""
+    """The weights from which a new run begins, with a new optimizer."""
 
     path: Path
     """A checkpoint, a folder with safetensors files, or a file with a state_dict."""
@@ -34,20 +34,20 @@ class InitialWeights:
     """Whether the model must have the same names."""
 
     def check(self, recipe: Recipe, *, makes_rows: bool) -> None:
-        """Refuse weights that do not fit the recipe's model, and tell which names are left out where that is allowed.
+        """Check that the weights fit the recipe's model; unless ``strict``, log the names that are left out.
 
         Args:
             recipe: Recipe whose model begins from them.
-            makes_rows: Whether rows of sparse embeddings are made as they are touched, by processes that serve.
+            makes_rows: Whether serving processes create rows of sparse embeddings when they are first used.
 
         Raises:
-            ConfigError: a name or a shape differs; it says which, and the nearest one.
+            ConfigError: a name or a shape differs; the message has it, and the nearest name.
         """
         model = built_empty(recipe)
         if makes_rows and sparse_embeddings(model):
             raise ConfigError(
-                "init_from gives no values to embeddings with sparse=True whose rows servers make as they are "
-                "touched. Choose a strategy without servers, or leave init_from out; nothing was started."
+                "init_from gives no values to embeddings with sparse=True whose rows servers create when they are "
+                "first used. Choose a strategy without servers, or leave init_from out; nothing was started."
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         weights = open_weights(self.path)
@@ -60,8 +60,8 @@ class InitialWeights:
             _logger.warning("init_from: %s is in %s and not in the model", _listed(unused), self.path)
 
     def loaded(self, recipe: Recipe, state: StateDict) -> StateDict:
-        """Return ``state`` with the weights in place of its model's; each rank reads the parts that it holds."""
-        # imports half of torch.distributed, which a process that only launches does without
+        """Return ``state`` with the weights in place of its model's; each rank reads only the parts that it holds."""
+        # imports half of torch.distributed, which a launching process does not need
         from worldsize.checkpoints.weights_reader import read_into
 
         tensors, values = split({"model": state["model"]})
@@ -76,20 +76,20 @@ class InitialWeights:
     def _sources(
         self, shapes: Mapping[str, tuple[int, ...]], weights: Weights, ties: Mapping[str, str]
     ) -> dict[str, str]:
-        """Return, for each name of the model that the weights have, its name there.
+        """Map each name of the model that the weights have to its name there.
 
-        A weight that the model has under several names may be there under any of them.
+        A weight with several names in the model may have any of them there.
 
         Raises:
             ConfigError: a shape differs, or, if ``strict``, a name.
         """
         entries = weights.entries
-        others: dict[str, str] = {}  # by the first name of a weight: a name under which the source has it
+        others: dict[str, str] = {}  # the first name of a weight: a name that it has in the source
         for name, first in ties.items():
             if name in entries:
                 others.setdefault(first, name)
-        found = {name: name if name in entries else others.get(ties.get(name, name)) for name in shapes}
-        sources = {name: source for name, source in found.items() if source is not None}
+        candidates = {name: name if name in entries else others.get(ties.get(name, name)) for name in shapes}
+        sources = {name: source for name, source in candidates.items() if source is not None}
         for name, source in sources.items():
             if entries[source].shape != shapes[name]:
                 raise ConfigError(
@@ -116,12 +116,12 @@ def _listed(names: list[str]) -> str:
 
 
 def built_empty(recipe: Recipe) -> nn.Module:
-    """Build the recipe's model on the meta device, or, if it cannot be built there, as strategies that shard it do."""
+    """Build the recipe's model on the meta device; if its constructor fails there, as sharding strategies build it."""
     try:
         with generators_kept(), torch.device("meta"):
             return recipe.model()
     except Exception:  # any: a recipe is anyone's code, such as one that reads numbers of its weights
-        # imports half of torch.distributed, which a process that only launches does without
+        # imports half of torch.distributed, which a launching process does not need
         from worldsize.strategies.deferred.model import DeferredModel
 
         with generators_kept():
@@ -129,6 +129,6 @@ def built_empty(recipe: Recipe) -> nn.Module:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return, for each parameter of ``model``, the first name of the same parameter."""
+    """Map each parameter's names in ``model`` to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that torch does not have as one object."""
+"""Learning-rate schedules that torch lacks as a single object."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ def warmup_cosine(
     warmup_steps: Annotated[int | None, Range(least=0)] = None,
     floor: Annotated[float, Range(least=0, hint="it is a share of the peak")] = 0.1,
 ) -> LRScheduler:
-    """Return a linear warm-up, then half a cosine down to ``floor`` times the peak.
+    """Return a linear warm-up to the optimizer's learning rate, then half a cosine down to ``floor`` times that rate.
 
-    The warm-up has ``warmup_steps``, or ``warmup × steps`` if that is None.
-    Source: SGDR, arXiv 1608.03983, equation 5, without restarts.
+    Args:
+        optimizer: its learning rate is the peak.
+        steps: steps of the whole run.
+        warmup: fraction of ``steps`` that warms up, 0 to 1, if ``warmup_steps`` is None.
+        warmup_steps: number of steps that warm up.
+        floor: final learning rate, as a fraction of the peak.
+
+    Source: SGDR, Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5, without restarts.
     """
     rising = max(1, round(warmup * steps) if warmup_steps is None else warmup_steps)
 

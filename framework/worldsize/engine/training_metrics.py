@@ -1,4 +1,4 @@
-"""Sums of the metrics that come with a step's losses, between two logged steps."""
+"""Sums, between two logged steps, of the metrics that recipes return with their losses."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _logger = logging.getLogger(__name__)
 
 @final
 class TrainingMetrics:
-    """Adds up each logical rank's metrics by itself, so that a world of any size has the same sums to add up.
+    """Adds up the metrics of each logical rank separately, so that the sums are the same at any world size.
 
-    Sums that were restored are dropped, with a warning, if the first step that is added has other names.
+    Restored sums are dropped, with a warning, if the first step that is added has metrics with other names.
 
     Attributes:
-        sums: Those since the last logged step, float64 [local micro-batches, 2] by name; empty after one.
+        sums: Sums and counts since the last logged step, by name: float64 (local micro-batches, 2).
     """
 
     def __init__(self, sums: Mapping[str, Tensor]) -> None:
         self.sums: Mapping[str, Tensor] = sums
         self._names: list[str] | None = None  # None: no step of this process has been added
-        self._agreed = False  # on the names, among all ranks
+        self._agreed = False  # whether all ranks have compared their names
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add what a step gave, float64 [local micro-batches, 2] by name; nothing here waits for the device.
+        """Add the metrics of a step, float64 (local micro-batches, 2) by name; never waits for the device.
 
         Raises:
-            ConfigError: the names are not those of the steps before in this process.
+            ConfigError: the names differ from those of earlier steps in this process.
         """
         if self._names is None:
             self._names = sorted(metrics)
@@ -47,7 +47,7 @@ class TrainingMetrics:
         self.sums = {name: kept[name] + pairs_b2 if name in kept else pairs_b2 for name, pairs_b2 in metrics.items()}
 
     def _drop_renamed(self) -> None:
-        """Begin anew if the restored sums have other names: the recipe has changed since they were saved."""
+        """Drop restored sums with other names: the recipe has changed since they were saved."""
         if self.sums and sorted(self.sums) != self._names:
             _logger.warning(
                 "the recipe's loss names other metrics than when the checkpoint was saved: %s; and now %s. "
@@ -58,20 +58,20 @@ class TrainingMetrics:
             self.sums = {}
 
     def agree(self, world: World) -> None:
-        """Compare the names of all ranks, once: what they exchange from then on has the same length.
+        """Compare the names of all ranks, once, since the tensors that they exchange must have the same length.
 
         Raises:
-            ConfigError: a rank's names are not those of the first rank.
+            ConfigError: the names of a rank differ from those of rank 0.
         """
         if not self._agreed:
             _agree(self._names or [], world)
             self._agreed = True
 
     def take(self, world: World) -> tuple[Sequence[str], Tensor]:
-        """Return the names and the sums, [names × micro-batches × 2], and begin anew.
+        """Return the names and the sums, a tensor (names × micro-batches × 2,), and reset them.
 
         Raises:
-            ConfigError: a rank's names are not those of the first rank.
+            ConfigError: the names of a rank differ from those of rank 0.
         """
         self.agree(world)
         names = self._names or []
@@ -91,7 +91,7 @@ def _agree(names: list[str], world: World) -> None:
 
 
 def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
-    """Divide the sums of all ranks, whose rows are what :meth:`TrainingMetrics.take` returned, by their counts."""
+    """Divide the sums of all ranks by their counts; ``sums_pn`` is (ranks, n), rows as from TrainingMetrics.take."""
     if not names:
         return {}
     sums_pmb2 = sums_pn.view(len(sums_pn), len(names), -1, 2)
@@ -103,8 +103,8 @@ def by_logical_rank(sums: Mapping[str, Tensor], mine: Sequence[int], world: Worl
     """Gather the sums and counts of all logical ranks, in their order; every rank must call it.
 
     Args:
-        sums: Those of this process by name, [its logical ranks, 2].
-        mine: Numbers of its logical ranks.
+        sums: Sums and counts of this process by name: (local logical ranks, 2).
+        mine: Its logical ranks.
         world: The processes that take part.
     """
     if not sums:

@@ -1,4 +1,4 @@
-"""Collects the figures of the steps between two logged ones, and makes the event of a logged step of them."""
+"""Collects measurements of the steps between two logged ones, and makes the event of the logged step from them."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
 from worldsize.engine.training_metrics import TrainingMetrics, means
 
-_SPLITS = 1 + len(PHASES)  # figures of a measured step: its wait for data, then its phases
+_SPLITS = 1 + len(PHASES)  # times of a measured step: its wait for data, then its phases
 _COMMUNICATION = 1 + PHASES.index("communication")
 
 
 @final
 @dataclass
 class Window:
-    """The steps since the last logged one: their losses and where their time went."""
+    """The steps since the last logged one: their losses and time breakdown."""
 
     world: World
     batch_size: int
     timer: StepTimer | None
-    skipped: int  # steps whose update was left out, since the run began
+    skipped: int  # steps whose update was skipped, since the run began
     metrics: TrainingMetrics
     _results: list[StepResult] = field(default_factory=list)
-    _waited: float = 0.0  # seconds, for data
-    _mark: float = 0.0  # when the step began to wait for its data
+    _waited: float = 0.0  # seconds spent waiting for data
+    _mark: float = 0.0  # time at which the step began to wait for its data
     _opened: float = field(default_factory=time.perf_counter)
 
     def fetching(self) -> None:
-        """Note that a step begins, and waits for its data."""
+        """Record that a step begins to wait for its data."""
         self._mark = time.perf_counter()
 
     def stepping(self, *, measured: bool) -> None:
-        """Note that the step has its data; if it is ``measured``, its time is split into phases from here on."""
+        """Record that the step has its data; if ``measured``, its time is split into phases from here on."""
         seconds = time.perf_counter() - self._mark
         self._waited += seconds
         if self.timer and measured:
             self.timer.start(data=seconds)
 
     def add(self, result: StepResult) -> None:
-        """Take what the step did."""
+        """Add the result of the step."""
         self._results.append(result)
         self.metrics.add(result.metrics)
         self.skipped += result.skipped
 
     def stepped(self) -> None:
-        """Note that the step has ended."""
+        """Record that the step has ended."""
         if self.timer:
             self.timer.end()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count the time inside the context in no step: it is not training."""
+        """Exclude the time inside the context from all steps: it is not training."""
         begun = time.perf_counter()
         yield
         self._opened += time.perf_counter() - begun
 
     def close(self, step: int, facts: Mapping[str, Any]) -> LoggedStep:
-        """Begin to gather the window's figures from all ranks, and open the next window."""
+        """Start to gather the window's measurements from all ranks, and open the next window."""
         elapsed = time.perf_counter() - self._opened
         steps = len(self._results)
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
@@ -94,15 +94,15 @@ class Window:
 @final
 @dataclass(frozen=True)
 class LoggedStep:
-    """The last step of a closed window, while the figures of all ranks cross the network."""
+    """The last step of a closed window, while the measurements of all ranks are being gathered."""
 
     step: int
     batch_size: int
     rank: int
     results: Sequence[StepResult]
-    """What each step of the window did."""
+    """The result of each step of the window."""
     measured: int
-    """Steps of the window whose time was split into phases."""
+    """Number of steps of the window whose time was split into phases."""
     metrics: Sequence[str]
     """Names of the metrics of training."""
     skipped: int
@@ -110,11 +110,11 @@ class LoggedStep:
     """Seconds that the steps of the window waited for data on this rank."""
     facts: Mapping[str, Any]
     gathered: Callable[[], Tensor]
-    """Waits for the other ranks and returns float64 [ranks, n].
+    """Waits for the other ranks and returns float64 (ranks, n).
 
-    A row has the splits of the measured steps, the mean time of a step without and with the wait for data, what
-    :func:`_first_nonfinite` returns, the losses of the last step, and of each metric the sums and counts of this rank's
-    logical ranks: nothing of each step that was not measured.
+    A row has the time splits of the measured steps, the mean time of a step without and with the wait for data, the
+    result of :func:`_first_nonfinite`, the losses of the last step, and the sums and counts of each metric for this
+    rank's logical ranks. Its length does not depend on the number of steps that were not measured.
     """
 
     def event(self) -> StepDone:
@@ -148,7 +148,7 @@ class LoggedStep:
 
 
 def _first_nonfinite(losses_sb: Tensor) -> Tensor:
-    """Return the sum of a step's losses and its place: of the first that is NaN or infinite, or of the first."""
+    """Return the loss sum and the index of the first step whose sum is NaN or infinite; if none is, of step 0."""
     sums_s = losses_sb.sum(1)
     first = sums_s.isfinite().logical_not_().byte().argmax(0, keepdim=True)
     return torch.cat([sums_s.gather(0, first), first])
@@ -158,8 +158,8 @@ def _logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Sequence[f
     """Return the first mean loss of the window that is NaN or infinite; if there is none, that of the last step.
 
     Args:
-        nonfinite_p2: What :func:`_first_nonfinite` returned on each rank.
-        losses: Those of all micro-batches of the last step.
+        nonfinite_p2: The result of :func:`_first_nonfinite` on each rank: (ranks, 2).
+        losses: Losses of all micro-batches of the last step.
     """
     nonfinite = [(place, total) for total, place in nonfinite_p2 if not math.isfinite(total)]
     if not nonfinite:
