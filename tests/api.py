@@ -32,6 +32,7 @@ EVERYTHING = (
     "worldsize.testing.port",
     "worldsize.testing.recipes",
     "worldsize.testing.runs",
+    "worldsize.testing.training",
     "worldsize.testing.worlds",
 )
 BLOCKS = {  # parts that strategies are built from

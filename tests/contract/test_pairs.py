@@ -15,7 +15,8 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.contract import Trained, assert_same, train
+from worldsize.testing.contract import assert_same
+from worldsize.testing.training import Trained, train
 from worldsize.testing.worlds import run_in_worlds
 
 STRATEGIES: dict[str, Strategy] = {

@@ -1,4 +1,4 @@
-"""Every built-in strategy whose processes all train keeps the contract."""
+"""Every built-in strategy keeps the contract."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from worldsize.core import Cluster, ConfigError, RunContext, Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.parameter_server.hybrid import HybridParameterServer
+from worldsize.strategies.parameter_server.strategy import ParameterServer
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.contract import STEPS, StrategyContract, assert_close, reference, train
+from worldsize.testing.contract import StrategyContract, assert_close
+from worldsize.testing.training import STEPS, reference, train
 from worldsize.testing.worlds import run_in_worlds
 
 
@@ -64,6 +67,18 @@ class TestHSDP(Held):
     strategy = FSDP(shard="node")
     sizes = (4,)
     local_size = 2
+
+
+class TestParameterServer(Held):
+    strategy = ParameterServer(servers=2)
+    sizes = (2,)
+    impossible = 1
+
+
+class TestHybridParameterServer(Held):
+    strategy = HybridParameterServer()
+    sizes = (2,)
+    impossible = 1
 
 
 class TestMeshOfTensorsAndStages(Held):

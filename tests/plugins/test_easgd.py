@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,27 +12,15 @@ import torch
 from plugins.easgd.centre import Centre, Operation, joined
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
-from worldsize.core import Cluster, ConfigError, Link, Numerics, Recipe, Rendezvous, RunContext, Workload
+from worldsize.core import Cluster, ConfigError, Link, Numerics, RunContext, Workload
 from worldsize.data.fetch import fetch
 from worldsize.data.order import Order
 from worldsize.strategies.ddp import DDP
-from worldsize.testing.contract import ALONE, BATCH, CHAIN, SEED, StrategyContract, train
+from worldsize.testing.contract import StrategyContract
+from worldsize.testing.training import ALONE, BATCH, CHAIN, SEED, train
 from worldsize.transport.channel import Channel
 from worldsize.transport.endpoints import address_of, connect
 from worldsize.transport.frames import CommonOperation
-
-
-@contextmanager
-def centre(strategy: EASGD, workers: int, recipe: Recipe) -> Iterator[Rendezvous]:
-    """Run the centre for ``workers`` workers, and yield where they find it."""
-    with tempfile.TemporaryDirectory() as name:
-        meeting = Rendezvous(Path(name), timeout=60.0)
-        context = RunContext(replace(ALONE, role="centre"), workers=workers, rendezvous=meeting)
-        process = get_context("fork").Process(target=strategy.serve, args=(recipe, context), daemon=True)
-        process.start()
-        yield meeting
-        process.kill()
-        process.join()
 
 
 class TestEASGD(StrategyContract):
@@ -49,11 +31,6 @@ class TestEASGD(StrategyContract):
     impossible = 1
     tolerance = 0.3
     partners = (DDP(),)
-
-    def run(self, size: int, body: Any, recipe: Recipe = CHAIN) -> list[Any]:
-        assert isinstance(self.strategy, EASGD)
-        with centre(self.strategy, size, recipe) as meeting:
-            return super().run(size, lambda context: body(replace(context, rendezvous=meeting)))
 
     def test_centre_and_workers_move_as_the_paper_says(self) -> None:
         """The reference is equations 2 and 3 of arXiv 1412.6651 in plain PyTorch, with AdamW in the place of SGD."""

@@ -14,7 +14,8 @@ from worldsize.core import RunContext, Strategy, World
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.contract import STEPS, Trained, assert_close, reference, train
+from worldsize.testing.contract import assert_close
+from worldsize.testing.training import STEPS, Trained, reference, train
 from worldsize.testing.worlds import run_in_worlds
 
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from worldsize.strategies.single import Single
-from worldsize.testing.contract import StrategyContract, Trained, reference
+from worldsize.testing.contract import StrategyContract
+from worldsize.testing.training import Trained, reference
 
 
 @cache

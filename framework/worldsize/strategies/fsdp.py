@@ -31,9 +31,11 @@ from worldsize.core import (
 from worldsize.strategies.alone import alone
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.fsdp_cost import FSDPSharding, fsdp_cost
+from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import MultiUpdateReplica
 from worldsize.strategies.sharded_reducer import sharded_reducer
+from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_sparse_gradients, units
@@ -84,6 +86,8 @@ class FSDP(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
+        if recipe_hooks(optimizer):
+            refuse_mixing_hooks(recipe, model)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         size = self._shard_size(cluster.processes, cluster.processes_per_node)

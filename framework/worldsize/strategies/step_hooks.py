@@ -62,7 +62,16 @@ def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:
     Raises:
         ConfigError: it has a hook; the message goes on with the reason ``because``.
     """
+    if hooks := recipe_hooks(optimizer):
+        raise ConfigError(f"the optimizer has a hook for each step, {hook_name(hooks[0])}, {because}")
+
+
+def recipe_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return what the recipe lets the optimizer run before and after each step, in this order."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    if hooks:
-        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
-        raise ConfigError(f"the optimizer has a hook for each step, {name}, {because}")
+    return [hook for hook in hooks if not isinstance(hook, StrategyHook)]
+
+
+def hook_name(hook: Callable[..., Any]) -> str:
+    """Return how a message names ``hook``."""
+    return getattr(hook, "__qualname__", type(hook).__name__)

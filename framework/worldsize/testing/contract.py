@@ -4,175 +4,27 @@
         strategy = EASGD(period=4)
         tolerance = 0.05                # its mathematics is not that of one process
 
-It holds for the processes that train; a strategy whose other processes serve overrides ``run`` to start those beside
-them. Each test trains :class:`~worldsize.testing.recipes.Chain` on real
-gloo processes; what is compared with is a plain PyTorch loop on one process.
+Processes that serve are started beside those that train, as the strategy's roles say. Each test trains
+:class:`~worldsize.testing.recipes.Chain` on real gloo processes; what is compared with is a plain PyTorch loop on one
+process.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.checkpoints.load import load, newest, read_tensors
-from worldsize.checkpoints.retention import Retention
-from worldsize.checkpoints.save import Saver
-from worldsize.collectives.gather_full import gather_full
-from worldsize.collectives.per_rank import local
-from worldsize.core import (
-    Cluster,
-    ConfigError,
-    Recipe,
-    Replica,
-    RunContext,
-    Strategy,
-    World,
-)
-from worldsize.data.fetch import collate_of, fetch
-from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
-from worldsize.engine.heap import Heap
-from worldsize.planning.construction import check_trainable
-from worldsize.testing.evaluation import evaluate
+from worldsize.checkpoints.load import newest, read_tensors
+from worldsize.core import ConfigError, Recipe, RunContext, Strategy
+from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.testing.leaks import LOOPBACK, children, listening
-from worldsize.testing.plain import plain_step
-from worldsize.testing.recipes import AveragedChain, Chain, TwoPlayers
-from worldsize.testing.worlds import run_in_worlds
-
-STEPS, BATCH, SEED = 20, 24, 3
-CHAIN = Chain()
-ALONE = World.alone(torch.device("cpu"))
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The outcome of :func:`train` or :func:`reference`.
-
-    Attributes:
-        losses: Loss of each step, the mean over all ranks.
-        error: Error on the test data.
-        model: The model's full state by name, on rank 0; empty on the others.
-        moved: Whether training changed parameters that this rank holds.
-    """
-
-    losses: Sequence[float]
-    error: float
-    model: Mapping[str, Tensor]
-    moved: bool
-
-
-def train(
-    strategy: Strategy,
-    context: RunContext,
-    steps: int,
-    folder: Path | None = None,
-    *,
-    save: bool = False,
-    perturbed: bool = False,
-    recipe: Recipe = CHAIN,
-) -> Trained:
-    """Train ``strategy`` in this process up to step ``steps``.
-
-    Args:
-        strategy: Strategy to train under.
-        context: Context of this process.
-        steps: Number of the last step.
-        folder: Folder of checkpoints; training goes on from the newest one in it.
-        save: Whether to save a checkpoint there after the last step.
-        perturbed: Whether to train on a heap in disorder, which must not change a bit.
-        recipe: Recipe to train.
-    """
-    heap, world = Heap(), context.world
-    disturb = heap.perturb if perturbed else _nothing
-    disturb()
-    replica = strategy.replica(recipe, context)
-    disturb()
-    first = _resumed(replica, world, folder)
-    before = _held(replica)
-    part = strategy.data_rank(world), strategy.data_parallel(_beside(strategy, world.size))
-    total = part[1] * strategy.default_micro_batches
-    order = Order(SEED, BATCH, total, logical_ranks_of(*part, total, replica.dealing))
-    batches = micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
-    losses = []
-    for _ in range(first, steps):
-        disturb()
-        losses.append(_mean_loss(replica.step(next(batches)).losses, world))
-    if save and folder is not None:
-        _save(replica, world, folder, steps)
-    part_of_world = World(**{**vars(world), "rank": part[0], "size": part[1]})
-    (error,) = evaluate(replica, recipe.data("test"), part_of_world, batch_size=5, collate=collate_of(recipe)).values()
-    moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
-    model = gather_full(replica.state()["model"], world)
-    replica.close(complete=True)
-    return Trained(losses, error, {name: tensor.clone() for name, tensor in model.items()}, moved)
-
-
-def _nothing() -> None: ...
-
-
-def _resumed(replica: Replica, world: World, folder: Path | None) -> int:
-    checkpoint = newest(folder, world) if folder else None
-    if checkpoint is None:
-        return 0
-    replica.load(load(checkpoint, replica.state()))
-    return checkpoint.step
-
-
-def _save(replica: Replica, world: World, folder: Path, step: int) -> None:
-    saver = Saver(folder, world, world.groups.get(f"checkpoint/{world.role}"), keep=Retention())
-    saver.save(replica.state(), step=step, facts={"metrics": {}})
-    saver.finish()
-    saver.close()
-
-
-def _held(replica: Replica) -> list[Tensor]:
-    tensors = [tensor for tensor in replica.state()["model"].values() if not tensor.is_meta]
-    return [local(tensor).clone() for tensor in tensors]
-
-
-def _mean_loss(losses: Sequence[Tensor], world: World) -> float:
-    gathered: list[Any] = [[float(loss) for loss in losses]]
-    if world.group is not None:
-        gathered *= world.size
-        dist.all_gather_object(gathered, gathered[world.rank], group=world.group)
-    flat = [loss for rank in gathered for loss in rank]
-    return math.fsum(flat) / len(flat)
-
-
-def _cluster(size: int, nodes: int = 1) -> Cluster:
-    return Cluster("test", nodes, size, "cpu", "gloo")
-
-
-def _beside(strategy: Strategy, workers: int) -> Cluster:
-    """The smallest cluster on which so many processes train, beside those that serve."""
-    return next(
-        cluster for cluster in map(_cluster, count(workers)) if strategy.roles(cluster)["worker"].processes == workers
-    )
-
-
-def reference(recipe: Recipe = CHAIN) -> Trained:
-    """Train ``recipe`` by plain PyTorch on whole batches, in the documented order of samples."""
-    model, data, order = recipe.model(), recipe.data("train"), Order(SEED, BATCH, 1, (0,))
-    losses, step = [], plain_step(recipe, model)
-    for number in range(1, STEPS + 1):
-        losses.append(step(fetch(data, order.indices(number, 0, len(data)), collate_of(recipe)), number))
-    with torch.no_grad():
-        test = recipe.data("test")
-        ((total, count),) = recipe.evaluate(
-            model.eval(), fetch(test, torch.arange(len(test)), collate_of(recipe))
-        ).values()
-    error = float(total / count)
-    return Trained(losses, error, model.state_dict(), moved=True)
-
+from worldsize.testing.recipes import AveragedChain, TwoPlayers
+from worldsize.testing.training import ALONE, CHAIN, STEPS, Trained, cluster_of, reference, run_in_roles, train
 
 _Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # and the processes and ports that are left then
 _ended: dict[tuple[type, int], list[_Ended]] = {}
@@ -210,8 +62,12 @@ class StrategyContract:
             metafunc.parametrize("size", self.sizes)
 
     def run(self, size: int, body: Callable[[RunContext], Any], recipe: Recipe = CHAIN) -> list[Any]:
-        """Call ``body`` on each of ``size`` processes that train ``recipe``, and return their results by rank."""
-        return run_in_worlds(lambda world: body(RunContext(world)), size, local_size=self.local_size)
+        """Call ``body`` on each of ``size`` processes that train ``recipe``, and return their results by rank.
+
+        Where processes serve beside them, they are called with it too, since :func:`train` lets them serve; where all
+        serve, the one that leads has the only result.
+        """
+        return run_in_roles(self.strategy, body, size, local_size=self.local_size)
 
     def _ended(self, size: int) -> list[_Ended]:
         """Return how training ended on each rank; it runs once for all tests of this process."""
@@ -240,6 +96,18 @@ class StrategyContract:
             ended = self.run(size, lambda context: train(self.strategy, context, 4, folder, save=True, recipe=recipe))
             _saved[type(self)] = folder, ended[0]
         return _saved[type(self)]
+
+    def _trained(self, strategy: Strategy, size: int, folder: Path, *, save: bool = False) -> Trained:
+        """Train 4 steps under ``strategy``, which may be a partner, or go on from them."""
+
+        def body(context: RunContext) -> Trained:
+            return train(strategy, context, 4, folder, save=save)
+
+        if strategy is self.strategy:
+            trained: Trained = self.run(size, body)[0]
+        else:
+            trained = run_in_roles(strategy, body, size, local_size=self.local_size)[0]
+        return trained
 
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
         """Compare with plain PyTorch, up to ``tolerance``, at every size; so do weights that no optimizer changes."""
@@ -283,8 +151,8 @@ class StrategyContract:
         for number, partner in enumerate(self.partners):
             for first, then in ((self.strategy, partner), (partner, self.strategy)):
                 folder = tmp_path / f"{number}_{type(first).__name__}"
-                saved = self.run(size, lambda context: train(first, context, 4, folder, save=True))[0]  # noqa: B023
-                loaded = self.run(size, lambda context: train(then, context, 4, folder))[0]  # noqa: B023
+                saved = self._trained(first, size, folder, save=True)
+                loaded = self._trained(then, size, folder)
                 assert_same(loaded.model, saved.model)
 
     def test_a_wrong_world_size_is_refused_before_anything_starts(self) -> None:
@@ -292,12 +160,13 @@ class StrategyContract:
         if self.impossible is None:  # it runs at every world size
             return
         with pytest.raises(ConfigError, match=rf"\b{self.impossible}\b"):
-            self.strategy.roles(_cluster(self.impossible))
+            self.strategy.roles(cluster_of(self.impossible))
 
     def test_several_updates_a_step_are_those_of_one_process(self, tmp_path: Path) -> None:
         """Compare :class:`~worldsize.testing.recipes.TwoPlayers` with plain PyTorch; resumed, it has the same bits.
 
-        A strategy that does not train such a recipe refuses it before anything starts.
+        A strategy that does not train such a recipe refuses it before anything starts; one that runs no hooks of
+        optimizers trains it without them.
         """
         recipe, size = TwoPlayers(), self.sizes[-1]
         try:
@@ -305,6 +174,11 @@ class StrategyContract:
         except ConfigError as refusal:
             assert "several updates a step" in str(refusal)  # noqa: PT017 - it may be refused or not
             return
+        try:
+            check_construction(recipe, self.strategy)
+        except ConfigError as refusal:
+            assert "a hook for each step" in str(refusal)  # noqa: PT017
+            recipe = TwoPlayers(clips=False)
 
         def trained(steps: int, **options: Any) -> list[Trained]:
             return self.run(
@@ -315,9 +189,34 @@ class StrategyContract:
         for each in straight:
             assert_close("loss", each.losses[-1], reference(recipe).losses[-1], self.tolerance)
         trained(7, folder=tmp_path, save=True)
-        resumed = trained(STEPS, folder=tmp_path)[0]
+        resumed = trained(STEPS, folder=tmp_path, perturbed=True)[0]
         assert resumed.losses == straight[0].losses[7:]
         assert_same(resumed.model, straight[0].model)
+
+    def test_an_average_in_a_buffer_is_that_of_one_process(self, tmp_path: Path) -> None:
+        """Evaluate with an average that a hook of the optimizer keeps in a buffer; resumed, it has the same bits.
+
+        A strategy that does not carry it refuses it before anything starts, with the remedy.
+        """
+        recipe, size = AveragedChain(in_buffer=True), self.sizes[-1]
+        try:
+            check_construction(recipe, self.strategy)
+        except ConfigError as refusal:
+            assert "a hook for each step" in str(refusal)  # noqa: PT017 - it may be refused or not
+            assert "strategy=ddp" in str(refusal)  # noqa: PT017
+            return
+        straight = self.run(size, lambda context: train(self.strategy, context, STEPS, recipe=recipe), recipe)
+        if not self.loss_differs:
+            for each in straight:
+                assert_close("test error", each.error, reference(recipe).error, self.tolerance)
+        for steps, saves in ((7, True), (STEPS, False)):
+            resumed = self.run(
+                size,
+                lambda context: train(self.strategy, context, steps, tmp_path, save=saves, recipe=recipe),  # noqa: B023
+                recipe,
+            )
+        assert resumed[0].error == straight[0].error
+        assert_same(resumed[0].model, straight[0].model)
 
     def test_nothing_is_left_behind(self) -> None:
         """Expect no child process and no listening port after training."""

@@ -66,12 +66,15 @@ class Chain(Recipe):
 class AveragedChain(Chain):
     """A :class:`Chain` whose last layer is evaluated with a moving average of its weights.
 
-    The average is a frozen parameter that a hook of the optimizer changes after each step, as many programs do it.
+    The average is a frozen parameter that a hook of the optimizer changes after each step, as many programs do it; with
+    ``in_buffer`` it is a buffer, as others do.
     """
+
+    in_buffer: bool = False
 
     def model(self) -> nn.Module:
         *layers, last = super().model().children()
-        averaged = _AveragedLinear(_WIDTH, 3)
+        averaged = _AveragedLinear(_WIDTH, 3, in_buffer=self.in_buffer)
         averaged.load_state_dict({**last.state_dict(), "average": last.weight})
         return nn.Sequential(*layers, averaged)
 
@@ -91,11 +94,13 @@ class AveragedChain(Chain):
 class TwoPlayers(MultiUpdateRecipe):
     """A player learns the targets of a :class:`Chain`, and to please a critic, which learns to tell both apart.
 
-    The critic is updated twice in every third step, its weights are clipped after each update, and its learning rate
-    falls; the player's loss is a sum with its weight. An observer, whose weights decay, learns what the player makes of
-    its inputs from step 10 on: checkpoints of earlier steps have an optimizer that has not stepped. Nothing is drawn at
-    random.
+    The critic is updated twice in every third step, a hook clips its weights after each update, unless ``clips`` is
+    false, and its learning rate falls; the player's loss is a sum with its weight. An observer, whose weights decay,
+    learns what the player makes of its inputs from step 10 on: checkpoints of earlier steps have an optimizer that has
+    not stepped. Nothing is drawn at random.
     """
+
+    clips: bool = True
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -116,7 +121,8 @@ class TwoPlayers(MultiUpdateRecipe):
             for parameter in clipped:
                 parameter.detach().clamp_(-0.4, 0.4)
 
-        optimizers["critic"].register_step_post_hook(clip)
+        if self.clips:
+            optimizers["critic"].register_step_post_hook(clip)
         return optimizers
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
@@ -157,9 +163,14 @@ class TwoPlayers(MultiUpdateRecipe):
 
 @final
 class _AveragedLinear(nn.Linear):
-    def __init__(self, inputs: int, outputs: int) -> None:
+    average: Tensor
+
+    def __init__(self, inputs: int, outputs: int, *, in_buffer: bool) -> None:
         super().__init__(inputs, outputs)
-        self.average = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
+        if in_buffer:
+            self.register_buffer("average", torch.empty_like(self.weight, requires_grad=False))
+        else:
+            self.register_parameter("average", nn.Parameter(torch.empty_like(self.weight), requires_grad=False))
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight if self.training else self.average, self.bias)

@@ -21,12 +21,14 @@ from worldsize.core import (
     World,
 )
 from worldsize.strategies.alone import alone
+from worldsize.strategies.hook_trial import refuse_mixing_hooks
 from worldsize.strategies.mesh.cost import mesh_cost
 from worldsize.strategies.mesh.layout import Layout
 from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
 from worldsize.strategies.mesh.partition import check_pipelines, stages_of
 from worldsize.strategies.mesh.rank import Rank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule
+from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.wrapping import Wrap, refuse_sparse_gradients
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ class Mesh(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         refuse_sparse_gradients(model)
+        if recipe_hooks(optimizer):
+            refuse_mixing_hooks(recipe, model)
         if self.tensor > 1:
             plan_of(recipe, model, ranks=self.tensor)
         if self.pipeline > 1:

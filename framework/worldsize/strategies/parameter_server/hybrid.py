@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from worldsize.collectives.step_timer import phase
 from worldsize.core import (
@@ -31,6 +32,7 @@ from worldsize.core.limits import SECONDS
 from worldsize.strategies.clipping import clip_factor
 from worldsize.strategies.ddp import replicated
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
+from worldsize.strategies.hook_trial import refuse_hooks_on
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.parameter_server.model_state import joined_rows, train_state_of, with_tables
 from worldsize.strategies.parameter_server.operations import Operation
@@ -44,8 +46,10 @@ from worldsize.strategies.parameter_server.sharding import ShardingPlan
 from worldsize.strategies.parameter_server.slot_index import Sharding
 from worldsize.strategies.parameter_server.table_links import linked_model
 from worldsize.strategies.reducers import gradient_reducer
+from worldsize.strategies.step_hooks import recipe_hooks
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.wrapping import sparse_embeddings
 from worldsize.transport.dialer import Dialer
 
 
@@ -75,6 +79,11 @@ class HybridParameterServer(Strategy):
                 "the norm of a gradient on two sides is known where all wait for it, and up to rounding. Set "
                 "clip_norm=null, nonfinite=stop, or strategy.consistency=sync without reproducibility=elastic."
             )
+
+    def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        tables = {f"{name}.weight": embedding.weight for name, embedding in sparse_embeddings(model).items()}
+        if tables and recipe_hooks(optimizer):
+            refuse_hooks_on(tables, recipe, model)
 
     @property
     def _group(self) -> ServerGroup:

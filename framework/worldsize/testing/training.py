@@ -1,0 +1,268 @@
+"""Trains a small recipe in the processes of a strategy, and by plain PyTorch, to be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worldsize.checkpoints.load import load, newest
+from worldsize.checkpoints.retention import Retention
+from worldsize.checkpoints.save import Saver
+from worldsize.collectives.gather_full import gather_full
+from worldsize.collectives.per_rank import local
+from worldsize.core import (
+    CheckpointSource,
+    Cluster,
+    ConfigError,
+    DataSource,
+    EvaluationBatch,
+    MicroBatch,
+    Recipe,
+    Rendezvous,
+    Replica,
+    RunContext,
+    StateDict,
+    Strategy,
+    World,
+)
+from worldsize.data.evaluation import evaluation_batches
+from worldsize.data.fetch import collate_of, fetch
+from worldsize.data.loader import drawn, micro_batches
+from worldsize.data.order import Order, logical_ranks_of
+from worldsize.engine.heap import Heap
+from worldsize.testing.evaluation import evaluate
+from worldsize.testing.plain import plain_step
+from worldsize.testing.recipes import Chain
+from worldsize.testing.worlds import run_in_worlds
+from worldsize.world.roles import role_ranks
+from worldsize.world.scratch import temporary_folder
+
+STEPS, BATCH, SEED = 20, 24, 3
+_TESTED = 5  # samples of a batch of an evaluation
+CHAIN = Chain()
+ALONE = World.alone(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The outcome of :func:`train` or :func:`reference`; nothing, where a process has served until others had trained.
+
+    Attributes:
+        losses: Loss of each step, the mean over all ranks.
+        error: Error on the test data.
+        model: The model's full state by name, on rank 0; empty on the others.
+        moved: Whether training changed parameters that this rank holds.
+    """
+
+    losses: Sequence[float]
+    error: float
+    model: Mapping[str, Tensor]
+    moved: bool
+
+
+def train(
+    strategy: Strategy,
+    context: RunContext,
+    steps: int,
+    folder: Path | None = None,
+    *,
+    save: bool = False,
+    perturbed: bool = False,
+    recipe: Recipe = CHAIN,
+) -> Trained:
+    """Train ``strategy`` in this process up to step ``steps``, or serve those that do, as its role says.
+
+    Args:
+        strategy: Strategy to train under.
+        context: Context of this process.
+        steps: Number of the last step.
+        folder: Folder of checkpoints; training goes on from the newest one in it.
+        save: Whether to save a checkpoint there after the last step.
+        perturbed: Whether to train on a heap in disorder, which must not change a bit.
+        recipe: Recipe to train.
+    """
+    heap, world = Heap(), context.world
+    disturb = heap.perturb if perturbed else _nothing
+    disturb()
+    workers = context.workers if context.rendezvous else world.size
+    cluster = cluster_with(strategy, workers)
+    serves = strategy.roles(cluster)[world.role].serves
+    parts = strategy.data_parallel(cluster)
+    total = parts * strategy.default_micro_batches
+    replica = (
+        _served(strategy, recipe, context, total, folder=folder, disturb=disturb)
+        if serves
+        else strategy.replica(recipe, context)
+    )
+    if replica is None:
+        return Trained((), math.nan, {}, moved=False)
+    disturb()
+    part = 0 if serves else strategy.data_rank(world)
+    world = replace(world, rank=0, size=1) if serves else world
+    first = _resumed(replica, world, folder)
+    before = _held(replica)
+    order = Order(SEED, BATCH, total, logical_ranks_of(part, parts, total, replica.dealing))
+    batches = (
+        repeat([])  # of a process that leads those that train: they draw their data themselves
+        if serves
+        else micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
+    )
+    losses = []
+    for _ in range(first, steps):
+        disturb()
+        losses.append(_mean_loss(replica.step(next(batches)).losses, world))
+    if save and folder is not None:
+        _save(replica, world, folder, steps)
+    part_of_world = replace(world, rank=part, size=1 if serves else parts)
+    (error,) = evaluate(
+        replica, recipe.data("test"), part_of_world, batch_size=_TESTED, collate=collate_of(recipe)
+    ).values()
+    moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
+    model = gather_full(replica.state()["model"], world)
+    replica.close(complete=True)
+    return Trained(losses, error, {name: tensor.clone() for name, tensor in model.items()}, moved)
+
+
+def _nothing() -> None: ...
+
+
+def _served(
+    strategy: Strategy,
+    recipe: Recipe,
+    context: RunContext,
+    logical_ranks: int,
+    *,
+    folder: Path | None,
+    disturb: Callable[[], None],
+) -> Replica | None:
+    """Serve to the end, or return the replica by which this process leads those that train."""
+    run = replace(
+        context,
+        seed=SEED,
+        steps=STEPS,
+        logical_ranks=logical_ranks,
+        data=_Data(recipe, Order(SEED, BATCH, logical_ranks, ()), disturb),
+        checkpoints=_Checkpoints(folder),
+    )
+    return strategy.serve(recipe, run)
+
+
+@final
+@dataclass(frozen=True)
+class _Data(DataSource):
+    """The data of :func:`train`, for processes that draw them by themselves."""
+
+    recipe: Recipe
+    order: Order
+    disturb: Callable[[], None]
+
+    def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
+        self.disturb()
+        collate = collate_of(self.recipe)
+        return drawn(self.recipe.data("train"), self.order, ALONE.device, step, logical_rank, collate)
+
+    def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
+        world = replace(ALONE, rank=part, size=parts)
+        return evaluation_batches(self.recipe.data(split), world, batch_size=_TESTED, collate=collate_of(self.recipe))
+
+
+@final
+@dataclass(frozen=True)
+class _Checkpoints(CheckpointSource):
+    """The checkpoints of :func:`train`, for processes that restore by themselves."""
+
+    folder: Path | None
+
+    def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
+        checkpoint = newest(self.folder, ALONE) if self.folder else None
+        return (load(checkpoint, state()), checkpoint.step) if checkpoint else None
+
+
+def _resumed(replica: Replica, world: World, folder: Path | None) -> int:
+    checkpoint = newest(folder, world) if folder else None
+    if checkpoint is None:
+        return 0
+    replica.load(load(checkpoint, replica.state()))
+    return checkpoint.step
+
+
+def _save(replica: Replica, world: World, folder: Path, step: int) -> None:
+    saver = Saver(folder, world, world.groups.get(f"checkpoint/{world.role}"), keep=Retention())
+    saver.save(replica.state(), step=step, facts={"metrics": {}})
+    saver.finish()
+    saver.close()
+
+
+def _held(replica: Replica) -> list[Tensor]:
+    tensors = [tensor for tensor in replica.state()["model"].values() if not tensor.is_meta]
+    return [local(tensor).clone() for tensor in tensors]
+
+
+def _mean_loss(losses: Sequence[Tensor], world: World) -> float:
+    gathered: list[Any] = [[float(loss) for loss in losses]]
+    if world.group is not None:
+        gathered *= world.size
+        dist.all_gather_object(gathered, gathered[world.rank], group=world.group)
+    flat = [loss for rank in gathered for loss in rank]
+    return math.fsum(flat) / len(flat)
+
+
+def cluster_of(size: int, nodes: int = 1) -> Cluster:
+    """Return a cluster of so many CPU processes."""
+    return Cluster("test", nodes, size, "cpu", "gloo")
+
+
+def cluster_with(strategy: Strategy, workers: int) -> Cluster:
+    """Return the smallest cluster on which so many processes train, beside those that serve."""
+    for size in range(workers, 2 * workers + 9):
+        with suppress(ConfigError):
+            if strategy.roles(cluster_of(size))["worker"].processes == workers:
+                return cluster_of(size)
+    raise ValueError(f"{strategy} has no cluster with {workers} workers")
+
+
+def run_in_roles(
+    strategy: Strategy, body: Callable[[RunContext], Any], workers: int, *, local_size: int | None = None
+) -> list[Any]:
+    """Call ``body`` in every process of ``strategy`` with so many workers, and return what those that train returned.
+
+    Where all processes serve, only the first one's result is returned, which leads.
+    """
+    cluster = cluster_with(strategy, workers)
+    roles = strategy.roles(cluster)
+    if set(roles) == {"worker"} and not roles["worker"].serves:
+        return run_in_worlds(lambda world: body(RunContext(world)), workers, local_size=local_size)
+    with temporary_folder() as folder:
+        meeting = Rendezvous(folder, timeout=60.0)
+        strategy.prepare(folder)
+        results = run_in_worlds(
+            lambda world: body(RunContext(world, workers=workers, rendezvous=meeting)),
+            cluster.processes,
+            roles=roles,
+        )
+    trains = role_ranks(roles)["worker"]
+    return results[:1] if roles["worker"].serves else results[trains.start : trains.stop]
+
+
+def reference(recipe: Recipe = CHAIN) -> Trained:
+    """Train ``recipe`` by plain PyTorch on whole batches, in the documented order of samples."""
+    model, data, order = recipe.model(), recipe.data("train"), Order(SEED, BATCH, 1, (0,))
+    losses, step = [], plain_step(recipe, model)
+    for number in range(1, STEPS + 1):
+        losses.append(step(fetch(data, order.indices(number, 0, len(data)), collate_of(recipe)), number))
+    with torch.no_grad():
+        test = recipe.data("test")
+        ((total, count),) = recipe.evaluate(
+            model.eval(), fetch(test, torch.arange(len(test)), collate_of(recipe))
+        ).values()
+    error = float(total / count)
+    return Trained(losses, error, model.state_dict(), moved=True)
