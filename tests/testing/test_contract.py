@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 from worldsize.strategies.single import Single
-from worldsize.testing.contract import StrategyContract
+from worldsize.testing.contract import StrategyContract, recipe_for
 from worldsize.testing.training import Trained, reference
 
 
 @cache
 def one_process() -> Trained:
-    return reference(StrategyContract._recipe(_Ended()))
+    return reference(recipe_for(_Ended.strategy))
 
 
 class _Ended(StrategyContract):

@@ -71,48 +71,25 @@ class StrategyContract:
 
     def _ended(self, size: int) -> list[_Ended]:
         """Return how training ended on each rank; it runs once for all tests of this process."""
-        key, recipe = (type(self), size), self._recipe()
+        key, recipe = (type(self), size), recipe_for(self.strategy)
         if key not in _ended:
             _ended[key] = self.run(
                 size, lambda context: (train(self.strategy, context, STEPS, recipe=recipe), children(), listening())
             )
         return _ended[key]
 
-    def _recipe(self) -> Recipe:
-        """Return a recipe that changes weights outside the optimizer; a plain one if the strategy refuses that."""
-        recipe = AveragedChain()
-        with torch.device("meta"):
-            model = recipe.model()
-            try:
-                self.strategy.check_built(recipe, model, recipe.optimizer(model))
-            except ConfigError:
-                return CHAIN
-        return recipe
-
     def _saved(self, folders: pytest.TempPathFactory) -> tuple[Path, Trained]:
         """Return the checkpoints of 4 steps at the largest size, and their outcome; see :meth:`_ended`."""
         if type(self) not in _saved:
-            folder, size, recipe = folders.mktemp("saved"), self.sizes[-1], self._recipe()
+            folder, size, recipe = folders.mktemp("saved"), self.sizes[-1], recipe_for(self.strategy)
             ended = self.run(size, lambda context: train(self.strategy, context, 4, folder, save=True, recipe=recipe))
             _saved[type(self)] = folder, ended[0]
         return _saved[type(self)]
 
-    def _trained(self, strategy: Strategy, size: int, folder: Path, *, save: bool = False) -> Trained:
-        """Train 4 steps under ``strategy``, which may be a partner, or go on from them."""
-
-        def body(context: RunContext) -> Trained:
-            return train(strategy, context, 4, folder, save=save)
-
-        if strategy is self.strategy:
-            trained: Trained = self.run(size, body)[0]
-        else:
-            trained = run_in_roles(strategy, body, size, local_size=self.local_size)[0]
-        return trained
-
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
         """Compare with plain PyTorch, up to ``tolerance``, at every size; so do weights that no optimizer changes."""
         compare = assert_close if self.two_sided else assert_no_worse
-        expected = reference(self._recipe())
+        expected = reference(recipe_for(self.strategy))
         for rank, (actual, *_) in enumerate(self._ended(size)):
             if not self.loss_differs:
                 compare("loss", actual.losses[-1], expected.losses[-1], self.tolerance)
@@ -128,7 +105,7 @@ class StrategyContract:
         self, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         """Compare 7 steps with 4, a checkpoint and 3 more, at the largest size."""
-        size, recipe = self.sizes[-1], self._recipe()
+        size, recipe = self.sizes[-1], recipe_for(self.strategy)
         straight = self.run(size, lambda context: train(self.strategy, context, 7, recipe=recipe))[0]
         folder, _ = self._saved(tmp_path_factory)
         resumed = self.run(
@@ -143,16 +120,27 @@ class StrategyContract:
         checkpoint = newest(folder, ALONE)
         assert checkpoint is not None
         assert_same(read_tensors(checkpoint, "model"), saved.model)
-        self._recipe().model().load_state_dict(dict(saved.model))
+        recipe_for(self.strategy).model().load_state_dict(dict(saved.model))
 
     def test_checkpoints_load_under_its_partners_and_theirs_under_it(self, tmp_path: Path) -> None:
         """Go on under each of ``partners``, and from each of them, at the smallest size."""
         size = self.sizes[0]
+
+        def trained(strategy: Strategy, folder: Path, *, save: bool) -> Trained:
+            def body(context: RunContext) -> Trained:
+                return train(strategy, context, 4, folder, save=save)
+
+            if strategy is self.strategy:
+                results = self.run(size, body)
+            else:
+                results = run_in_roles(strategy, body, size, local_size=self.local_size)
+            result: Trained = results[0]
+            return result
+
         for number, partner in enumerate(self.partners):
             for first, then in ((self.strategy, partner), (partner, self.strategy)):
                 folder = tmp_path / f"{number}_{type(first).__name__}"
-                saved = self._trained(first, size, folder, save=True)
-                loaded = self._trained(then, size, folder)
+                saved, loaded = trained(first, folder, save=True), trained(then, folder, save=False)
                 assert_same(loaded.model, saved.model)
 
     def test_a_wrong_world_size_is_refused_before_anything_starts(self) -> None:
@@ -225,6 +213,16 @@ class StrategyContract:
             shown = sorted(ports.values())
             assert all(host in LOOPBACK for host, _ in shown), f"{shown}: open to more than this machine"
             assert not ports.keys() & listening(of_all=True).keys(), f"some of {shown} are still open"
+
+
+def recipe_for(strategy: Strategy) -> Recipe:
+    """Return a recipe that changes weights outside the optimizer; a plain one if ``strategy`` refuses that."""
+    recipe = AveragedChain()
+    try:
+        check_construction(recipe, strategy)
+    except ConfigError:
+        return CHAIN
+    return recipe
 
 
 def assert_close(what: str, actual: float, expected: float, tolerance: float) -> None:
