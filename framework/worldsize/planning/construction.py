@@ -11,6 +11,7 @@ from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, Strategy
 from worldsize.reproducibility.seeds import generators_kept
 from worldsize.strategies.alone import train_state_of
+from worldsize.strategies.sparse_steps import check_sparse_steps
 
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | Non
             model = recipe.model()
             for optimizer in train_state_of(recipe, model).optimizers:
                 strategy.check_built(recipe, model, optimizer)
+                if not strategy.serves_rows:
+                    check_sparse_steps(model, optimizer)
     except Exception as error:  # any: a recipe is anyone's code
         return error
     return None

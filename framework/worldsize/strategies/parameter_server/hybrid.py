@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from worldsize.strategies.parameter_server.operations import Operation
 from worldsize.strategies.parameter_server.peers import Peer, Peers
 from worldsize.strategies.parameter_server.remote_embedding import remotes, take_gradients
 from worldsize.strategies.parameter_server.row_tables import RowGradients, RowRule
+from worldsize.strategies.parameter_server.row_updates import check_rows
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
 from worldsize.strategies.parameter_server.shard_link import ShardLink
@@ -62,6 +63,7 @@ class HybridParameterServer(Strategy):
     reads them; "async", by each worker's as it comes. The other options are those of the parameter server.
     """
 
+    serves_rows: ClassVar[bool] = True
     servers: int = 1
     consistency: Literal["sync", "async"] = "sync"
     lease: Annotated[float, SECONDS] = 5.0
@@ -84,6 +86,7 @@ class HybridParameterServer(Strategy):
         tables = {f"{name}.weight": embedding.weight for name, embedding in sparse_embeddings(model).items()}
         if tables and recipe_hooks(optimizer):
             refuse_hooks_on(tables, recipe, model)
+        check_rows(model, optimizer)
 
     @property
     def _group(self) -> ServerGroup:

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.core import ConfigError
+from worldsize.strategies.wrapping import sparse_embeddings
 
 
 class RowUpdate(ABC):
@@ -117,3 +118,12 @@ def update_of(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> RowU
     raise ConfigError(
         f"rows of {name} cannot be trained by {kind} as it is set. Use SGD without momentum, Adagrad, Adam or AdamW."
     )
+
+
+def check_rows(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ConfigError if ``optimizer`` has no row-wise form for a table of ``model``."""
+    names = {id(embedding.weight): name for name, embedding in sparse_embeddings(model).items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                update_of(optimizer, group, names[id(parameter)])

@@ -32,6 +32,7 @@ from worldsize.strategies.parameter_server.gradient_codecs import Compression, c
 from worldsize.strategies.parameter_server.leading_server import run_server
 from worldsize.strategies.parameter_server.model_state import train_state_of
 from worldsize.strategies.parameter_server.row_tables import RowRule
+from worldsize.strategies.parameter_server.row_updates import check_rows
 from worldsize.strategies.parameter_server.served_checks import check_no_tables, check_served, check_updates
 from worldsize.strategies.parameter_server.server_group import ServerGroup, Transport
 from worldsize.strategies.parameter_server.shard import Rule
@@ -85,6 +86,7 @@ class ParameterServer(Strategy):
 
     merges_states: ClassVar[bool] = False
     trains_multi_update: ClassVar[bool] = True
+    serves_rows: ClassVar[bool] = True
     servers: int = 1
     replicas: Annotated[int, Range(least=0, most=1, hint="standbys of each server")] = 0
     consistency: Consistency = "sync"
@@ -188,6 +190,7 @@ class ParameterServer(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         check_served(model, optimizer)
+        check_rows(model, optimizer)
         if isinstance(recipe, MultiUpdateRecipe):
             check_no_tables(recipe, model)
 
