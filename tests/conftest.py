@@ -170,7 +170,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The contract's own tests of bits are marked here, since projects that use the contract do not have this mark.
     """
     for item in items:
-        if item.name.startswith("test_a_resumed_run_ends_with_the_bits"):
+        if item.name.startswith(("test_a_resumed_run_ends_with_the_bits", "test_several_updates_a_step_are")):
             item.add_marker(pytest.mark.bits)
         if is_heavy(item.path):
             item.add_marker(pytest.mark.heavy)

@@ -7,11 +7,13 @@ other bits, but each must give its own at every world size and after every resta
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.outcome import outcome
+from tests.strategies.parameter_server import players
 
 pytestmark = pytest.mark.bits
 
@@ -20,6 +22,7 @@ _NETWORK = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.conte
 GPT = ("recipe=stdlib_lm", *_NETWORK, "recipe.test_bytes=2000", "steps=10", "batch_size=12")
 _TABLES = ("recipe.dim=4", "recipe.rows=50", "recipe.bottom=[8,4]", "recipe.top=[8]")
 CLICKS = ("recipe=click_through", *_TABLES, "steps=10", "batch_size=32")
+PLAYERS = ("recipe=players", "steps=10", "logical_ranks=4")  # several updates a step
 PACE = ("log_every=3", "evaluate_every=5", "checkpoint.every=4", "checkpoint.keep.last=3", "cluster.threads=1")
 PERTURBED = "{action: perturb, rank: null, attempt: null}"
 
@@ -33,6 +36,7 @@ DETERMINISTIC = {
     "hsdp": (*DIGITS, "strategy=hsdp", "strategy.shard=2", "cluster.processes=4"),
     "mesh": (*GPT, "strategy=mesh", "strategy.tensor=2", "strategy.pipeline=2", "cluster.processes=4"),
     "parameter_server": (*DIGITS, "strategy=parameter_server", "strategy.servers=2", "cluster.processes=5"),
+    "servers_of_updates": (*PLAYERS, "strategy=parameter_server", "strategy.servers=2", "cluster.processes=4"),
     "hybrid_parameter_server": (*CLICKS, "strategy=hybrid_parameter_server", "cluster.processes=3"),
     "local_sgd": (*DIGITS, "strategy=local_sgd", "strategy.optimizer_state=mean", "strategy.inner_steps=3"),
     "diloco": (*DIGITS, "strategy=diloco", "strategy.inner_steps=3"),
@@ -52,6 +56,16 @@ ELASTIC = {  # 8 logical ranks, so that most ranks have several micro-batches
     "shards": (BF16, "strategy=hsdp", "strategy.shard=2", "strategy.accumulate=sharded", "cluster.processes=4"),
     "parameter_server": ("strategy=parameter_server", "cluster.processes=3"),
 }
+UPDATES = {
+    "ddp": ("strategy=ddp", "cluster.processes=4"),
+    "fsdp": ("strategy=fsdp", "strategy.wrap=size", "strategy.wrap_parameters=50", "cluster.processes=2"),
+    "parameter_server": ("strategy=parameter_server", "strategy.servers=2", "cluster.processes=4"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path) -> None:
+    players.write_project(tmp_path)
 
 
 def disturbed(train: Any, *options: str) -> Any:
@@ -91,3 +105,12 @@ def test_an_elastic_run_that_is_killed_ends_with_the_bits_of_one_process_whereve
 ) -> None:
     run = disturbed(train, "reproducibility=elastic", *DIGITS, *ELASTIC[name])
     assert digests(run) == one_process(*(BF16 for word in ELASTIC[name] if word == BF16))
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_elastic_run_of_several_updates_a_step_ends_with_the_bits_of_one_process_wherever_memory_lies(
+    train: Any, name: str
+) -> None:
+    elastic = ("reproducibility=elastic", *PLAYERS, *PACE)
+    alone = digests(train(*elastic, "strategy=single", "cluster.processes=1"))
+    assert digests(disturbed(train, *elastic, *UPDATES[name])) == alone

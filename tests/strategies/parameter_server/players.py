@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ from worldsize.reproducibility.seeds import seed_generators
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 24
 LIMIT = -5.0  # in step 2 the sum of the first of two micro-batches is less, that of the second is more
 MADE: list[Mapping[str, Optimizer]] = []  # by this process, whose last are those in use
+
+
+CONFIG = """# @package _global_
+steps: 12
+batch_size: 16
+recipe:
+  _target_: recipes.players.recipe.Players
+  kind: exact
+"""
+
+
+def write_project(folder: Path) -> None:
+    """Write this recipe into the project that trains in ``folder``, as ``recipe=players``."""
+    own = folder / "recipes" / "players"
+    (own / "conf" / "recipe").mkdir(parents=True)
+    (own / "conf" / "recipe" / "players.yaml").write_text(CONFIG)
+    (own / "recipe.py").write_text(Path(__file__).read_text())
 
 
 def decay(count: int) -> float:

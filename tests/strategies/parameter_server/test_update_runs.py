@@ -14,13 +14,6 @@ from tests.strategies.parameter_server import players
 from worldsize.checkpoints.load import newest, read_tensors
 from worldsize.core import World
 
-CONFIG = """# @package _global_
-steps: 12
-batch_size: 16
-recipe:
-  _target_: recipes.players.recipe.Players
-  kind: exact
-"""
 WORDS = ("recipe=players", f"seed={players.SEED}", "cluster.threads=1", "log_every=1", "evaluate_every=5")
 ELASTIC = (*WORDS, "reproducibility=elastic", "logical_ranks=4")
 SERVER = "strategy=parameter_server"
@@ -32,10 +25,7 @@ pytestmark = pytest.mark.timeout(900)  # a test starts several runs
 @pytest.fixture(autouse=True)
 def _project(tmp_path: Path) -> None:
     """Write the recipe into the project in which ``train`` trains."""
-    folder = tmp_path / "recipes" / "players"
-    (folder / "conf" / "recipe").mkdir(parents=True)
-    (folder / "conf" / "recipe" / "players.yaml").write_text(CONFIG)
-    (folder / "recipe.py").write_text(Path(players.__file__).read_text())
+    players.write_project(tmp_path)
 
 
 def digests(run: Any) -> tuple[str, str]:
