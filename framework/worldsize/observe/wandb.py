@@ -39,10 +39,8 @@ class WandbListener:
         manifest: Mapping[str, Any],
         folder: Path,
     ) -> None:
-        from worldsize.observe.wandb_run import start
-
         facts = {"project": project, "id": run_id, "name": run_id, "group": group, "dir": folder}
-        self._run = start(mode, **facts, config={**config, "manifest": _facts(manifest)})
+        self._run = _start(mode, **facts, config={**config, "manifest": _facts(manifest)})
         if self._run.settings.mode != "disabled":
             _logger.info("wandb: %s", _place(self._run))
 
@@ -62,6 +60,53 @@ class WandbListener:
                 self._run.finish(exit_code=0)
             case RunFailed():
                 self._run.finish(exit_code=1)
+
+
+def _start(mode: Mode, **facts: Any) -> wandb.Run:
+    """Start a run; with "auto" one that no server takes is kept for ``wandb sync``.
+
+    Raises:
+        wandb.Error: the run could not be started, and is not one that "auto" chose to have online.
+    """
+    import wandb
+
+    wandb.setup(wandb.Settings(silent=True))  # else finding a key asks the server whose it is: 5 s offline
+    chosen = _mode(mode)
+    try:
+        return _init(chosen, **facts)
+    except wandb.Error as error:
+        if mode != "auto" or chosen != "online":
+            raise
+        reason = str(error).splitlines()[0]
+        _logger.warning("wandb is offline for this run: %s", reason)
+        wandb.teardown()  # or its service says that the run's id is in use
+        return _init("offline", **facts)
+
+
+def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb.Run:
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        disable_code=True,
+        disable_job_creation=True,
+        # a run that is asked to end at once waits 30 s for us; without a server only a busy machine takes long
+        init_timeout=15.0 if mode == "online" else 120.0,
+    )
+    return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
+
+
+def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
+    import wandb
+
+    if mode != "auto":
+        return mode
+    chosen = wandb.setup().settings.mode  # what WANDB_MODE or wandb's own settings say
+    if chosen in ("offline", "disabled"):
+        return chosen
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"
 
 
 def _place(run: wandb.Run) -> str:
