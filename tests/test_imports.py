@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -67,6 +67,23 @@ def test_a_package_imports_only_from_floors_below_its_own(path: Path) -> None:
     assert [name for name in sorted(named) if FLOORS.index(name) >= floor and name != place(path)] == []
 
 
+def test_files_import_each_other_in_no_circle() -> None:
+    """Imports inside functions and for types alone count too."""
+    files = {".".join(path.relative_to(FRAMEWORK.parent).with_suffix("").parts): path for path in MODULES}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    imported = {name: {_file_of(each, files) for each in imports(path)} - {name, ""} for name, path in files.items()}
+    while free := {name for name in imported if not imported[name] & imported.keys()}:
+        imported = {name: others for name, others in imported.items() if name not in free}
+    assert imported == {}
+
+
+def _file_of(name: str, files: Mapping[str, Path]) -> str:
+    """Return the module of ours that holds ``name``, which may be one itself; empty if there is none."""
+    while name and name not in files:
+        name = name.rpartition(".")[0]
+    return name
+
+
 @pytest.mark.parametrize("path", sorted((FRAMEWORK / "core").glob("*.py")), ids=str)
 def test_core_imports_only_torch_the_standard_library_and_our_errors(path: Path) -> None:
     allowed = {*sys.stdlib_module_names, "torch", "worldsize"}
@@ -81,7 +98,11 @@ PRINTS = (
 )
 
 
-@pytest.mark.parametrize("path", [m for m in MODULES if not str(m.relative_to(FRAMEWORK)).startswith(PRINTS)], ids=str)
+SILENT = [module for module in MODULES if not str(module.relative_to(FRAMEWORK)).startswith(PRINTS)]
+PLUGINS = sorted(path for kind in ("recipes", "plugins") for path in (CONF.parent / kind).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [*SILENT, *PLUGINS], ids=str)
 def test_modules_log_and_only_commands_print(path: Path) -> None:
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     assert [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"] == []

@@ -18,6 +18,7 @@ from worldsize.transport.certificates import Credentials
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.endpoints import accept_channel, accept_join
 from worldsize.transport.frames import CommonOperation, Header, RefusedError, tensor_frame, view
+from worldsize.transport.refusals import RefusalLog
 
 _HANDSHAKE = 10.0  # seconds
 
@@ -74,15 +75,20 @@ def joined(listener: socket.socket, credentials: Credentials | None, workers: in
         WorldsizeError: for ``timeout`` seconds none came, and one is missing.
     """
     arrivals: Queue[tuple[str, Channel]] = Queue()
-    threading.Thread(target=_accept, args=(listener, credentials, arrivals), daemon=True, name="accept").start()
+    refusals = RefusalLog()
+    threading.Thread(
+        target=_accept, args=(listener, credentials, arrivals, refusals), daemon=True, name="accept"
+    ).start()
     try:
-        return _welcomed(arrivals, [f"worker-{rank}" for rank in range(workers)], timeout)
+        return _welcomed(arrivals, [f"worker-{rank}" for rank in range(workers)], timeout, refusals)
     finally:
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # ends the thread
 
 
-def _welcomed(arrivals: Queue[tuple[str, Channel]], names: Sequence[str], timeout: float) -> list[Channel]:
+def _welcomed(
+    arrivals: Queue[tuple[str, Channel]], names: Sequence[str], timeout: float, refusals: RefusalLog
+) -> list[Channel]:
     channels: dict[str, Channel] = {}
     while missing := [name for name in names if name not in channels]:
         try:
@@ -90,7 +96,7 @@ def _welcomed(arrivals: Queue[tuple[str, Channel]], names: Sequence[str], timeou
         except Empty:
             raise WorldsizeError(f"{', '.join(missing)} did not come within {timeout:g} s (cluster.timeout).") from None
         if name not in missing:
-            print(f"refused a connection: {name} is not expected", flush=True)
+            refusals.add("a connection", f"{name} is not expected")
             channel.close()
             continue
         channel.wait_at_most(timeout)
@@ -99,21 +105,31 @@ def _welcomed(arrivals: Queue[tuple[str, Channel]], names: Sequence[str], timeou
     return [channels[name] for name in names]
 
 
-def _accept(listener: socket.socket, credentials: Credentials | None, arrivals: Queue[tuple[str, Channel]]) -> None:
+def _accept(
+    listener: socket.socket,
+    credentials: Credentials | None,
+    arrivals: Queue[tuple[str, Channel]],
+    refusals: RefusalLog,
+) -> None:
     with suppress(OSError):  # it is shut down once all have come
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_admit, args=(connection, credentials, arrivals), daemon=True).start()
+            threading.Thread(target=_admit, args=(connection, credentials, arrivals, refusals), daemon=True).start()
 
 
-def _admit(connection: socket.socket, credentials: Credentials | None, arrivals: Queue[tuple[str, Channel]]) -> None:
+def _admit(
+    connection: socket.socket,
+    credentials: Credentials | None,
+    arrivals: Queue[tuple[str, Channel]],
+    refusals: RefusalLog,
+) -> None:
     channel = None
     try:
         channel = accept_channel(connection, credentials, seconds=_HANDSHAKE, operations=Operation)
         channel.wait_at_most(_HANDSHAKE)
         arrivals.put((accept_join(channel)["name"], channel))
     except (LostError, RefusedError) as error:
-        print(f"refused a connection: {error}", flush=True)
+        refusals.add("a connection", error)
         (channel or connection).close()
 
 
