@@ -1,4 +1,4 @@
-"""Shows log records of worldsize's modules to the user: one plain line each on standard error."""
+"""Speaks to the user on standard error: log records of worldsize's modules, a line each; refusals; questions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from worldsize.errors import WorldsizeError
+
+CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, with which other programs end then
 
 
@@ -48,6 +51,33 @@ def show_messages() -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False  # a configured root logger would show every message a second time
+
+
+def refuse(error: WorldsizeError) -> int:
+    """Say why, escaped, since an error may quote what others wrote; return the exit code."""
+    print(printable_lines(str(error)), file=sys.stderr)
+    return CONFIG_ERROR
+
+
+def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
+    """Show ``facts``, every value on a line of its own and escaped, and ask whether ``deed`` shall be done.
+
+    ``yes``: it was agreed to on the command line; the facts are shown all the same.
+
+    Raises:
+        WorldsizeError: it was not agreed to, or nobody is there to ask.
+    """
+    width = max(map(len, facts))
+    for name, values in facts.items():
+        for label, value in zip([name, *[""] * len(values)], values or ["none"], strict=False):
+            print(f"{label:{width}}  {printable(value)}", file=sys.stderr)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise WorldsizeError("this record was not written by this user on this machine. Look at it, then pass --yes.")
+    print(f"This record was not written by you. {deed} [y/N] ", end="", file=sys.stderr, flush=True)
+    if input().strip().lower() not in ("y", "yes"):
+        raise WorldsizeError("nothing was installed or run.")
 
 
 @contextmanager

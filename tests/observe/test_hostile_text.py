@@ -13,10 +13,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.observe.run_folders import attempt, write_run
-from worldsize.app import refuse
 from worldsize.app.watch import watch
 from worldsize.errors import WorldsizeError
-from worldsize.messages import show_messages
+from worldsize.messages import refuse, show_messages
 from worldsize.observe.comparison import comparison_table
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table

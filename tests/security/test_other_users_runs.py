@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 
 from tests.conftest import Command, Train
-from worldsize.app import ask
 from worldsize.app.cancel import cancel
 from worldsize.app.recorded_run import check_before_start
 from worldsize.config.recorded import read_launcher
@@ -25,6 +24,7 @@ from worldsize.driver.trust import recorded_overrides
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.kubernetes import Kubernetes
 from worldsize.launch.skypilot import SkyPilot
+from worldsize.messages import ask
 from worldsize.records.lock import run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
 from worldsize.records.run_directory import RunDirectory

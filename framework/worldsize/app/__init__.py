@@ -1,4 +1,4 @@
-"""The commands, one file each, and how every one of them composes, asks, refuses and exits.
+"""The commands, one file each, and how every one of them composes and exits.
 
 The file of a command is imported when the command is called.
 """
@@ -10,18 +10,16 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from worldsize.errors import WorldsizeError, neighbours
-from worldsize.messages import printable, printable_lines, show_messages, until_output_closes
+from worldsize.messages import refuse, show_messages, until_output_closes
 from worldsize.reproducibility.checkout import remove_worktree
 from worldsize.world.scratch import leftovers
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
 
 COMMANDS = {
     "init": "a project of one's own, in a new folder: it trains and has a test",
@@ -112,33 +110,6 @@ def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -
     except WorldsizeError as error:
         codes.append(refuse(error))
     return max(codes)
-
-
-def refuse(error: WorldsizeError) -> int:
-    """Say why, escaped, since an error may quote what others wrote; return the exit code."""
-    print(printable_lines(str(error)), file=sys.stderr)
-    return CONFIG_ERROR
-
-
-def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
-    """Show ``facts``, every value on a line of its own and escaped, and ask whether ``deed`` shall be done.
-
-    ``yes``: it was agreed to on the command line; the facts are shown all the same.
-
-    Raises:
-        WorldsizeError: it was not agreed to, or nobody is there to ask.
-    """
-    width = max(map(len, facts))
-    for name, values in facts.items():
-        for label, value in zip([name, *[""] * len(values)], values or ["none"], strict=False):
-            print(f"{label:{width}}  {printable(value)}", file=sys.stderr)
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise WorldsizeError("this record was not written by this user on this machine. Look at it, then pass --yes.")
-    print(f"This record was not written by you. {deed} [y/N] ", end="", file=sys.stderr, flush=True)
-    if input().strip().lower() not in ("y", "yes"):
-        raise WorldsizeError("nothing was installed or run.")
 
 
 def remove_leftovers() -> None:

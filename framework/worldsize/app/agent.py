@@ -10,9 +10,10 @@ import signal
 import threading
 from pathlib import Path
 
-from worldsize.app import exit_process, refuse
+from worldsize.app import exit_process
 from worldsize.driver.agent import agent
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.messages import refuse
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.scratch import leftovers, private_folder
 

@@ -9,9 +9,9 @@ import socket
 import sys
 from pathlib import Path
 
-from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler
 from worldsize.errors import WorldsizeError
+from worldsize.messages import refuse
 from worldsize.records.lock import holder_of, is_locked
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from worldsize.app import refuse
 from worldsize.app.arguments import number
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
+from worldsize.messages import refuse
 from worldsize.observe.comparison import comparison_table
 from worldsize.records.run_record import view
 from worldsize.reproducibility.compare import Comparison, compare_runs

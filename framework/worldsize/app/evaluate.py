@@ -9,11 +9,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from worldsize.app import call_composed, exit_process, refuse
+from worldsize.app import call_composed, exit_process
 from worldsize.app.recorded_run import check_before_start, enter_project, placed
 from worldsize.config.compose import compose_only, resolved
 from worldsize.config.overrides import key_of
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.messages import refuse
 from worldsize.records.run_record import RunView, view
 
 _OWN = ("checkpoint", "split")  # words of this command, which set no key of the configuration

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-from worldsize.app import refuse
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
+from worldsize.messages import refuse
 from worldsize.records.run_record import RunView, view
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from worldsize import __version__
-from worldsize.app import refuse
 from worldsize.app.templates import planned, write
 from worldsize.config.search_path import bundle
 from worldsize.errors import ConfigError
+from worldsize.messages import refuse
 
 RECIPE = "mine"
 

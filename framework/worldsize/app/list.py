@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from worldsize.app import refuse
 from worldsize.config.catalogue import Option, Plugin, options, plugins
 from worldsize.config.installed import Installed, installed
 from worldsize.config.search_path import check_unique, main_conf
 from worldsize.errors import WorldsizeError, neighbours
+from worldsize.messages import refuse
 
 Row = Sequence[str]
 

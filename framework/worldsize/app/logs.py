@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from worldsize.app import refuse
 from worldsize.app.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.errors import WorldsizeError
+from worldsize.messages import refuse
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import look
 

@@ -8,10 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-from worldsize.app import refuse
 from worldsize.app.templates import planned, write
 from worldsize.config.catalogue import options, plugins
 from worldsize.errors import ConfigError
+from worldsize.messages import refuse
 
 _GROUPS = {"strategy": "strategy", "launcher": "cluster", "recipe": "recipe", "logger": "logger"}
 _TRY = {

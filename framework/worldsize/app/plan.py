@@ -18,13 +18,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.app import CONFIG_ERROR, call_composed, exit_process
+from worldsize.app import call_composed, exit_process
 from worldsize.app.arguments import number
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.core.limits import Range
 from worldsize.cost.collectives import compute_seconds_for
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
+from worldsize.messages import CONFIG_ERROR
 from worldsize.planning.advice import (
     WANTED,
     best_text,

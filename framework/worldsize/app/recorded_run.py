@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from worldsize.app import ask
 from worldsize.config.catalogue import used
 from worldsize.config.command_line import GROUPS
 from worldsize.config.compose import assigned, choices
@@ -23,6 +22,7 @@ from worldsize.driver.trust import (
     target_names,
 )
 from worldsize.errors import ConfigError
+from worldsize.messages import ask
 from worldsize.records.run_record import RunRecord, RunView
 from worldsize.reproducibility.plugins import check_kept
 

@@ -8,8 +8,8 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from worldsize.app import refuse
 from worldsize.errors import WorldsizeError
+from worldsize.messages import refuse
 from worldsize.observe.report.page import page
 
 NAME = "report.html"

@@ -18,13 +18,14 @@ from typing import Any
 
 from rich.console import Console
 
-from worldsize.app import ask, exit_process, refuse
+from worldsize.app import exit_process
 from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.compose import assigned
 from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle
 from worldsize.driver.trust import check_recorded_targets, recorded_flags, recorded_overrides, target_names
 from worldsize.errors import WorldsizeError
+from worldsize.messages import ask, refuse
 from worldsize.records.redaction import REDACTED
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, view

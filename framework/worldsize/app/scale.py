@@ -21,10 +21,11 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.app import exit_process, refuse
+from worldsize.app import exit_process
 from worldsize.app.train import train
 from worldsize.config.compose import choices, compose_and_call
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.messages import refuse
 from worldsize.planning.advice import time_text
 from worldsize.planning.scaling import PHASES, Point, efficiencies, knees, read_timed
 from worldsize.records.redaction import redacted_arguments

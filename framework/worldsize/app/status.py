@@ -6,10 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler, state_of
 from worldsize.errors import WorldsizeError
-from worldsize.messages import printable
+from worldsize.messages import printable, refuse
 from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import look
 

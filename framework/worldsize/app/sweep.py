@@ -12,13 +12,12 @@ from typing import final
 
 from omegaconf import DictConfig
 
-from worldsize.app import refuse
 from worldsize.app.exit_codes import ExitCodes, ends_sweep
 from worldsize.app.side_by_side import SideBySide
 from worldsize.config.compose import compose_and_call, is_side_by_side
 from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
 from worldsize.errors import WorldsizeError
-from worldsize.messages import show_messages
+from worldsize.messages import refuse, show_messages
 from worldsize.world.scratch import temporary_folder
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize.app import call_composed, exit_process, refuse, remove_leftovers
+from worldsize.app import call_composed, exit_process, remove_leftovers
 from worldsize.errors import WorldsizeError
-from worldsize.messages import show_messages, until_output_closes
+from worldsize.messages import refuse, show_messages, until_output_closes
 
 if TYPE_CHECKING:
     from worldsize.config.objective import Trial

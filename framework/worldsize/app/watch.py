@@ -12,10 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from worldsize.app import refuse
 from worldsize.driver.scheduled import Scheduler, is_alive, state_of
 from worldsize.errors import WorldsizeError
-from worldsize.messages import printable
+from worldsize.messages import printable, refuse
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import told

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from worldsize.app import refuse
 from worldsize.app.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.launch.control import MOST, request
-from worldsize.messages import printable
+from worldsize.messages import printable, refuse
 from worldsize.records.run_directory import RunDirectory
 
 
