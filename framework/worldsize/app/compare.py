@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from worldsize.app.arguments import number
+from worldsize.config.arguments import number
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse

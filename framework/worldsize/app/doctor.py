@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.app import call_composed, exit_process
-from worldsize.app.arguments import number
+from worldsize.config.arguments import number
 from worldsize.core.limits import SECONDS
 from worldsize.errors import ConfigError
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from worldsize.app.arguments import whole
+from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.driver.scheduled import Scheduler, is_alive
 from worldsize.errors import WorldsizeError

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.app import call_composed, exit_process
-from worldsize.app.arguments import number
+from worldsize.config.arguments import number
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.core.limits import Range

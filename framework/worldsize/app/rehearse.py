@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from worldsize.app import call_composed, exit_process
-from worldsize.app.arguments import whole
+from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
 from worldsize.planning.rehearsal.spans import named, spans

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from worldsize.app.arguments import whole
+from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.launch.control import MOST, request
