@@ -111,7 +111,7 @@ HEAVY = (
     "app/test_rehearse.py",
     "app/test_reproduce.py",
     "app/test_scale.py",
-    "app/test_sweep.py",
+    "driver/test_sweep.py",
     "clusters",
     "contract",
     "docs/test_commands.py",

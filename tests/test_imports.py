@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from worldsize.app import COMMANDS
+
 FRAMEWORK = Path(__file__).parents[1] / "framework" / "worldsize"
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = sorted(FRAMEWORK.rglob("*.py"))
@@ -90,6 +92,10 @@ def test_core_imports_only_torch_the_standard_library_and_our_errors(path: Path)
     assert {name.split(".")[0] for name in imports(path)} <= allowed
     own = [name for name in imports(path) if name.startswith("worldsize")]
     assert all(name.startswith(("worldsize.errors", "worldsize.core")) for name in own)
+
+
+def test_a_module_of_app_is_a_command() -> None:
+    assert {path.stem for path in (FRAMEWORK / "app").glob("*.py")} - {"__init__"} == COMMANDS.keys()
 
 
 PRINTS = (

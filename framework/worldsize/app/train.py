@@ -39,7 +39,7 @@ def train(arguments: Sequence[str]) -> int:
 
     try:
         if wants_sweep(arguments):
-            from worldsize.app.sweep import call_sweep
+            from worldsize.driver.sweep import call_sweep
 
             code = call_sweep(task, arguments)
         else:

@@ -22,9 +22,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from tests.conftest import folders
-from worldsize.app.sweep import call_sweep
 from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
+from worldsize.driver.sweep import call_sweep
 from worldsize.errors import ConfigError
 
 RECIPE = '''

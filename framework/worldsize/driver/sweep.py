@@ -12,10 +12,10 @@ from typing import final
 
 from omegaconf import DictConfig
 
-from worldsize.app.exit_codes import ExitCodes, ends_sweep
-from worldsize.app.side_by_side import SideBySide
 from worldsize.config.compose import compose_and_call, is_side_by_side
 from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search
+from worldsize.driver.exit_codes import ExitCodes, ends_sweep
+from worldsize.driver.side_by_side import SideBySide
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse, show_messages
 from worldsize.world.scratch import temporary_folder
