@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Train
-from worldsize.app.recorded_run import check_typed
 from worldsize.checkpoints.weights import open_weights
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy, World
 from worldsize.driver.record import check_initial
+from worldsize.driver.recorded_run import check_typed
 from worldsize.engine.averaging import AveragedReplica, WeightAverage
 from worldsize.engine.initial_weights import InitialWeights
 from worldsize.reproducibility.data import fingerprint

@@ -18,9 +18,8 @@ import pytest
 
 from tests.conftest import Command, Train
 from worldsize.app.cancel import cancel
-from worldsize.app.recorded_run import check_before_start
 from worldsize.config.recorded import read_launcher
-from worldsize.driver.trust import recorded_overrides
+from worldsize.driver.recorded_run import check_before_start, recorded_overrides
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.kubernetes import Kubernetes
 from worldsize.launch.skypilot import SkyPilot
@@ -289,7 +288,7 @@ def test_configuration_files_of_another_user_widen_nothing_and_call_nothing(
 
 def test_a_target_that_was_not_shown_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     config = {"allow_targets": [], "run": {}, "recipe": {"_target_": "recipes.digits.recipe.Digits"}}
-    with patch("worldsize.app.recorded_run.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
+    with patch("worldsize.driver.recorded_run.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
         check_before_start({"config": {}, "plugins": []}, config, [], yes=False)
     assert "recipes.digits.recipe.Digits" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from worldsize.config.compose import assigned, compose_and_call
-from worldsize.driver.trust import project_of, take_code
+from worldsize.driver.recorded_run import project_of, take_code
 from worldsize.errors import WorldsizeError
 from worldsize.records.manifest import is_own, write_manifest
 from worldsize.records.run_directory import RunDirectory

@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.app import call_composed, exit_process
-from worldsize.app.recorded_run import check_before_start, enter_project, placed
 from worldsize.config.compose import compose_only, resolved
 from worldsize.config.overrides import key_of
+from worldsize.driver.recorded_run import check_before_start, enter_project, placed
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import refuse
 from worldsize.records.run_record import RunView, view

@@ -23,7 +23,7 @@ from worldsize.app.compare import EXIT_CODES, add_report_options, show
 from worldsize.config.compose import assigned
 from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle
-from worldsize.driver.trust import check_recorded_targets, recorded_flags, recorded_overrides, target_names
+from worldsize.driver.recorded_run import check_recorded_targets, recorded_flags, recorded_overrides, target_names
 from worldsize.errors import WorldsizeError
 from worldsize.messages import ask, refuse
 from worldsize.records.redaction import REDACTED

@@ -9,9 +9,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from worldsize.app import call_composed, exit_process
-from worldsize.app.recorded_run import check_before_start, enter_project, placed
 from worldsize.checkpoints.format import HYPERPARAMETERS, PARTS, complete, step_of
 from worldsize.config.compose import compose_only, resolved
+from worldsize.driver.recorded_run import check_before_start, enter_project, placed
 from worldsize.errors import WorldsizeError
 from worldsize.messages import refuse
 from worldsize.records.run_directory import RunDirectory

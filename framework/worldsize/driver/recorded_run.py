@@ -1,4 +1,4 @@
-"""Decide what of a run's record may be used.
+"""Use a recorded run again: decide what of its record may be used, enter its project, compose its configuration.
 
 A record is one's own if one's own key made its signature (:func:`worldsize.records.manifest.is_own`). A record of
 another user may name any code; nothing that it names is imported, installed or run before its reader has seen it and
@@ -15,18 +15,106 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from worldsize.config.catalogue import Plugin
+from worldsize.config.catalogue import Plugin, used
+from worldsize.config.command_line import GROUPS
+from worldsize.config.compose import assigned, choices
 from worldsize.config.installed import installed
 from worldsize.config.instantiate import ALLOWED, Allowed, check_targets, targets_of
 from worldsize.config.overrides import key_of
 from worldsize.config.search_path import bundle, folders_of, main_conf
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import printable
+from worldsize.messages import ask, printable
 from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import RunRecord, RunView
 from worldsize.reproducibility.plugins import check_kept, copy_files, digest_of, files_of, kept_folder
 from worldsize.world.scratch import temporary_folder
 
 _BUNDLED = "worldsize"  # the source of a plugin that came with worldsize
+
+
+def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes: bool) -> list[str]:
+    """Go to the folder in which a recorded run began, so that its recipes and plugins are found from there.
+
+    Args:
+        record: The run.
+        overrides: Options that were typed now.
+        yes: Go on with another user's run without asking.
+
+    Returns:
+        The run's options: the recorded ones that no typed one replaces, then those.
+
+    Raises:
+        WorldsizeError: its record holds what worldsize has not written, or it is another user's and was not agreed to;
+            or an option was typed that only a new run takes.
+    """
+    check_typed(overrides)
+    run, manifest, own = record.directory, record.manifest, record.is_own
+    recorded = recorded_overrides(manifest, own=own)
+    check_recorded_targets(manifest, overrides, own=own)
+    has_plugins = check_kept(manifest.get("plugins", ()), run.plugins)
+    project = project_of(manifest, run, own=own)
+    if not own:
+        _ask(manifest, project, yes=yes)
+        take_code(manifest, project, run)
+        project = run.project
+    os.chdir(project)
+    if has_plugins:
+        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # it goes on with the code that it began with
+    return [*_kept(recorded, overrides), *overrides]
+
+
+def check_typed(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if an option was typed that only a new run takes."""
+    if typed := [word for word in overrides if key_of(word) == "init_from"]:
+        raise ConfigError(
+            f"{typed[0]}: a run that has begun keeps the weights that it began from. Leave it out, or begin a new run "
+            "with it; nothing was started."
+        )
+
+
+def placed(record: RunRecord | RunView) -> list[str]:
+    """Return the options that say where the run's folder is, that of its groups, and the weights that it began from."""
+    run, begun = record.directory, record.manifest["config"].get("init_from")
+    own = [assigned("init_from", begun)] if begun else []  # of a run the checkpoint that was its newest then
+    flags = recorded_flags(record.manifest, own=record.is_own)
+    return [*flags, assigned("run.root", run.path.parents[1]), assigned("run.name", run.id), *own]
+
+
+def check_before_start(
+    manifest: Mapping[str, Any], config: Mapping[str, Any], overrides: Sequence[str], *, yes: bool
+) -> None:
+    """Refuse what another user's configuration composes to beyond the allow-list and the record.
+
+    Targets that were not shown are asked about.
+    """
+    _check_composed(config, overrides)
+    _check_plugins(manifest, used(config, choices()))
+    if others := sorted(set(target_names(config)) - set(target_names(manifest["config"]))):
+        ask({"targets that the record lacks": others}, yes=yes, deed="Run them?")
+
+
+def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
+    """Show what another user's run would run here, and ask whether to go on."""
+    facts = {
+        "run": [manifest["run_id"]],
+        "code": [f"copies of the plugins below, and the configuration in {project}"],
+        "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
+        "targets": target_names(manifest["config"]),
+        "options": manifest["overrides"],
+    }
+    ask(facts, yes=yes, deed="Run this code?")
+
+
+def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the recorded words that no override replaces.
+
+    With another strategy goes what was said of the old one, and with another cluster what was said of its launcher.
+    """
+    replaced = [key_of(word) for word in overrides]
+    groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
+    return [
+        word for word in recorded if key_of(word) not in replaced and not (groups and key_of(word).startswith(groups))
+    ]
 
 
 def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
@@ -70,7 +158,7 @@ def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *,
     check_targets(config, _allowed(typed, recorded))
 
 
-def check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
+def _check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
     """Refuse what the configuration files of another user put outside the allow-list, or into it.
 
     ``config``: what they compose to, with the ``typed`` overrides, which alone widen the allow-list.
@@ -116,7 +204,7 @@ def _can_be_entered(folder: Path) -> bool:
     return False
 
 
-def check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> None:
+def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> None:
     """Refuse code of a project or a folder of plugins that is not the recorded one, before it is imported.
 
     ``plugins``: those that the configuration needs. What came with worldsize or is installed is this user's own.
