@@ -22,8 +22,8 @@ from rich.table import Table
 
 from links import examined, trained_on, warm_python
 from worldsize.config.compose import compose_and_call
+from worldsize.config.composed import settings_of
 from worldsize.core import Link
-from worldsize.driver.execute import settings_of
 from worldsize.planning.advice import time_text
 from worldsize.planning.forecast import Forecast
 from worldsize.planning.predictor import Given, Predictor

@@ -36,9 +36,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.planning.rehearsal.composed import really
 from tests.planning.rehearsal.faulty import FAULTS, Faulty, line
 from worldsize.config.compose import compose_and_call
+from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Role, RunContext
-from worldsize.driver.execute import settings_of
 from worldsize.planning.absent_peers import world_seen_by
 from worldsize.planning.predictor import Given, Predictor
 from worldsize.planning.rehearsal.differences import differences

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import EarlyStopping as Reference
 from tests.conftest import Command, environment
 from tests.engine.test_fit import ALONE, Idle
 from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.core import ConfigError, Evaluated, Event, StepDone
-from worldsize.driver.execute import settings_of
 from worldsize.engine.early_stopping import EarlyStopping
 from worldsize.engine.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 

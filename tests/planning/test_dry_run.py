@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from worldsize.config.compose import compose_and_call
+from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Replica, RunContext, World
 from worldsize.data.loader import micro_batches
-from worldsize.driver.execute import settings_of
 from worldsize.planning.absent_peers import world_seen_by
 from worldsize.planning.dry_run import slowdown
 from worldsize.strategies.alone import alone

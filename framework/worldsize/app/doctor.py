@@ -61,7 +61,7 @@ def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
 
 
 def _examine(cfg: DictConfig, wanted: Wanted) -> int:
-    from worldsize.driver.execute import settings_of  # imports torch, which takes seconds
+    from worldsize.config.composed import settings_of  # imports torch, which takes seconds
 
     if wanted.report and wanted.report != "-" and not os.access(Path(wanted.report).absolute().parent, os.W_OK):
         raise ConfigError(f"{wanted.report} is in no folder that can be written. Name another file after --json.")

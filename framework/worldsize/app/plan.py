@@ -80,7 +80,7 @@ def plan(options: argparse.Namespace) -> int:
 def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     import torch  # takes seconds, as what follows
 
-    from worldsize.driver.execute import settings_of
+    from worldsize.config.composed import settings_of
     from worldsize.planning.predictor import Given, Predictor, links_of
 
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
@@ -162,7 +162,7 @@ def _note(text: str) -> None:
 
 def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
     """The run under each strategy with its defaults, and as it was typed under the chosen one."""
-    from worldsize.driver.execute import settings_of
+    from worldsize.config.composed import settings_of
 
     typed = task_overrides()
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")

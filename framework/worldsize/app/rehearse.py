@@ -60,7 +60,7 @@ def rehearse(options: argparse.Namespace) -> int:
 def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     import torch  # takes seconds, as what follows
 
-    from worldsize.driver.execute import settings_of
+    from worldsize.config.composed import settings_of
     from worldsize.planning.absent_peers import check_alone
     from worldsize.planning.construction import check_construction, check_trainable
     from worldsize.planning.rehearsal.rank import Part

@@ -127,8 +127,8 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
     places = []
 
     def task(cfg: DictConfig) -> None:
+        from worldsize.config.composed import settings_of
         from worldsize.core import BatchLauncher
-        from worldsize.driver.execute import settings_of
 
         cfg.batch_size *= size if mode == "weak" else 1
         settings = settings_of(cfg)

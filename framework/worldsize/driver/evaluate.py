@@ -20,8 +20,8 @@ from worldsize.checkpoints.format import COMPLETE, Checkpoint, complete, read, s
 from worldsize.checkpoints.retention import Retention
 from worldsize.config.settings import Settings
 from worldsize.core import Launcher, Plan, spoken_name
-from worldsize.driver.execute import checked, scrubber_of
-from worldsize.driver.record import config_text, with_secrets
+from worldsize.driver.execute import checked
+from worldsize.driver.record import config_text, scrubber_of, with_secrets
 from worldsize.errors import ConfigError
 from worldsize.messages import printable
 from worldsize.records.redaction import Scrubber

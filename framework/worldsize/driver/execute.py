@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -17,24 +16,18 @@ from rich.console import Console
 
 from worldsize.checkpoints.format import complete, step_of
 from worldsize.checkpoints.weights import source_of
-from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, variables_of
-from worldsize.config.installed import installed
+from worldsize.config.compose import choices, is_sweep
+from worldsize.config.composed import lengths_of, settings_of
 from worldsize.config.objective import Trial, is_search, value_of
-from worldsize.config.search_path import make_importable, roots
-from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
-from worldsize.config.shape import with_processes
+from worldsize.config.settings import Settings
 from worldsize.core import AgentLauncher, BatchLauncher, Launcher, Plan
-from worldsize.data.fetch import is_iterable
-from worldsize.data.order import steps_of
 from worldsize.driver.hints import command_line
-from worldsize.driver.lengths import length_in_steps, written_lengths
-from worldsize.driver.record import amend_record, check_same, with_secrets, write_record
+from worldsize.driver.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.driver.restarts import run_attempts
 from worldsize.driver.scheduled import wait_for
 from worldsize.errors import ConfigError, RunFolderError
 from worldsize.observe.summary import summary_table
 from worldsize.planning.construction import check_construction, check_trainable
-from worldsize.records.redaction import Scrubber, scrubber
 from worldsize.records.run_directory import RunDirectory, created, planned
 from worldsize.records.run_record import RunRecord, look, note_job, opened, read_result, writing
 
@@ -62,7 +55,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
     """
     if cfg.init_from is not None:  # of a run the checkpoint that is its newest now
         cfg.init_from = str(source_of(Path(cfg.init_from)))
-    lengths = _lengths(cfg)
+    lengths = lengths_of(cfg)
     settings = checked(cfg)
     if is_sweep() and isinstance(settings.launcher, BatchLauncher):
         _check_submission(settings.launcher)
@@ -217,66 +210,6 @@ def _check_steps(settings: Settings, run: RunDirectory) -> None:
             f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.training.steps}. "
             "Give a larger number; nothing was started."
         )
-
-
-def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None) -> Settings:
-    """Build typed settings, with what only the launching process knows filled in.
-
-    ``samples_per_logical_rank`` replaces the batch of the configuration, so that it divides under every strategy.
-    """
-    make_importable(roots())
-    if "hosts" in cfg.cluster:
-        cfg.cluster.nodes = len(cfg.cluster.hosts)
-    if cfg.epochs is not None and OmegaConf.is_missing(cfg, "steps"):
-        cfg.steps = 1  # until the length of the data is known
-    lengths = _lengths(cfg)
-    for key in lengths:
-        OmegaConf.update(cfg, key, 1)
-    if samples_per_logical_rank is not None:
-        cfg.batch_size = samples_per_logical_rank * logical_ranks_wanted(_completed(resolved(cfg)))
-    config = _completed(resolved(cfg))
-    settings = load_settings(config)
-    if cfg.epochs is None and not lengths:
-        return _with_profile_in_run(settings)
-    if cfg.epochs is not None:
-        cfg.steps = _steps(settings, epochs=float(cfg.epochs))
-    for key, text in lengths.items():
-        OmegaConf.update(cfg, key, length_in_steps(text, settings, key=key))
-    # resolved again, since schedules interpolate the number of steps
-    return _with_profile_in_run(load_settings(_completed(resolved(cfg))))
-
-
-def _lengths(cfg: DictConfig) -> dict[str, str]:
-    """Return the lengths of the schedule that are written as texts, by key."""
-    return dict(written_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
-
-
-def _with_profile_in_run(settings: Settings) -> Settings:
-    """Return the settings. Raises ConfigError: steps are to be traced that the run never reaches."""
-    profiled, steps = settings.observe.profiled, settings.training.steps
-    if profiled is not None and profiled[1] > steps:
-        raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
-    return settings
-
-
-def scrubber_of(cfg: DictConfig, settings: Settings) -> Scrubber:
-    """Return what takes the secrets of a composed configuration out of texts."""
-    return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
-
-
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
-    group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
-    places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
-    run = {**config["run"], "group": group, **places}
-    return {**config, "cluster": with_processes(config["cluster"], gpus), "run": run}
-
-
-def _steps(settings: Settings, *, epochs: float) -> int:
-    dataset = settings.recipe.data("train")
-    if is_iterable(dataset):
-        raise ConfigError("epochs needs a data set with a length; this one is a stream. Set steps instead.")
-    return steps_of(epochs, len(dataset), settings.training.batch_size)
 
 
 def _plan(settings: Settings, run: RunDirectory) -> Plan:

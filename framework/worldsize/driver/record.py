@@ -12,18 +12,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from worldsize.checkpoints.format import complete
 from worldsize.checkpoints.weights import open_weights
 from worldsize.config.catalogue import Plugin, used
-from worldsize.config.compose import additional_folder, choices, task_overrides
+from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
 from worldsize.config.search_path import bundle
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Plan
 from worldsize.data.permutation import ORDER
 from worldsize.engine.initial_weights import InitialWeights
-from worldsize.records.redaction import Scrubber, withheld
+from worldsize.records.redaction import Scrubber, scrubber, withheld
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, create_record, view
 from worldsize.reproducibility import seeds
@@ -49,6 +49,11 @@ from worldsize.reproducibility.plugins import digest_of, keep, kept_folder
 from worldsize.world.world import threads_per_process
 
 _logger = logging.getLogger(__name__)
+
+
+def scrubber_of(cfg: DictConfig, settings: Settings) -> Scrubber:
+    """Return what takes the secrets of a composed configuration out of texts."""
+    return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
 
 
 def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 
 from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.core import Recipe, Strategy
-from worldsize.driver.execute import settings_of
 from worldsize.testing.port_causes import first_different, loss_causes, shown_difference, weight_difference
 from worldsize.testing.port_processes import trained_in_processes
 from worldsize.testing.port_runs import PortConfig, Reference, Trained, recipe_trained, reference_trained

@@ -12,9 +12,9 @@ import torch
 from omegaconf import DictConfig
 
 from worldsize.config.compose import compose_and_call
+from worldsize.config.composed import settings_of
 from worldsize.config.settings import Settings
 from worldsize.core import World
-from worldsize.driver.execute import settings_of
 from worldsize.planning.rehearsal.calls import CallRecorder
 from worldsize.planning.rehearsal.memory import MemoryRecorder
 from worldsize.planning.rehearsal.rank import Part, Recorders, data_of, take_part

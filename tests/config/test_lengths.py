@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.driver.lengths import written_lengths
+from worldsize.config.composed import written_lengths
 
 
 def test_texts_that_are_lengths_are_told_from_others_at_any_depth() -> None:

@@ -1,0 +1,117 @@
+"""The settings of a composed configuration, with what only the launching process knows filled in.
+
+That is: where plugins lie, the processes of this machine, the group of a sweep, and the number of steps of what is
+written in epochs, samples or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
+from worldsize.config.installed import installed
+from worldsize.config.search_path import make_importable, roots
+from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
+from worldsize.config.shape import with_processes
+from worldsize.data.fetch import is_iterable
+from worldsize.data.order import steps_of
+from worldsize.errors import ConfigError
+
+_LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
+_SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None) -> Settings:
+    """Build typed settings, with what only the launching process knows filled in.
+
+    ``samples_per_logical_rank`` replaces the batch of the configuration, so that it divides under every strategy.
+    """
+    make_importable(roots())
+    if "hosts" in cfg.cluster:
+        cfg.cluster.nodes = len(cfg.cluster.hosts)
+    if cfg.epochs is not None and OmegaConf.is_missing(cfg, "steps"):
+        cfg.steps = 1  # until the length of the data is known
+    lengths = lengths_of(cfg)
+    for key in lengths:
+        OmegaConf.update(cfg, key, 1)
+    if samples_per_logical_rank is not None:
+        cfg.batch_size = samples_per_logical_rank * logical_ranks_wanted(_completed(resolved(cfg)))
+    config = _completed(resolved(cfg))
+    settings = load_settings(config)
+    if cfg.epochs is None and not lengths:
+        return _with_profile_in_run(settings)
+    if cfg.epochs is not None:
+        cfg.steps = _steps(settings, epochs=float(cfg.epochs))
+    for key, text in lengths.items():
+        OmegaConf.update(cfg, key, _length_in_steps(text, settings, key=key))
+    # resolved again, since schedules interpolate the number of steps
+    return _with_profile_in_run(load_settings(_completed(resolved(cfg))))
+
+
+def lengths_of(cfg: DictConfig) -> dict[str, str]:
+    """Return the lengths of the schedule that are written as texts, by key."""
+    return dict(written_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
+
+
+def _with_profile_in_run(settings: Settings) -> Settings:
+    """Return the settings. Raises ConfigError: steps are to be traced that the run never reaches."""
+    profiled, steps = settings.observe.profiled, settings.training.steps
+    if profiled is not None and profiled[1] > steps:
+        raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
+    return settings
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    gpus = torch.cuda.device_count() if config["cluster"]["device"] == "cuda" else 0
+    group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
+    places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
+    run = {**config["run"], "group": group, **places}
+    return {**config, "cluster": with_processes(config["cluster"], gpus), "run": run}
+
+
+def _steps(settings: Settings, *, epochs: float) -> int:
+    dataset = settings.recipe.data("train")
+    if is_iterable(dataset):
+        raise ConfigError("epochs needs a data set with a length; this one is a stream. Set steps instead.")
+    return steps_of(epochs, len(dataset), settings.training.batch_size)
+
+
+def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, str]]:
+    """Yield the key and the text of each value below ``node`` that is a length, such as "2 epochs" or "10M tokens"."""
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from written_lengths(child, f"{key}.{name}")
+    if isinstance(node, str) and _LENGTH.fullmatch(node.strip()):
+        yield key, node.strip()
+
+
+def _length_in_steps(text: str, settings: Settings, *, key: str) -> int:
+    """Return the steps, rounded up, of a length that is the value of ``key``.
+
+    Raises:
+        ConfigError: the data are a stream without a length, or the recipe does not say how many tokens a sample has.
+    """
+    match = _LENGTH.fullmatch(text)
+    assert match is not None, text
+    number, scale, unit = match.groups()
+    count, batch_size = float(number) * _SCALES[scale], settings.training.batch_size
+    if unit == "epoch":
+        dataset = settings.recipe.data("train")
+        if is_iterable(dataset):
+            raise ConfigError(f"{key}={text}: the data are a stream, of which no length is known. Give steps instead.")
+        return steps_of(count, len(dataset), batch_size)
+    if unit == "token":
+        tokens = settings.recipe.tokens_per_sample()
+        if tokens is None:
+            raise ConfigError(
+                f"{key}={text}: {type(settings.recipe).__name__} does not say how many tokens a sample has. "
+                "Define Recipe.tokens_per_sample, or give steps, samples or epochs."
+            )
+        return math.ceil(count / (batch_size * tokens))
+    return math.ceil(count / batch_size) if unit == "sample" else math.ceil(count)
