@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -14,8 +14,9 @@ from typing import Annotated, Any, ClassVar
 from torch.utils.data import Dataset
 
 from worldsize.core import FilePath, OneOf
-from worldsize.data.storage.byte_files import ByteFile, SampleError, open_files
+from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.cache import Cache
+from worldsize.data.storage.open_files import open_files
 from worldsize.data.storage.read_counts import COUNTS
 
 _logger = logging.getLogger(__name__)
@@ -44,6 +45,19 @@ class Source(Dataset[Any], ABC):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read several samples; a source that reads neighbours faster together says so here."""
         return [self[index] for index in indices]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read all samples in the order of their numbers."""
+        return (self[index] for index in range(len(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was opened or computed since: another process opens it again."""
+        kind = type(self)
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not isinstance(getattr(kind, name, None), cached_property)
+        }
 
     @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:
@@ -90,12 +104,18 @@ class FileSource(Source):
     def _next_good(self, index: int, error: SampleError) -> Any:
         COUNTS.skipped += 1
         _logger.warning("sample %d is skipped: %s", index, error)
-        for later in range(index + 1, index + 1 + min(_TRIES, len(self))):
+        later = index
+        for _ in range(min(_TRIES, len(self))):
+            later = self.following(later) % len(self)
             try:
-                return self.sample(later % len(self))
+                return self.sample(later)
             except SampleError:
                 continue
-        raise SampleError(f"{error} The {_TRIES} samples after it are as bad; nothing can stand in for it.") from error
+        raise SampleError(f"{error} What follows it is as bad; nothing can stand in for it. Mend the files.") from error
+
+    def following(self, index: int) -> int:
+        """Return the first sample after ``index`` that may be good if that one is bad."""
+        return index + 1
 
     def fingerprint(self) -> Mapping[str, Any]:
         described = [[file.name.rpartition("/")[2], file.size, file.digest()] for file in self.files]

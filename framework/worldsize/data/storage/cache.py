@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from worldsize.world.cache_folder import cache_folder
 _logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM = 0.9  # share of the capacity that is left when the oldest blocks have been removed
+_RECENT = 1.0  # seconds in which a block is not marked again as used
 _LOOKS = 32  # the folder is looked through each time that 1/32 of the capacity has been added
 
 
@@ -82,16 +84,9 @@ class BlockCache:
             file: a name that changes whenever the content does.
         """
         path = self._folder / file[:2] / file / str(number)
-        try:
-            with path.open("rb") as kept:
-                kept.seek(span[0])
-                data = kept.read(span[1] - span[0])
-            if len(data) == span[1] - span[0]:
-                with suppress(OSError):  # removed in the meantime
-                    os.utime(path)
-                return data
-        except FileNotFoundError:
-            pass
+        data = _kept(path, span)
+        if len(data) == span[1] - span[0]:
+            return data
         block = fetch()
         self._keep(path, block)
         return block[span[0] : span[1]]
@@ -139,3 +134,18 @@ class BlockCache:
         if not self._told:
             _logger.warning("%s: what is read of remote files is not kept. Make room, or set cache.folder.", reason)
         self._told = True
+
+
+def _kept(path: Path, span: tuple[int, int]) -> bytes:
+    """Return the bytes ``span`` of a block, or fewer if they are not here; mark the block as used just now."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        if time.time() - os.fstat(descriptor).st_mtime > _RECENT:
+            with suppress(OSError):
+                os.utime(descriptor)
+        return os.pread(descriptor, span[1] - span[0], span[0])
+    finally:
+        os.close(descriptor)

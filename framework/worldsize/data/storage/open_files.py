@@ -1,0 +1,113 @@
+"""Finds the files that a path, a pattern or a URL names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from worldsize.data.storage.byte_files import ByteFile, LocalFile, without_secrets
+from worldsize.data.storage.cache import Cache
+from worldsize.data.storage.remote_files import RemoteFile, RemoteSystem
+from worldsize.errors import ConfigError
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[str] = ("",)) -> list[ByteFile]:
+    """Return the files that ``paths`` name, those of a folder or a pattern in the order of their names.
+
+    Args:
+        paths: one or several files, folders, or patterns such as ``books-*.jsonl`` and ``books-{000..031}.tar``: paths
+            of this machine, or URLs of any file system that fsspec knows.
+        cache: keeps what is read of URLs.
+        endings: of the names that count in a folder, such as ``.jsonl``.
+
+    Raises:
+        ConfigError: there is no such file, or no access to it.
+    """
+    named = [paths] if isinstance(paths, str) else paths
+    return [file for path in named for each in _expanded(path) for file in _files_of(each, cache, tuple(endings))]
+
+
+def is_url(path: str) -> bool:
+    """Tell whether ``path`` is a URL of other than this machine's file system."""
+    return "://" in path and not path.startswith("file://")
+
+
+def local_path(path: str) -> Path:
+    """Return the absolute path of a file or folder of this machine, which may be given as a ``file://`` URL."""
+    return Path(path.removeprefix("file://")).expanduser().absolute()
+
+
+def _expanded(path: str) -> Iterator[str]:
+    """Yield what a path with a range of numbers in braces stands for, such as ``{000..031}``."""
+    found = _RANGE.search(path)
+    if found is None or (not is_url(path) and os.path.lexists(local_path(path))):
+        yield path
+        return
+    first, last = int(found[1]), int(found[2])
+    for number in range(first, last + 1):
+        yield from _expanded(path[: found.start()] + str(number).zfill(len(found[1])) + path[found.end() :])
+
+
+def _files_of(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
+    try:
+        files = _remote(path, cache, endings) if is_url(path) else _local(local_path(path), endings)
+    except OSError as error:
+        reason = error.strerror or without_secrets(str(error)) or type(error).__name__
+        raise unopened(path, reason) from None
+    if not files:
+        inside = "" if endings == ("",) else f", or no file in it that ends with {' or '.join(endings)}"
+        raise ConfigError(f"{without_secrets(path)}: there is no such file{inside}. Check the path of the data.")
+    return files
+
+
+def unopened(path: str, reason: str) -> ConfigError:
+    """Return the error of a path or URL that cannot be opened."""
+    return ConfigError(
+        f"{without_secrets(path)}: it cannot be opened: {reason.rstrip('.')}. Check the path of the data."
+    )
+
+
+def _local(path: Path, endings: tuple[str, ...]) -> Sequence[ByteFile]:
+    if path.is_file():
+        return [LocalFile(path)]
+    if path.is_dir():
+        inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+        return [LocalFile(name) for name in sorted(inside) if name.name.endswith(endings)]
+    anchor = Path(path.anchor)
+    return [LocalFile(name) for name in sorted(anchor.glob(str(path.relative_to(anchor)))) if name.is_file()]
+
+
+def _remote(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
+    opened, path = open_system(url)
+    system = opened.here()
+    try:
+        if "*" in path:
+            names = system.glob(path)
+        elif path.endswith("/") or system.info(path)["type"] == "directory":
+            names = [name for name in system.find(path) if name.endswith(endings)]
+        else:
+            names = [path]
+        return [RemoteFile(opened, name, system.info(name), cache) for name in sorted(names)]
+    except ConfigError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise unopened(url, without_secrets(str(error)) or type(error).__name__) from None
+
+
+def open_system(url: str) -> tuple[RemoteSystem, str]:
+    """Return the file system of fsspec that a URL is of, and the path in it.
+
+    Raises:
+        ConfigError: there is none, or what it needs is not installed.
+    """
+    import fsspec  # it takes a tenth of a second, and only URLs need it
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError, OSError) as error:
+        raise unopened(url, without_secrets(str(error)) or type(error).__name__) from None
+    return RemoteSystem(system), str(path)
