@@ -1,0 +1,127 @@
+"""Images in folders, one for each class."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, final
+
+import numpy
+
+from worldsize.core import ConfigError
+from worldsize.data.source import FileSource
+from worldsize.data.sources.decoders import IMAGES, decoded
+from worldsize.data.storage.byte_files import ByteFile
+from worldsize.data.storage.folders import Folder, walk
+from worldsize.data.storage.index import Array, Scan, indexed
+
+_ROWS = 10_000  # images that are written to the index at once
+_HASHED = 1 << 24  # bytes of names that are hashed at once
+_LOOKS = 16  # images whose content is part of the fingerprint
+
+
+@final
+@dataclass(frozen=True)
+class ImageFolder(FileSource):
+    """Images in a folder that has a folder of each class, as for torchvision's class of this name.
+
+    A sample is a dict: ``image``, and ``label``, the number of its class among the names of the folders. Without
+    folders of classes, all images of the folder are samples that have no ``label``.
+
+    Args:
+        transform: is given each image, as Pillow decodes it, and returns what becomes of it, such as a tensor of one
+            size. None: the image itself, of any size and mode.
+    """
+
+    transform: Callable[[Any], Any] | None = None
+
+    endings: ClassVar[tuple[str, ...]] = tuple(f".{each}" for each in IMAGES)
+
+    @cached_property
+    def _walked(self) -> list[tuple[Folder, tuple[str, ...]]]:
+        if not isinstance(self.path, str):
+            raise ConfigError(f"data.path={list(self.path)} must be one folder of images.")
+        walked = list(walk(self.path, self.cache))
+        return [each for each in walked if each[1]] or walked
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the classes by number; empty: the folder has none."""
+        return sorted({parts[0] for _, parts in self._walked if parts})
+
+    @property
+    def files(self) -> list[ByteFile]:
+        """The folders, which stand for the files in them."""
+        return [folder for folder, _ in self._walked]
+
+    @cached_property
+    def index(self) -> Mapping[str, Array]:
+        """The index of all images: their sizes, the ends of their names, their folders, and their names themselves."""
+        made = indexed("images-1", self.files, self.cache, self._scanner())
+        if not made:
+            raise ConfigError(f"{self.path}: no image is in this folder. Check the path of the data.")
+        return made
+
+    def _scanner(self) -> Scan:
+        end = 0
+
+        def scan(file: ByteFile) -> Iterator[Mapping[str, Array]]:
+            nonlocal end
+            assert isinstance(file, Folder)
+            rows: list[tuple[bytes, int]] = []
+            for name, size in file.sizes():
+                if name.lower().endswith(self.endings) and not name.startswith("."):
+                    rows.append((name.encode(errors="surrogateescape"), size))
+                if len(rows) == _ROWS:
+                    yield _columns(rows, end)
+                    end += sum(len(name) for name, _ in rows)
+                    rows = []
+            yield _columns(rows, end)
+            end += sum(len(name) for name, _ in rows)
+
+        return scan
+
+    def __len__(self) -> int:
+        return len(self.index["size"])
+
+    def file_at(self, index: int) -> ByteFile:
+        """Open the file of image ``index``."""
+        first = int(self.index["end"][index - 1]) if index else 0
+        name = bytes(self.index["name"][first : int(self.index["end"][index])]).decode(errors="surrogateescape")
+        folder, _ = self._walked[int(self.index["file"][index])]
+        return folder.file(name, int(self.index["size"][index]))
+
+    def sample(self, index: int) -> dict[str, Any]:
+        file = self.file_at(index)
+        image = decoded(file.read(0, file.size), file.name.rpartition(".")[2].lower(), f"{file.name}, byte 0")
+        sample = {"image": image if self.transform is None else self.transform(image)}
+        if self.classes:
+            sample["label"] = int(self._labels[self.index["file"][index]])
+        return sample
+
+    @cached_property
+    def _labels(self) -> list[int]:
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        return [numbers[parts[0]] for _, parts in self._walked]
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Hash the names and sizes of all images, and the content of 16 of them."""
+        hashed = hashlib.sha256("\n".join("/".join(parts) for _, parts in self._walked).encode())
+        for name in ("name", "size", "file"):
+            array = self.index[name]
+            for first in range(0, len(array), _HASHED):
+                hashed.update(array[first : first + _HASHED].tobytes())
+        for index in numpy.linspace(0, len(self) - 1, min(_LOOKS, len(self)), dtype=int).tolist():
+            hashed.update(self.file_at(index).digest().encode())
+        return {"size": int(self.index["size"].sum()), "sha256": hashed.hexdigest(), "files": len(self)}
+
+
+def _columns(rows: list[tuple[bytes, int]], end: int) -> dict[str, Array]:
+    lengths = numpy.array([len(name) for name, _ in rows], dtype=numpy.uint64)
+    return {
+        "size": numpy.array([size for _, size in rows], dtype=numpy.uint64),
+        "end": numpy.cumsum(lengths, dtype=numpy.uint64) + numpy.uint64(end),
+        "name": numpy.frombuffer(b"".join(name for name, _ in rows), numpy.uint8),
+    }

@@ -1,0 +1,104 @@
+"""Samples in files of JSON, one on each line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy
+
+from worldsize.data.sources.indexed import Array, IndexedSource, refuse_compressed
+from worldsize.data.storage.byte_files import ByteFile, SampleError
+from worldsize.data.storage.index import Scan
+from worldsize.errors import neighbours
+
+_BLOCK = 8 << 20  # bytes that are searched for ends of lines at once
+_NEWLINE = ord("\n")
+_BLANKS = b" \t\r\n"
+_IS_BLANK = numpy.isin(numpy.arange(256), list(_BLANKS))
+_LONGEST = 2**32 - 1  # bytes of a line, as the index has 32 bits for it
+
+
+@final
+@dataclass(frozen=True)
+class JsonLines(IndexedSource):
+    """Files in which each line is a sample, in JSON; blank lines are none.
+
+    A sample is what the line says: an object is a dict.
+
+    Args:
+        columns: the keys of each object that a sample consists of, all of which it must have; None: all there are.
+    """
+
+    columns: Sequence[str] | None = None
+
+    endings: ClassVar[Sequence[str]] = (".jsonl", ".ndjson", ".json")
+
+    @property
+    def kind(self) -> str:
+        return "json_lines-1"
+
+    def scanner(self) -> Scan:
+        return _lines
+
+    def __len__(self) -> int:
+        return len(self.index["start"])
+
+    def sample(self, index: int) -> Any:
+        start = int(self.index["start"][index])
+        file = self.file_of(index)
+        line = file.read(start, start + int(self.index["size"][index]))
+        try:
+            parsed = json.loads(line)
+        except json.JSONDecodeError as error:
+            place = start + len(error.doc[: error.pos].encode(errors="surrogatepass"))
+            raise SampleError(f"{file.name}, byte {place}: the line is no JSON: {error.msg}.") from None
+        except (ValueError, RecursionError) as error:  # no UTF-8, too long a number, too deep
+            raise SampleError(f"{file.name}, byte {start}: the line is no JSON: {error}.") from None
+        return parsed if self.columns is None else _chosen(parsed, self.columns, f"{file.name}, byte {start}")
+
+
+def _chosen(parsed: Any, columns: Sequence[str], place: str) -> dict[str, Any]:
+    if not isinstance(parsed, dict):
+        raise SampleError(f"{place}: the line is no object, and columns are chosen. Set data.columns=null.")
+    try:
+        return {name: parsed[name] for name in columns}
+    except KeyError as error:
+        missing = error.args[0]
+        raise SampleError(f"{place}: there is no column {missing!r}{neighbours(missing, parsed)}") from None
+
+
+def _lines(file: ByteFile) -> Iterator[dict[str, Array]]:
+    """Yield where lines start, and how long they are without their end, for all but blank ones."""
+    refuse_compressed(file)
+    begun, blank = 0, True  # where the line starts that goes on in this block, and whether it is blank so far
+    for first in range(0, file.size, _BLOCK):
+        data = file.read(first, min(first + _BLOCK, file.size))
+        bytes_b = numpy.frombuffer(data, numpy.uint8)
+        ends = numpy.flatnonzero(bytes_b == _NEWLINE)
+        if len(ends) == 0:
+            blank = blank and not data.strip(_BLANKS)
+            continue
+        starts = numpy.concatenate(([0], ends[:-1] + 1))
+        kept = ~_IS_BLANK[bytes_b[starts]]
+        for each in numpy.flatnonzero(~kept):  # lines that begin with a blank, of which few do
+            kept[each] = bool(data[starts[each] : ends[each]].strip(_BLANKS))
+        kept[0] |= not blank
+        positions = starts.astype(numpy.uint64) + numpy.uint64(first)
+        positions[0] = begun
+        sizes = ends.astype(numpy.uint64) + numpy.uint64(first) - positions
+        yield _rows(file, positions[kept], sizes[kept])
+        begun = first + int(ends[-1]) + 1
+        blank = not data[ends[-1] + 1 :].strip(_BLANKS)
+    if not blank:
+        yield _rows(file, numpy.array([begun]), numpy.array([file.size - begun]))
+
+
+def _rows(file: ByteFile, starts: Array, sizes: Array) -> dict[str, Array]:
+    if len(sizes) and sizes.max() > _LONGEST:
+        raise SampleError(
+            f"{file.name}, byte {starts[sizes.argmax()]}: a line is longer than 4 GiB. Is the file JSON lines?"
+        )
+    return {"start": starts.astype(numpy.uint64), "size": sizes.astype(numpy.uint32)}
