@@ -214,7 +214,7 @@ class Returning(Two):
         (TakesName(), "name a metric loss/b or lr/b, which each logged step has of the optimizer 'b'. Rename it."),
         (Returning(3), "Returning.updates returned a int at its end. Return metrics by their names"),
         (Returning({"a": 3}), "the recipe's loss must give its metric 'a' as (sum, count)"),
-        (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', no scalar. Yield its mean()"),
+        (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', not a scalar. Yield its mean()"),
         (Detached(), "Detached.updates yielded a loss for 'a' that depends on no trained parameter."),
         (Misspelt(), "Misspelt.updates: no optimizer 'aa'; did you mean 'a'? Known: a, b."),
         (Silent(), "Silent.updates yielded nothing in step 1. Yield an update in every step."),

@@ -159,7 +159,7 @@ def _sha256(path: Path) -> str:
 def _bytes(path: Path) -> bytes:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(_differs(path, "a regular file", "a link" if path.is_symlink() else "another thing"))
+            raise CheckpointError(_differs(path, "a regular file", "a link" if path.is_symlink() else "something else"))
         return read_regular(path, at_most=_LARGEST)
     except OSError as error:
         raise CheckpointError(_differs(path, "a readable file", error.strerror or "an error")) from None

@@ -1,4 +1,4 @@
-"""Mean gradients by an all-reduce: torch's own, or one that a communication hook of DDP computes in its place."""
+"""Mean gradients by an all-reduce: torch's own, or that of a DDP communication hook."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from worldsize.strategies.loss_record import LossRecord
 
 
 class BucketHook(ABC):
-    """Sums a bucket of DDP's gradients over processes, and may remember something by bucket for the next step."""
+    """Sums a bucket of DDP's gradients over processes, and may keep state for each bucket until the next step."""
 
     @property
     def has_bucket_memory(self) -> bool:
-        """Whether something is remembered by bucket, so that DDP must have its final buckets before the first step."""
+        """Whether the hook keeps state for each bucket, so that DDP must form its buckets before the first step."""
         return False
 
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return the mean over processes of ``bucket``, in its shape."""
+        """Return the mean over processes of the bucket's buffer, of the same shape (n,)."""
 
     def settle(self, discarded_pass: Callable[[], None]) -> None:
-        """Run ``discarded_pass``, after which DDP has its final buckets, and lay out what is remembered by them."""
+        """Run ``discarded_pass``, after which DDP has its final buckets, and lay out the state of each bucket."""
         discarded_pass()
 
     def state(self) -> StateDict:
-        """Return what is remembered from step to step."""
+        """Return the state that is kept between steps."""
         return {}
 
     def load(self, state: StateDict) -> None:  # noqa: B027 - most remember nothing
-        """Take what :meth:`state` gave."""
+        """Load what :meth:`state` returned."""
 
 
 @final
@@ -52,7 +52,7 @@ class GatherHook(BucketHook):
         self._group = group
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Wait for the sum here, which costs nothing: there is nothing left to overlap with."""
+        """Return the mean of the bucket's buffer (n,). Waiting here costs nothing: there is no work left to overlap."""
         future: Future[Tensor] = Future()
         future.set_result(gathered_mean(bucket.buffer(), self._group))
         return future
@@ -60,9 +60,9 @@ class GatherHook(BucketHook):
 
 @final
 class AllReduceReducer(GradientReducer):
-    """Sums in the order of arrival here, and across processes in the order of torch's all-reduce or as ``hook`` does.
+    """Sums micro-batches in order, and across processes by torch's all-reduce or by ``hook``.
 
-    ``module`` is a model, or the DistributedDataParallel around it, which alone can have a ``hook``.
+    ``module`` is a model, or the DistributedDataParallel around it; only the latter can have a ``hook``.
     """
 
     def __init__(self, module: nn.Module, hook: BucketHook | None = None) -> None:
@@ -92,8 +92,9 @@ class AllReduceReducer(GradientReducer):
         return losses
 
     def _settle(self, backward: Callable[[float], LossRecord]) -> None:
-        """Let DDP group its buckets anew, as it does after its first pass: at three ranks and more the order of sums
-        depends on how they are grouped.
+        """Let DDP rebuild its buckets, as it does after its first pass.
+
+        With three or more ranks the order of sums depends on the buckets.
         """
         self._is_settled = True
         discarded_pass = partial(self._discard, backward)
@@ -103,7 +104,7 @@ class AllReduceReducer(GradientReducer):
             self._hook.settle(discarded_pass)
 
     def _discard(self, backward: Callable[[float], LossRecord]) -> None:
-        """Run a pass whose gradients are thrown away."""
+        """Run a pass whose gradients are discarded."""
         kept = [buffer.clone() for buffer in self._module.buffers()]
         backward(1.0)
         self._module.zero_grad()

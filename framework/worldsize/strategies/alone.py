@@ -1,4 +1,4 @@
-"""Makes the replica of a process that trains a model by itself."""
+"""Makes the replica of a process that trains a model alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.strategies.update_reducers import update_reducer
 
 
 def alone(recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reduction = "flat") -> ModelReplica:
-    """Train ``model``, which is on the device of ``context.world``, in this process with no other."""
+    """Return a replica that trains ``model``, on the device of ``context.world``, in this process alone."""
     if isinstance(recipe, MultiUpdateRecipe):
         reducer, states = update_reducer(reduce, model, None), MultiTrainState.of(recipe, model)
         return MultiUpdateReplica(recipe, context, train_state=states, reducer=reducer, sums_alone=True)
@@ -24,7 +24,7 @@ def alone(recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reducti
 
 
 def train_state_of(recipe: Recipe, model: nn.Module) -> TrainState | MultiTrainState:
-    """Make the optimizers and schedules that ``recipe`` gives ``model``."""
+    """Make the optimizers and schedules of ``recipe`` for ``model``."""
     if isinstance(recipe, MultiUpdateRecipe):
         return MultiTrainState.of(recipe, model)
     return TrainState.of(recipe, model)

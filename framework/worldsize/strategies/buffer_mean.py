@@ -1,4 +1,4 @@
-"""Means over logical ranks of the buffers that training changes."""
+"""Averages buffers that training changes, such as BatchNorm's statistics, over logical ranks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class StepBuffers(ABC):
 
     @abstractmethod
     def add(self, batch: int) -> None:
-        """Take what the forward pass of this micro-batch has changed, and go back to the step's beginning."""
+        """Add the change made by the forward pass of this micro-batch, and restore the values of the step's start."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Leave the mean in the buffers, after the step's last micro-batch."""
+        """Write the mean into the buffers, after the last micro-batch of the step."""
 
 
 @final
 class BufferMean:
     """Averages buffers that training changes, such as BatchNorm's, over logical ranks, in the fixed tree of sums.
 
-    Each micro-batch starts from the values with which the step began, and what it adds to them is averaged, so that
-    a buffer that nothing changes keeps its bits. Integers, such as BatchNorm's count of batches, end as they are
-    after one micro-batch: a step counts once.
+    Each micro-batch starts from the values at the start of the step, and the changes are averaged, so that an unchanged
+    buffer keeps its bits. Integers, such as BatchNorm's count of batches, end with their values after one micro-batch:
+    a step counts once.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None, dealing: Dealing = "cyclic") -> None:
@@ -49,7 +49,7 @@ class BufferMean:
         self._dealing = dealing
 
     def begin(self, batches: int) -> StepBuffers:
-        """Begin a step of so many micro-batches on each rank."""
+        """Begin a step of ``batches`` micro-batches on each rank."""
         logical_ranks = batches * self._size
         if logical_ranks == 1 or not self._buffers:
             return _UNTOUCHED
@@ -61,14 +61,14 @@ class BufferMean:
         return _AveragedBuffers(self._buffers, self._integers, nodes, partial(self._mean, logical_ranks))
 
     def _mean(self, logical_ranks: int, rows: Sequence[Tensor]) -> Tensor:
-        """Add up the nodes of all processes, flat, and divide by the number of logical ranks."""
+        """Sum the nodes of all processes, tensors (n,), and divide by the number of logical ranks."""
         total = finished(reduce_ordered(rows, self._group, self._dealing)) if self._group else sum_level(rows)
         return total / logical_ranks
 
 
 @final
 class _UntouchedBuffers(StepBuffers):
-    """Buffers of which there is nothing to average: they stay as the forward pass leaves them."""
+    """Buffers that need no averaging and keep the values of the forward pass."""
 
     def add(self, batch: int) -> None: ...
 
@@ -80,7 +80,7 @@ _UNTOUCHED = _UntouchedBuffers()
 
 @final
 class _AveragedBuffers(StepBuffers):
-    """Averaged over the step; micro-batch ``batch`` is part of the local sum ``nodes[batch]``."""
+    """Buffers averaged over the step; micro-batch ``batch`` is part of the local sum ``nodes[batch]``."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _AveragedBuffers(StepBuffers):
 
 
 def _change(now: Tensor, first: Tensor) -> Tensor:
-    """Return what is to be added; nothing can be added to an infinity, so there it is the new value itself."""
+    """Return the difference from ``first``; where ``first`` is infinite, return the new value itself."""
     return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
 
 
@@ -119,4 +119,4 @@ def _changed(first: Tensor, change: Tensor) -> Tensor:
 
 def _copy(buffers: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # no new version: as the forward pass that changed it, it invalidates no graph
+        buffer.data.copy_(value)  # through .data, since a new version of the tensor would invalidate autograd's graph

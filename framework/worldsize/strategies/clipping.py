@@ -1,4 +1,4 @@
-"""The factor by which clipping scales a gradient, where torch does not see the whole of it."""
+"""The factor of gradient clipping, for gradients that torch sees only in part."""
 
 from __future__ import annotations
 
@@ -7,5 +7,8 @@ from torch import Tensor
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Brings a gradient of ``norm`` (a scalar) to at most ``limit``, as torch.nn.utils.clip_grads_with_norm_ does."""
+    """Return the scalar factor that reduces a gradient of ``norm`` (a scalar) to at most ``limit``.
+
+    It is that of torch.nn.utils.clip_grads_with_norm_.
+    """
     return torch.clamp(limit / (norm + 1e-6), max=1.0)

@@ -1,4 +1,4 @@
-"""DDP's gradients by way of the node, and in fewer bits: see :mod:`worldsize.collectives.reductions`."""
+"""DDP hook for hierarchical and compressed gradients, see :mod:`worldsize.collectives.reductions`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from worldsize.strategies.all_reduce_reducer import BucketHook
 
 @final
 class CompressedHook(BucketHook):
-    """Sends sums as ``codec`` encodes them (None: as they are); with ``node`` only sums that cross nodes.
+    """Sends sums as ``codec`` encodes them (None: uncompressed); with ``node`` only sums between nodes.
 
-    What a lossy codec leaves out is added to the next message.
+    The error of a lossy codec is added to the next message (error feedback).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CompressedHook(BucketHook):
         return self._errors is not None
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        flat = bucket.buffer().div_(self._world.size)  # before it is encoded: float16 has no large numbers
+        flat = bucket.buffer().div_(self._world.size)  # before encoding, since the range of float16 is small
         return self._staged.add(flat, self._total(flat, bucket.index()), last=bucket.is_last())
 
     def _total(self, flat: Tensor, bucket: int) -> Phases:
@@ -75,10 +75,10 @@ class CompressedHook(BucketHook):
 
 @final
 class Errors:
-    """Residuals of this rank's messages: float32 [n], dealt to buckets in the order in which they ask.
+    """Compression errors of this rank's messages: float32 (n,), assigned to buckets in the order of their requests.
 
-    ``shares``: ranks that divide a bucket. ``n`` is known beforehand, so that a checkpoint can be: it leaves room
-    for the padding of as many buckets as there are parameters.
+    ``shares`` is the number of ranks that divide a bucket. ``n`` must be known in advance for checkpoints, so it leaves
+    room for the padding of as many buckets as there are parameters.
     """
 
     def __init__(self, module: nn.Module, shares: int) -> None:
@@ -89,12 +89,12 @@ class Errors:
         self._slots: dict[int, Tensor] = {}
 
     def begin(self, now: Tensor) -> None:
-        """Set the errors, float32 [n], and deal them to buckets anew."""
+        """Set the errors, float32 (n,), and forget their assignment to buckets."""
         self.now.copy_(now)
         self._slots = {}
 
     def of(self, bucket: int, length: int) -> Tensor:
-        """Return the bucket's errors, float32 [length], a view to change in place; deal them at the first call."""
+        """Return the bucket's errors, float32 (length,), a view to change in place; assigned at the first call."""
         if bucket not in self._slots:
             dealt = sum(slot.numel() for slot in self._slots.values())
             self._slots[bucket] = self.now[dealt : dealt + length]

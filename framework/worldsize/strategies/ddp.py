@@ -42,7 +42,7 @@ class DDP(Strategy):
     """Torch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
 
     ``reduce``: "flat" is torch's all-reduce, "ordered" gives the same bits at every world size, "hierarchical" sums
-    inside nodes first, so that 1/G of a rank's bytes cross the network with G ranks a node;
+    inside nodes first, so that with G ranks per node 1/G of a rank's bytes cross the network;
     ``compress``: gradients are sent as "bf16", "fp16", "int8" with error feedback, or by "powersgd" of rank
     ``powersgd_rank`` (Vogels et al. 2019, arXiv 1905.13727); with "hierarchical" only across nodes;
     ``bucket_mb``: size in MiB of the gradient buckets that are all-reduced as soon as they are full;
@@ -63,7 +63,7 @@ class DDP(Strategy):
         super().__post_init__()
         if self.reduce == "ordered" and self.compress != "none":
             raise ConfigError(
-                f"strategy.compress={self.compress} rounds sums otherwise at each world size, which "
+                f"strategy.compress={self.compress} rounds sums differently at each world size, which "
                 "strategy.reduce=ordered (reproducibility=elastic) forbids. Set one of them."
             )
 
@@ -78,7 +78,7 @@ class DDP(Strategy):
             )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
-        """PowerSGD's bytes depend on the shape of each matrix, so that its cost is not known."""
+        """Return the cost of a step; None with PowerSGD, whose bytes depend on the shape of each matrix."""
         if self.compress == "powersgd":
             return None
         return ddp_cost(work, cluster, reduce=self.reduce, compress=self.compress, bucket_mb=self.bucket_mb)
@@ -104,7 +104,7 @@ def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDat
     """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward."""
     devices = [world.device] if world.device.type == "cuda" else None
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
-    # they cannot be broadcast, and need not be: the recipe makes them equal everywhere
+    # they cannot be broadcast, and the recipe makes them equal on all ranks
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sparse)  # type: ignore[no-untyped-call]
     module = DistributedDataParallel(
         model, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **options

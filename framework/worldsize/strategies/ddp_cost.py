@@ -1,4 +1,4 @@
-"""What a step costs under distributed data parallel training, by the way in which gradients are summed."""
+"""Cost of a step of distributed data parallel training, for each way of summing gradients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from worldsize.cost.cluster import (
 )
 from worldsize.cost.collectives import bucketed_exposed_seconds
 
-SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}  # to float32; of PowerSGD it depends on the matrices
+# bytes relative to float32; those of PowerSGD depend on the shapes of matrices
+SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}
 
 
 def ddp_cost(work: Workload, cluster: Cluster, *, reduce: Reduction, compress: str, bucket_mb: float) -> Cost:
-    """Cost of a step whose buckets hide behind the backward pass.
+    """Return the cost of a step whose buckets, of ``bucket_mb`` MiB, are reduced during the backward pass.
 
-    What ``compress`` saves counts where it applies: everywhere, or across nodes only. Gradients that are small on CPUs
-    are gathered whole, see :mod:`worldsize.collectives.gathered`.
+    ``compress`` saves bytes on all links, or with ``reduce="hierarchical"`` only between nodes. Small gradients on CPUs
+    are gathered rather than reduced, see :mod:`worldsize.collectives.gathered`.
     """
     sums = _Sums(work.parameter_bytes, cluster, reduce, compress)
     payload = work.parameter_bytes
@@ -52,7 +53,7 @@ class _Sums:
     compress: str
 
     def sent_bytes(self) -> tuple[float, float]:
-        """Return the bytes that a rank sends in a step, and those of a rank that leave its node."""
+        """Return the bytes that a rank sends in a step, and those that leave its node."""
         payload, cluster = self.payload_bytes, self.cluster
         if self._is_by_node:
             inside, between = 2 * ring_share(cluster.processes_per_node), 2 * ring_share(cluster.nodes) * self._factor
@@ -64,7 +65,7 @@ class _Sums:
         return sent, exchanged_across_bytes(payload * self._factor, cluster) if self._is_exchanged else sent
 
     def seconds(self, payload_bytes: float) -> float:
-        """Return the seconds that it takes to sum ``payload_bytes``, a bucket's or all."""
+        """Return the seconds to sum ``payload_bytes``, of a bucket or of all gradients."""
         if self._is_by_node:
             return by_node_seconds(payload_bytes, self.cluster, smaller=self._factor)
         if self._is_small:
@@ -75,7 +76,7 @@ class _Sums:
 
     @property
     def _factor(self) -> float:
-        """Bytes that are sent for each byte of float32."""
+        """Bytes sent per byte of float32."""
         return SIZES.get(self.compress, 1.0)
 
     @property

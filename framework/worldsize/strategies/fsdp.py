@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: parameters, gradients and optimizer state divided over ranks (torch's fully_shard)."""
+"""Fully sharded data parallel: parameters, gradients and optimizer state sharded over ranks (torch's fully_shard)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import CallingRoot, Wrap, refuse_sparse_gradients, units
 
-_WHOLE_AT_MOST = 2**30  # bytes of gradients that each rank keeps whole between micro-batches unless it is asked for
+_WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,14 +49,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class FSDP(Strategy):
     """FSDP2 (Zhao et al. 2023, arXiv 2304.11277), which is ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    ``shard``: ranks that together hold one copy of the model: "all", those of a "node" (hybrid: replicated across
-    nodes), or their number. ``wrap``: what is gathered at once: the recipe's "blocks", modules of at least
+    ``shard``: the ranks that together hold one copy of the model: "all", those of a "node" (hybrid: replicated across
+    nodes), or their number. ``wrap``: the units that are gathered at once: the recipe's "blocks", modules of at least
     ``wrap_parameters`` by "size", or "auto": blocks if the recipe has any. ``reshard_after_forward=False`` keeps
-    gathered parameters until the backward pass (ZeRO stage 2). ``param_dtype``, ``reduce_dtype``: in which
-    parameters are gathered and computed with, and gradients summed (None: as they are; ``numerics.precision`` is
-    autocast, as everywhere). ``accumulate``: between the micro-batches of a step, gradients are kept "whole" and
-    reduced once, or "sharded" and reduced each time; "auto": sharded if whole they take more than 1 GiB.
-    ``reduce="ordered"``: the bits of every other strategy at every world size, whichever way gradients are kept.
+    gathered parameters until the backward pass (ZeRO stage 2). ``param_dtype``: the dtype in which parameters are
+    gathered and used. ``reduce_dtype``: the dtype in which gradients are summed. (None: unchanged;
+    ``numerics.precision`` is autocast, as everywhere.) ``accumulate``: between the micro-batches of a step, gradients
+    are kept "whole" and reduced once, or "sharded" and reduced each time; "auto": sharded if they would take more than
+    1 GiB. ``reduce="ordered"`` gives the bits of every other strategy at every world size, with either choice.
     """
 
     averages_weights = True
@@ -127,14 +127,14 @@ class FSDP(Strategy):
         return self.accumulate == "sharded"
 
     def _may_sum_shards(self, processes: int) -> bool:
-        """Tell whether shards of micro-batches can be added up: in the fixed tree a power of two of processes can."""
+        """Return whether shards can be added up after each micro-batch; the fixed tree needs 2^k processes for it."""
         return self.reduce != "ordered" or processes.bit_count() == 1
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:
             return alone(recipe, self._checkpointed(recipe, recipe.model()).to(world.device), context, self.reduce)
-        deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds all of it
+        deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds the whole model
         model = self._checkpointed(recipe, deferred.model)
         mesh, is_multi = self._mesh(world), isinstance(recipe, MultiUpdateRecipe)
         root = CallingRoot(model) if is_multi else model
@@ -152,21 +152,21 @@ class FSDP(Strategy):
         return SynchronousReplica(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums)
 
     def _checkpointed(self, recipe: Recipe, model: nn.Module) -> nn.Module:
-        """Let the blocks of ``model`` compute activations again where that is asked for."""
+        """Apply activation checkpointing to the blocks of ``model``, if configured."""
         if self.activation_checkpointing:
             for block in recipe.blocks(model):
                 checkpoint(block)
         return model
 
     def _mesh(self, world: World) -> DeviceMesh:
-        """[copies, shards of a copy]; ranks that share a copy are neighbours."""
+        """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""
         node = world.groups.get("node")
         size = self._shard_size(world.size, node.size() if node else world.size)
         shape = (world.size // size, size)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
-        # ordered sums cross all copies at once, see strategies/sharded_reducer.py
+        # ordered sums are over all copies at once, see strategies/sharded_reducer.py
         plain = mesh.size(0) == 1 or self.reduce == "ordered"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
@@ -181,5 +181,5 @@ class FSDP(Strategy):
 
 
 def _share_of_fp32(dtype: Precision | None) -> float:
-    """Return the bytes of a number of ``dtype`` for each byte of a float32."""
+    """Return the size of ``dtype`` relative to float32."""
     return _DTYPES[dtype].itemsize / 4 if dtype else 1.0

@@ -1,4 +1,4 @@
-"""What a step costs under fully sharded data parallel training."""
+"""Cost of a step of fully sharded data parallel training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worldsize.cost.collectives import all_gather_seconds, divided, exposed_seco
 @final
 @dataclass(frozen=True)
 class FSDPSharding:
-    """The sharding of a model, as far as the cost depends on it."""
+    """Properties of a model's sharding on which the cost depends."""
 
     ranks: int
     """That hold one copy of the model."""

@@ -20,7 +20,7 @@ Backward = Callable[[MicroBatch, float], LossRecord]
 class GradientReducer(ABC):
     """Runs the backward passes of a step and leaves the mean gradient of all logical ranks in ``.grad``."""
 
-    dealing: Dealing = "cyclic"  # of logical ranks, which :meth:`run` counts on
+    dealing: Dealing = "cyclic"  # the assignment of logical ranks that :meth:`run` expects
 
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
@@ -32,30 +32,30 @@ class GradientReducer(ABC):
                 returns the record of the loss.
 
         Returns:
-            What ``backward`` returned, in the order of ``batches``.
+            The results of ``backward``, in the order of ``batches``.
         """
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-        """Multiply what :meth:`run` has left by ``factor``, a scalar."""
+        """Multiply the gradients that :meth:`run` has left by ``factor``, a scalar tensor."""
         scale_gradients(parameters, factor)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients so that their norm is at most ``limit``; return the norm before, over all parameters."""
+        """Scale the gradients so that their total norm is at most ``limit``; return the norm before, a scalar."""
         return nn.utils.clip_grad_norm_(parameters, limit)
 
     def state(self) -> StateDict:
-        """Return what is remembered from step to step; per rank, so that only the same world size can use it."""
+        """Return the state kept between steps. It differs between ranks, so only the same world size can load it."""
         return {}
 
     def load(self, state: StateDict) -> None:  # noqa: B027 - most remember nothing
-        """Take what :meth:`state` gave, after :meth:`resumed`."""
+        """Load what :meth:`state` returned, after :meth:`resumed`."""
 
     def resumed(self) -> None:  # noqa: B027 - most sums do not depend on what came before
-        """Prepare to go on where another process stopped: the next step has to sum as that one would have."""
+        """Prepare to resume where another process stopped: the next step must sum in the order that it would have."""
 
 
 def taken(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Take the gradients of one micro-batch, zeros where there is none, and leave none behind."""
+    """Return the gradients of ``parameters``, in their shapes, with zeros for missing ones, and reset them to None."""
     gradients = []
     for parameter in parameters:
         gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -64,5 +64,5 @@ def taken(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def without_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Keep DistributedDataParallel, if ``module`` is one, from summing gradients within the block."""
+    """Disable gradient synchronization within the block if ``module`` is a DistributedDataParallel."""
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()

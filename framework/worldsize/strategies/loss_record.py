@@ -1,4 +1,4 @@
-"""Records of the losses of a step's micro-batches, and of the metrics that came with them."""
+"""Records of the losses of a step's micro-batches, and of the metrics returned with them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STEP_FIGURES = ("loss", "lr", "grad_norm", "samples", "samples_per_second", "dat
 @final
 @dataclass(frozen=True, slots=True)
 class LossRecord:
-    """The figures that are logged of one micro-batch, detached.
+    """The logged values of one micro-batch, detached.
 
     Attributes:
-        loss: The mean, a scalar as it is; or the sum with its weight, float64 [2].
-        metrics: Each metric that came with it, float64 [2]: the sum and its count.
+        loss: The mean, a scalar in the loss's own dtype; or the sum and its weight, float64 (2,).
+        metrics: Metrics returned with the loss, each float64 (2,): the sum and its count.
     """
 
     loss: Tensor
@@ -32,25 +32,25 @@ class LossRecord:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the loss is a sum with its weight."""
+        """Whether the loss is a sum and its weight."""
         return self.loss.ndim == 1
 
     def message(self) -> dict[str, Any]:
-        """Return the record as plain values, which :meth:`from_message` takes."""
+        """Return the record as plain values, for :meth:`from_message`."""
         return {"loss": self.loss.tolist(), "metrics": {name: pair.tolist() for name, pair in self.metrics.items()}}
 
     @staticmethod
     def from_message(message: Mapping[str, Any]) -> LossRecord:
-        """Build the record that :meth:`message` described, in float64 on the CPU."""
+        """Build a record from the result of :meth:`message`, in float64 on the CPU."""
         metrics = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in message["metrics"].items()}
         return LossRecord(torch.tensor(message["loss"], dtype=torch.float64), metrics)
 
     def without_counts(self) -> LossRecord:
-        """Return the record with metrics of which nothing counts."""
+        """Return the record with all sums and counts of its metrics set to 0."""
         return LossRecord(self.loss, {name: torch.zeros_like(pair) for name, pair in self.metrics.items()})
 
     def with_counts_of(self, records: Sequence[LossRecord]) -> LossRecord:
-        """Return the record with the metrics of ``records`` added up in the place of its own; of none, nothing counts.
+        """Return the record with the summed metrics of ``records`` in place of its own; without records, counts are 0.
 
         Raises:
             ConfigError: the records name different metrics.
@@ -61,10 +61,10 @@ class LossRecord:
 
 
 def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
-    """Split what ``Recipe.loss`` returned into the scalar whose gradient is taken, and the record of the rest.
+    """Split the result of ``Recipe.loss`` into the scalar whose gradient is taken, and the record to log.
 
     Raises:
-        ConfigError: a metric has a name that cannot be logged or is another figure's, or is no pair of real scalars.
+        ConfigError: a metric's name cannot be logged or is taken, or a metric is not a pair of real scalars.
     """
     if isinstance(loss, Tensor):
         return loss, LossRecord(loss.detach())
@@ -81,7 +81,7 @@ def _pair(total: Tensor | float, count: Tensor | float, device: torch.device) ->
 
 
 def _double(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a scalar in float64 on ``device``; none that is in the memory of the CPU makes it wait for a GPU."""
+    """Return a scalar in float64 on ``device``; a value in CPU memory never makes it wait for a GPU."""
     is_here = not isinstance(value, Tensor) or value.device.type == "cpu"
     if is_here and device.type != "cpu":
         number = float(value.detach() if isinstance(value, Tensor) else value)
@@ -111,20 +111,20 @@ def _is_real_scalar(value: Any) -> bool:
 
 
 def mean_loss(loss: Loss) -> Tensor:
-    """Return the mean over the micro-batch alone, whichever way ``Recipe.loss`` said it."""
+    """Return the mean loss over the micro-batch, a scalar, for any form that ``Recipe.loss`` may return."""
     own = LossOutput.of(loss).loss
     return own if isinstance(own, Tensor) else own[0] / own[1]
 
 
 def step_metrics(records: Sequence[LossRecord], names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Put the metrics of a step's micro-batches together, as :class:`StepResult` has them: float64 [records, 2] each.
+    """Stack the metrics of a step's micro-batches, in the form of :class:`StepResult`: float64 (records, 2) each.
 
     Args:
-        records: Of each micro-batch, one or more.
+        records: One or more records, one of each micro-batch.
         names: Names that the metrics must have; None: those of the first micro-batch.
 
     Raises:
-        ConfigError: the micro-batches name other metrics.
+        ConfigError: the names of metrics differ between micro-batches.
     """
     names = sorted(records[0].metrics if names is None else names)
     for record in records:
@@ -134,7 +134,7 @@ def step_metrics(records: Sequence[LossRecord], names: Iterable[str] | None = No
 
 
 def metrics_differ(first: Iterable[str], second: Iterable[str], *, where: str) -> ConfigError:
-    """Return the error that ``where``, two places of a run, training metrics have other names."""
+    """Return the error for training metrics whose names differ ``where``, in two places of a run."""
     one, other = (", ".join(sorted(names)) or "none" for names in (first, second))
     return ConfigError(
         f"the recipe's loss names different metrics in {where}: {one}; and {other}. "

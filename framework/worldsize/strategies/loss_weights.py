@@ -1,6 +1,6 @@
-"""Losses that are a sum with a weight: the step's gradient is the sum over all micro-batches over the weight of all.
+"""Weighted losses: the gradient of a step is that of the sum over all micro-batches, divided by their total weight.
 
-A mean of micro-batch means would weigh the tokens of a short micro-batch more than those of a long one.
+A mean of micro-batch means would give the tokens of a short micro-batch more weight than those of a long one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from worldsize.core import Dealing
 
 
 def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None, dealing: Dealing = "cyclic") -> Tensor:
-    """Return what turns the mean of summed gradients into the gradient of the mean: micro-batches over their weight.
+    """Return the number of micro-batches divided by their total weight.
 
-    Each rank writes its weights into a table that is zero elsewhere, and all add up the whole table in one order: the
+    It converts the mean over micro-batches of summed gradients to the gradient of the weighted mean. Each rank writes
+    its weights into a table that is zero elsewhere, and all ranks sum the full table in the same order, so that the
     bits are the same at every world size.
 
     Args:
         weights: Weight of each local micro-batch, scalars.
         group: Processes whose gradients are summed; None: this one alone.
-        dealing: Which logical ranks each of them has.
+        dealing: The assignment of logical ranks to processes.
 
     Returns:
-        A scalar, float64: 0 where nothing weighs anything.
+        A scalar, float64; 0 if the total weight is 0.
     """
     table = torch.stack(list(weights))
     if group is not None:
@@ -44,11 +45,14 @@ def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None, dealing
 
 
 def fp16_share(weight: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return a power of two that brings a sum near its mean, so that its gradients stay within the range of float16.
+    """Return a power of two that scales a sum to about its mean, so that its gradients fit in the range of float16.
 
     Args:
         weight: Weight of this process's first micro-batch of a step, a scalar.
-        group: Processes whose gradients are summed, which agree on the largest; None: this one alone.
+        group: Processes whose gradients are summed, which use the largest weight; None: this one alone.
+
+    Returns:
+        A scalar tensor.
     """
     largest = weight.clone()
     if group is not None:
@@ -58,7 +62,7 @@ def fp16_share(weight: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients by ``factor``, a scalar."""
+    """Multiply the gradients by ``factor``, a scalar tensor, in place."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))

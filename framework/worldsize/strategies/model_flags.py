@@ -1,4 +1,4 @@
-"""Remembers which parts of a model train and which are frozen, as a recipe has set it at one moment."""
+"""Saves and restores which parts of a model are in training mode and which are frozen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @final
 class ModelFlags:
-    """Holds the modes of all modules of ``model``, and which parameters require gradients, as they are now."""
+    """A snapshot of the training modes of all modules of ``model``, and of which parameters require gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -17,7 +17,7 @@ class ModelFlags:
         self._trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def restore(self) -> None:
-        """Set the flags again as they were then, where they differ."""
+        """Restore the flags of the snapshot where they differ."""
         for module, mode in self._modes:
             if module.training != mode:
                 module.train(mode)

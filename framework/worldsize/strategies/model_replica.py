@@ -1,4 +1,4 @@
-"""What replicas share that hold a whole model, or a part of each of its tensors, with its optimizers."""
+"""Base class of replicas that hold a whole model, or a shard of each of its tensors, with its optimizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Metrics = Mapping[str, tuple[Tensor, ...]]
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[None]:
-    """Return the context in which ``device`` computes in ``precision``; for fp32 it changes nothing."""
+    """Return the autocast context of ``device`` for ``precision``; for fp32 it does nothing."""
     dtype = _DTYPES.get(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
@@ -37,14 +37,14 @@ def collected_metrics(
     device: torch.device,
     call: Callable[[Callable[[], _Metrics]], _Metrics] | None = None,
 ) -> MetricCollector:
-    """Evaluate ``batches`` without gradients, each with random numbers of its own.
+    """Evaluate ``batches`` without gradients, each with its own random stream.
 
     Args:
-        recipe: Evaluates a batch.
-        model: Where this process keeps it, or its part of it.
-        batches: Those of this process.
-        device: That of this process, whose generators go on afterwards as if nothing had been drawn.
-        call: Calls what computes with the model.
+        recipe: The recipe that evaluates a batch.
+        model: The model, or this process's part of it.
+        batches: Evaluation batches of this process.
+        device: Device of this process. The states of its random generators are restored afterwards.
+        call: Calls the function that computes with the model.
     """
     collector = MetricCollector(recipe)
     with torch.no_grad(), evaluating([model]), generators_kept(device):
@@ -57,7 +57,7 @@ def collected_metrics(
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep ``models`` in evaluation mode; what the recipe keeps in it while the rest is trained stays there."""
+    """Put ``models`` in evaluation mode within the block; modules that were in it before stay in it afterwards."""
     kept = [module for model in models for module in model.modules() if not module.training]
     for model in models:
         model.eval()
@@ -69,9 +69,9 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class ModelReplica(Replica):
-    """Abstract: evaluates, saves and loads a model that this process trains; a derived class says what a step is.
+    """Abstract base: evaluates, saves and loads a model that this process trains; subclasses define the step.
 
-    With ``sums_alone`` its ``reducer`` sums the micro-batches of this process, not those of all.
+    With ``sums_alone`` its ``reducer`` sums only the micro-batches of this process, not those of all processes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ModelReplica(Replica):
         self.reducer, self.dealing = reducer, reducer.dealing
         self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
-        self._fp16_share: Tensor | None = None  # of a sum in float16, agreed on for each gradient
+        self._fp16_share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with self._autocast():
@@ -99,14 +99,14 @@ class ModelReplica(Replica):
         return collector.reduce(self.world)
 
     def _call(self, action: Callable[[], _T]) -> _T:
-        """Call what computes with the model."""
+        """Call ``action``, which computes with the model."""
         return action()
 
     def _autocast(self) -> AbstractContextManager[None]:
         return autocast(self.world.device, self.numerics.precision)
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        named = self.model.state_dict(keep_vars=True)  # before which FSDP divides again what it has gathered
+        named = self.model.state_dict(keep_vars=True)  # which first makes FSDP reshard gathered parameters
         return {name: each for name, each in named.items() if isinstance(each, nn.Parameter) and each.requires_grad}
 
     def state(self) -> StateDict:
@@ -121,7 +121,7 @@ class ModelReplica(Replica):
             self.reducer.load(state["strategy"])
 
     def _scaled(self, loss: Tensor, record: LossRecord, scale: float) -> Tensor:
-        """Return what goes backward: ``loss`` times ``scale``; a sum in float16 is also brought into its range."""
+        """Return the scalar of the backward pass: ``loss`` times ``scale``; sums in float16 are scaled to its range."""
         if self.scaler.is_enabled() and record.is_weighted:
             if self._fp16_share is None:
                 self._fp16_share = fp16_share(record.loss[1], self._group)
@@ -129,7 +129,7 @@ class ModelReplica(Replica):
         return self.scaler.scale(loss if scale == 1 else loss * scale)
 
     def _weighed(self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]) -> Sequence[Tensor]:
-        """Divide the gradient by the weight of all losses if they are sums; return shares of the mean loss."""
+        """Divide the gradient by the total weight if losses are sums; return each record's part of the mean loss."""
         share, self._fp16_share = self._fp16_share, None
         if not records[0].is_weighted:
             return [record.loss for record in records]
@@ -140,11 +140,10 @@ class ModelReplica(Replica):
     def _stepped(self, part: TrainState, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, bool]:
         """Clip the gradient, which is the same on all ranks, and let the optimizer and its schedule step.
 
-        Whoever calls it lets ``scaler`` update at the end of the step, as a loop with ``torch.amp.GradScaler`` does.
+        The caller updates ``scaler`` at the end of the step, as a loop with ``torch.amp.GradScaler`` does.
 
         Returns:
-            The norm before clipping, None if it is neither clipped nor has to be finite; and whether the update was
-            left out.
+            The norm before clipping (None if it is not needed), and whether the update was skipped.
         """
         norm, skipped = None, False
         if self.numerics.needs_norm:

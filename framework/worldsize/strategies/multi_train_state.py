@@ -1,4 +1,4 @@
-"""The optimizers and schedules of a recipe with several updates a step, and their state as every strategy saves it."""
+"""The optimizers and schedules of a recipe with several updates, and their state in the form that checkpoints have."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from worldsize.strategies.train_state import OptimizerState, TrainState
 @final
 @dataclass(frozen=True)
 class MultiTrainState:
-    """The model that a recipe trains by several optimizers.
+    """The model that a recipe trains with several optimizers.
 
-    Their state is saved as that of one optimizer that has the groups of all, by the names of parameters.
+    Their state is saved as that of one optimizer with the parameter groups of all, by the names of parameters.
     """
 
     model: nn.Module
@@ -29,7 +29,7 @@ class MultiTrainState:
 
     @staticmethod
     def of(recipe: MultiUpdateRecipe, model: nn.Module) -> MultiTrainState:
-        """Make the optimizers and schedules that ``recipe`` gives ``model``."""
+        """Make the optimizers and schedules of ``recipe`` for ``model``."""
         return MultiTrainState.scheduled(recipe, model, optimizers_of(recipe, model), {})
 
     @staticmethod
@@ -39,7 +39,7 @@ class MultiTrainState:
         optimizers: Mapping[str, Optimizer],
         sharded: Mapping[str, OptimizerState],
     ) -> MultiTrainState:
-        """Add schedules to ``optimizers``, and the state of those of which this rank holds a part."""
+        """Make schedules for ``optimizers``; ``sharded`` has the state of those of which this rank holds a part."""
         schedules = schedules_of(recipe, optimizers)
         parts = {
             name: TrainState(model, optimizer, schedules.get(name), sharded.get(name))
@@ -53,8 +53,8 @@ class MultiTrainState:
         return [part.optimizer for part in self.parts.values()]
 
     def state(self) -> StateDict:
-        """Return the state of all, which any world size and strategy can load."""
-        model = self.model.state_dict()  # first: it brings what is sharded into the form that names the optimizers'
+        """Return the state of model, optimizers and schedules, which any world size and strategy can load."""
+        model = self.model.state_dict()  # first, since it reshards parameters, by which optimizer state is named
         optimizers = [part.optimizer_state() for part in self.parts.values()]
         return {
             "model": model,
@@ -68,7 +68,7 @@ class MultiTrainState:
         }
 
     def load(self, state: StateDict) -> None:
-        """Take what :meth:`state` gave, and set the rates of the next step."""
+        """Load what :meth:`state` returned, and set the learning rates of the next step."""
         self.model.load_state_dict(state["model"])
         groups = list(state["optimizer"]["param_groups"])
         for name, part in self.parts.items():
@@ -93,7 +93,7 @@ def optimizers_of(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, O
     """Make the recipe's optimizers.
 
     Raises:
-        ConfigError: there is none, one has nothing to update, or two of them have a parameter in common.
+        ConfigError: there is no optimizer, one has nothing to update, or two of them share a parameter.
     """
     optimizers: Any = recipe.optimizers(model)
     kind = type(recipe).__name__
@@ -126,7 +126,7 @@ def schedules_of(recipe: MultiUpdateRecipe, optimizers: Mapping[str, Optimizer])
     """Make the recipe's schedules.
 
     Raises:
-        ConfigError: one is of no optimizer, or of another one than its name says.
+        ConfigError: a schedule's name is that of no optimizer, or not that of its own.
     """
     schedules, kind = recipe.schedules(optimizers), type(recipe).__name__
     for name, schedule in schedules.items():

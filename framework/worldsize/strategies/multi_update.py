@@ -27,13 +27,13 @@ from worldsize.strategies.update_results import UpdateResult, first_rate, step_r
 
 @final
 class MultiUpdateReplica(ModelReplica):
-    """Runs the recipe's generators, one for each micro-batch, side by side from update to update.
+    """Runs the recipe's generators, one for each micro-batch, in lockstep from update to update.
 
-    At each update, each micro-batch goes forward to its next ``yield`` and backward, one after the other as ``reducer``
-    says; then the optimizer steps. ``reducer`` finds gradients at the parameters of that optimizer alone. Buffers, such
-    as BatchNorm's statistics, are averaged over logical ranks after each update.
+    At each update, every micro-batch runs forward to its next ``yield`` and backward, in the order of ``reducer``; then
+    the optimizer steps. Only the parameters of that optimizer have gradients. Buffers, such as BatchNorm's statistics,
+    are averaged over logical ranks after each update.
 
-    ``root``, if the model is sharded, is the module around it: it calls what it is handed, within its own hooks.
+    If the model is sharded, ``root`` is the module around it, which calls a function inside its own hooks.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MultiUpdateReplica(ModelReplica):
         return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
 
     def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
-        """Take the next update of the step; return None if none was left."""
+        """Run the next update of the step; return None if there is none."""
         buffers = self._buffers.begin(len(batches))
         first, *others = self._order(len(batches))
         self._advance(passes[first])  # the first in every order of sums: it says which update this is
@@ -111,7 +111,7 @@ class MultiUpdateReplica(ModelReplica):
         return self._applied(name, parameters, records)
 
     def _order(self, batches: int) -> list[int]:
-        """Return the places of the micro-batches in the order of the tree of sums."""
+        """Return the indices of the micro-batches in the order of the summation tree."""
         tree = summation_tree(batches, self._size, self.dealing)
         return [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
 
@@ -142,7 +142,7 @@ class MultiUpdateReplica(ModelReplica):
         return UpdateResult(name, losses, norm, skipped, step_metrics(records))
 
     def _update_scale(self) -> None:
-        """Let the loss scale grow, or fall if a gradient was not finite, as torch.amp.GradScaler does once a step."""
+        """Increase the loss scale, or decrease it if a gradient was not finite, as torch.amp.GradScaler does."""
         if self._stepped_names:
             self.scaler.update()
             self._stepped_names.clear()
@@ -159,9 +159,9 @@ def whole_multi_update(
     reduce: Reduction = "flat",
     bucket_mb: float = BUCKET_MB,
 ) -> MultiUpdateReplica:
-    """Train a model that every rank of ``context.world`` holds whole, beginning with the weights of rank 0.
+    """Return a replica of a model that every rank of ``context.world`` holds whole, with the weights of rank 0.
 
-    ``bucket_mb``: MiB of gradients that are summed at once.
+    ``bucket_mb`` is the size in MiB of the buckets in which gradients are summed.
     """
     model, group = train_state.model, context.world.group
     make_equal(model, group)

@@ -25,8 +25,8 @@ from worldsize.strategies.loss_record import LossRecord
 class OrderedReducer(GradientReducer):
     """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits.
 
-    Across processes it is a communication hook: buckets are exchanged while the last backward pass runs.
-    Which parameters share a bucket does not matter, since each element is summed by itself.
+    Across processes it is a communication hook: buckets are exchanged while the last backward pass runs. The assignment
+    of parameters to buckets does not matter, since each element is summed separately.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
@@ -58,7 +58,7 @@ class OrderedReducer(GradientReducer):
         if self._group is None:
             self._finish_alone(last[0])
         buffers.finish()
-        self._counters = []  # they hold gradients
+        self._counters = []  # release gradients
         return [losses[leaf] for leaf in range(len(batches))]
 
     def _finish_alone(self, node: int) -> None:
@@ -77,7 +77,7 @@ class OrderedReducer(GradientReducer):
         return torch.div(total, self._logical_ranks, out=bucket.buffer())
 
     def _rows(self, bucket: GradBucket) -> list[Tensor]:
-        """Return this process's nodes for the bucket's parameters, flat; the bucket itself holds the last leaf."""
+        """Return this process's nodes of the bucket, tensors (n,); the bucket itself holds the last leaf."""
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
         for waiting in current.waiting:

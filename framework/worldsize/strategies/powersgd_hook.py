@@ -1,4 +1,4 @@
-"""PowerSGD as torch has it (Vogels et al. 2019, arXiv 1905.13727), with a memory that checkpoints hold."""
+"""Torch's PowerSGD hook (Vogels et al. 2019, arXiv 1905.13727), with its memory saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from worldsize.collectives.step_timer import phase
 from worldsize.core import StateDict, World
 from worldsize.strategies.all_reduce_reducer import BucketHook
 
-_WARM_UP = 2  # passes before torch's hook compresses; here they are thrown away
+_WARM_UP = 2  # passes before torch's hook compresses; they are discarded
 
 
 @final
 class PowerSGDHook(BucketHook):
-    """Sends each matrix of a gradient as the product of two of ``rank`` columns, with error feedback and warm start.
+    """Sends each gradient matrix as the product of two factors of ``rank`` columns, with error feedback and warm start.
 
-    With ``node``: the sum inside a node is exact, and what crosses nodes is compressed.
+    With ``node``, sums inside a node are exact and those between nodes are compressed.
     """
 
     def __init__(self, module: DistributedDataParallel, world: World, *, rank: int, node: ProcessGroup | None) -> None:
@@ -55,12 +55,12 @@ class PowerSGDHook(BucketHook):
         future: Future[Tensor] = powerSGD_hook(self._torch, bucket)
         if bucket.buffer().device.type == "cpu":
             with phase("communication"):
-                future.wait()  # it begins collectives in callbacks, which must not meet those of the next bucket
+                future.wait()  # it starts collectives in callbacks, which must not interleave with the next bucket's
         return future
 
     def settle(self, discarded_pass: Callable[[], None]) -> None:
         self._torch = self._fresh()
-        for _ in range(_WARM_UP + 1):  # the last one lays out the memory
+        for _ in range(_WARM_UP + 1):  # the last pass lays out the memory
             discarded_pass()
         layout, self._torch = self._torch, self._fresh()
         self._torch.iter = _WARM_UP
@@ -74,7 +74,7 @@ class PowerSGDHook(BucketHook):
             self._torch.error_dict[bucket], memory = _cut(memory, layout.error_dict[bucket])
         for bucket in sorted(layout.q_memory_dict):
             self._torch.q_memory_dict[bucket], memory = _cut(memory, layout.q_memory_dict[bucket])
-        self._torch.p_memory_dict = layout.p_memory_dict  # computed anew in each step
+        self._torch.p_memory_dict = layout.p_memory_dict  # recomputed in each step
 
     def state(self) -> StateDict:
         """Return the errors of all buckets, then the right factors with which the next step begins."""
@@ -87,7 +87,7 @@ class PowerSGDHook(BucketHook):
 
     def load(self, state: StateDict) -> None:
         memory = local_row(state["memory"])
-        self._loaded = memory if memory.any() else None  # zeros: of a run that has not begun
+        self._loaded = memory if memory.any() else None  # all zeros: the run had not begun
 
 
 def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,5 +95,5 @@ def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _columns(parameter: Tensor, rank: int) -> int:
-    """Return the most numbers that the right factor of the matrix can have."""
+    """Return the largest number of elements of the matrix's right factor."""
     return 0 if parameter.ndim < 2 else parameter[0].numel() * min(rank, *parameter.flatten(1).shape)

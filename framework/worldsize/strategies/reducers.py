@@ -1,4 +1,4 @@
-"""Makes the gradient reducer that a strategy's options ask for."""
+"""Makes the gradient reducer for a strategy's options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gradient_reducer(reduce: Reduction, module: nn.Module, group: ProcessGroup |
 def compressed_reducer(
     reduce: Reduction, compress: Compression, module: DistributedDataParallel, world: World, *, powersgd_rank: int
 ) -> GradientReducer:
-    """Make the reducer over ``world`` that sends sums as ``compress`` says, with "hierarchical" across nodes only."""
+    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those between nodes."""
     node = world.groups.get("node") if reduce == "hierarchical" else None
     if compress == "powersgd":
         return AllReduceReducer(module, PowerSGDHook(module, world, rank=powersgd_rank, node=node))

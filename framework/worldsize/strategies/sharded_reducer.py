@@ -1,4 +1,4 @@
-"""Mean gradients of a model that ``fully_shard`` has divided: each rank ends with its own shards."""
+"""Mean gradients of a model sharded by ``fully_shard``: each rank ends with its own shards."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def sharded_reducer(
         model: The model.
         world: The ranks that train it.
         copies: The ranks with the same shards; None: there is one copy.
-        averages_buffers: Whether the reducer averages what forward passes change, such as BatchNorm's statistics.
-        accumulates_shards: Whether gradients are reduced after each micro-batch. The fixed tree then needs a power of
-            two of ranks, and deals logical ranks to them in blocks.
+        averages_buffers: Whether the reducer averages buffers that forward passes change, such as BatchNorm's.
+        accumulates_shards: Whether gradients are reduced after each micro-batch. The number of ranks must then be a
+            power of two for the fixed tree, and each has consecutive logical ranks.
     """
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
@@ -55,9 +55,10 @@ def sharded_reducer(
 
 @final
 class ReduceScatterReducer(GradientReducer):
-    """Torch's reduce-scatter, once a step: the gradients of earlier micro-batches are kept whole until then.
+    """Torch's reduce-scatter, once per step: gradients of earlier micro-batches are kept unsharded until then.
 
-    With ``accumulates_shards`` it comes after each micro-batch, and shards are added up; copies meet once a step.
+    With ``accumulates_shards`` it runs after each micro-batch, and shards are added up; copies are summed once per
+    step.
     """
 
     def __init__(self, model: FSDPModule, buffers: BufferMean, *, accumulates_shards: bool = False) -> None:
@@ -87,11 +88,10 @@ class ReduceScatterReducer(GradientReducer):
 
 @final
 class OrderedShardReducer(GradientReducer):
-    """The fixed tree of :mod:`worldsize.collectives.ordered`, as FSDP's reduce-scatter: the bits of every other
-    strategy at every world size.
+    """The fixed tree of :mod:`worldsize.collectives.ordered` as FSDP's reduce-scatter.
 
-    If logical ranks are dealt cyclically, micro-batches are summed here, whole, and cross the network with the last; if
-    they are dealt in blocks, each crosses the network, and shards are summed.
+    It gives the bits of every other strategy at every world size. With dealing "cyclic", gradients of micro-batches are
+    summed locally and reduced with the last one; with "block", each is reduced, and shards are summed.
     """
 
     def __init__(
@@ -119,14 +119,17 @@ class OrderedShardReducer(GradientReducer):
             for scatter in self._scatters:
                 scatter.check(place)
             if place < len(order):
-                self._model.zero_grad()  # shards of zeros
+                self._model.zero_grad()  # removes shards of zeros
         buffers.finish()
         return [losses[leaf] for leaf in range(len(batches))]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Clip by the norm of whole gradients, gathered one at a time: its bits are those of an unsharded model."""
-        whole = (_gathered(parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor))
-        norms = [torch._foreach_norm([gradient])[0] for gradient in whole]  # as clip_grad_norm_ does
+        """Clip by the norm of full gradients, gathered one at a time, and return it, a scalar.
+
+        It has the same bits as the norm of an unsharded model.
+        """
+        full = (_gathered(parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor))
+        norms = [torch._foreach_norm([gradient])[0] for gradient in full]  # like clip_grad_norm_
         return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
 
 
@@ -142,26 +145,26 @@ def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> 
 
 @final
 class _OrderedScatter(ReduceScatter):
-    """Takes the gradients of one unit's micro-batches, and with the last leaves their mean, this rank's shard of it.
+    """Sums the gradients of one unit's micro-batches; the last call returns this rank's shard of their mean.
 
-    Where the tree leaves several nodes to a rank, they come one after the other. Shards of them are added up as they
-    come; whole ones have to wait for each other, since the tree goes on across ranks.
+    If a rank has several nodes of the tree, it computes one after the other. Shards are added up as they arrive;
+    unsharded nodes must all be complete first, since the tree continues across ranks.
     """
 
     def __init__(self, unit: str, exchange: _Exchange, dealing: Dealing) -> None:
         self._unit, self._exchange, self._sums_shards = unit or "the model", exchange, dealing == "block"
-        self._nodes = self._leaves = 1  # of this rank in a step
+        self._nodes = self._leaves = 1  # this rank's nodes in a step, and the leaves of each
         self._logical_ranks = exchange.ranks
-        self._counter, self._sums = Counter(), list[Tensor]()  # of the node in progress; and of those before
-        self._taken = 0  # micro-batches of the step
+        self._counter, self._sums = Counter(), list[Tensor]()  # of the node in progress, and of earlier nodes
+        self._taken = 0  # micro-batches of the step so far
 
     def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
-        """Begin a step, in which each rank adds up its micro-batches in so many ``nodes``."""
+        """Begin a step in which each rank adds up its micro-batches in ``nodes`` nodes."""
         self._nodes, self._leaves, self._logical_ranks = nodes, micro_batches // nodes, logical_ranks
         self._counter, self._sums, self._taken = Counter(), [], 0
 
     def check(self, micro_batches: int) -> None:
-        """Raise ConfigError if the unit has had gradients in some of so many micro-batches of the step, not in all."""
+        """Raise ConfigError if the unit had gradients in some of the step's ``micro_batches``, but not in all."""
         if self._taken not in (0, micro_batches):
             raise self._incomplete(micro_batches)
 
@@ -178,7 +181,7 @@ class _OrderedScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Add the unit's gradients, ``input_tensor`` [shards * s]; leave this rank's mean in ``output_tensor`` [s]."""
+        """Add the unit's gradients ``input_tensor`` (shards * s,); write this rank's mean to ``output_tensor`` (s,)."""
         whole = input_tensor.view(group.size(), -1)
         leaf = self._exchange.sum_of_part([whole]) if self._sums_shards else whole.clone()
         self._add(leaf)
@@ -207,10 +210,10 @@ class _OrderedScatter(ReduceScatter):
 
 @final
 class _Exchange:
-    """Sums one unit's gradients over the ranks of all copies at once: each rank a part of its shard.
+    """Sums one unit's gradients over the ranks of all copies at once; each rank sums a part of its shard.
 
-    ``group``: every rank, those that hold one copy of the model next to each other; ``copies``: those that hold the
-    same shard.
+    ``group``: all ranks, where those of one copy of the model are consecutive; ``copies``: the ranks with the same
+    shard.
     """
 
     def __init__(self, group: ProcessGroup, copies: ProcessGroup | None) -> None:
@@ -218,7 +221,7 @@ class _Exchange:
         self.ranks = group.size()
 
     def sum_of_part(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all ranks' ``rows`` [shards, s], which are nodes of the tree: this rank's part of it."""
+        """Return this rank's part of the sum over all ranks of ``rows``, which are nodes of the tree: (shards, s)."""
         copies = self._copies.size() if self._copies else 1
         shards, length = rows[0].shape
         size = -(-length // copies)
@@ -232,10 +235,10 @@ class _Exchange:
         return sum_level(theirs_pns.transpose(0, 1).flatten(0, 1).unbind())
 
     def shard_of(self, part: Tensor) -> Tensor:
-        """Return the parts of all copies in a row: this rank's shard, and what fills it up."""
+        """Concatenate the parts of all copies to this rank's shard, with padding at its end."""
         if self._copies is None:
             return part
-        whole = part.new_empty(self._copies.size() * len(part))
+        shard = part.new_empty(self._copies.size() * len(part))
         with phase("communication"):
-            dist.all_gather_into_tensor(whole, part, group=self._copies)
-        return whole
+            dist.all_gather_into_tensor(shard, part, group=self._copies)
+        return shard

@@ -1,4 +1,4 @@
-"""Sharded state: the parts that other ranks hold are tensors on the meta device."""
+"""Sharded state: parts that other ranks hold are tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from worldsize.strategies.train_state import OptimizerState, TrainState, load_na
 
 
 def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
-    """Return the state of training ``model`` whole, with all of its tensors on the meta device."""
+    """Return the unsharded training state of ``model``, with all tensors on the meta device."""
     return _on_meta(TrainState.of(recipe, _meta_copy(model)).state())
 
 
 def multi_meta_states(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, StateDict]:
-    """Return the state of each whole optimizer of ``model`` by its name, with all tensors on the meta device."""
+    """Return the unsharded state of each optimizer of ``model`` by name, with all tensors on the meta device."""
     parts = MultiTrainState.of(recipe, _meta_copy(model)).parts
     return {name: _on_meta(part.optimizer_state()) for name, part in parts.items()}
 
@@ -37,28 +37,28 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _on_meta(state: StateDict) -> StateDict:
-    outline: StateDict = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
-    return outline
+    meta: StateDict = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, state)
+    return meta
 
 
-def merge_states(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``whole`` with the values of ``part`` in place of its own, at any depth."""
+def merge_states(full: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``full`` with the values of ``part`` in place of its own, at any depth."""
     return {
         key: merge_states(child, part[key]) if isinstance(child, Mapping) and key in part else part.get(key, child)
-        for key, child in whole.items()
+        for key, child in full.items()
     }
 
 
 @final
 @dataclass(frozen=True)
 class ShardedOptimizerState(OptimizerState):
-    """The optimizer's state where each rank updates, or holds, a part of the parameters."""
+    """The state of an optimizer of which each rank updates, or holds, a part of the parameters."""
 
     model: nn.Module
     optimizer: Optimizer
-    """That of the training loop, whose groups have the learning rates."""
+    """The optimizer of the training loop, whose groups hold the learning rates."""
     own: Optimizer
-    """That of the parameters that this rank updates; may be the same."""
+    """The optimizer of the parameters that this rank updates; may be the same."""
     whole: Mapping[str, Any] = field(repr=False)
     """The optimizer's state as one rank would hold it, see :func:`meta_state`."""
 
@@ -78,7 +78,7 @@ class ShardedOptimizerState(OptimizerState):
         ]
         part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
         load_named_state(self.model, self.own, part)
-        # torch leaves a group without parameters without options too
+        # torch saves no options for a group without parameters
         for saved, *both in zip(state["param_groups"], self.own.param_groups, self.optimizer.param_groups, strict=True):
             for group in both:
                 group.update(_options(saved))

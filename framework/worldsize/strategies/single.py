@@ -14,7 +14,7 @@ from worldsize.strategies.alone import alone
 @final
 @dataclass(frozen=True)
 class Single(Strategy):
-    """Trains on one process. ``reduce="ordered"``: micro-batches are added up in the tree of logical ranks."""
+    """Trains in one process. With ``reduce="ordered"``, micro-batches are summed in the tree of logical ranks."""
 
     averages_weights = True
     trains_multi_update = True

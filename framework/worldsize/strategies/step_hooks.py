@@ -1,7 +1,6 @@
-"""The hooks that an optimizer runs before and after each step: the recipe's, such as one that averages weights, and a
-strategy's.
+"""Hooks that an optimizer runs before and after each step: those of a recipe, such as weight averaging, and strategies.
 
-torch shows them in no public way; the names that are read here are those of torch 2.
+torch has no public access to them; this module reads private attributes of torch 2.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from worldsize.core import ConfigError
 @final
 @dataclass(frozen=True)
 class StrategyHook:
-    """A hook that a strategy has added to the recipe's optimizer, without which no step succeeds."""
+    """A hook that a strategy has added to the recipe's optimizer, and that every step needs."""
 
     run: Callable[[], None]
 
@@ -28,7 +27,7 @@ class StrategyHook:
 
 
 def move_step_hooks(source: Optimizer, target: Optimizer) -> None:
-    """Let ``target``, which stands in for ``source``, run the hooks that ``source`` has before and after each step."""
+    """Move the step hooks of ``source`` to ``target``, which replaces it."""
     for before in source._optimizer_step_pre_hooks.values():
         target.register_step_pre_hook(before)
     for after in source._optimizer_step_post_hooks.values():
@@ -37,7 +36,7 @@ def move_step_hooks(source: Optimizer, target: Optimizer) -> None:
 
 @contextmanager
 def without_recipe_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Leave the recipe's hooks out of steps within the context, such as the one that torch takes to make a state."""
+    """Disable the recipe's hooks within the context, e.g. for the step that torch takes to create optimizer state."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     with _without_recipes(before), _without_recipes(after):
         yield
@@ -57,10 +56,10 @@ def _without_recipes(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
 
 
 def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:
-    """Refuse an optimizer that runs something before or after its steps.
+    """Refuse an optimizer that has step hooks.
 
     Raises:
-        ConfigError: it has a hook; the message goes on with the reason ``because``.
+        ConfigError: the optimizer has a hook; the message ends with the reason ``because``.
     """
     if hooks := recipe_hooks(optimizer):
         raise ConfigError(f"the optimizer has a hook for each step, {hook_name(hooks[0])}, {because}")

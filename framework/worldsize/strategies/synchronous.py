@@ -18,7 +18,7 @@ from worldsize.strategies.train_state import TrainState
 
 @final
 class SynchronousReplica(ModelReplica):
-    """Accumulates micro-batches and steps once; ``module`` is what wraps the model, if something does."""
+    """Accumulates micro-batches and steps once; ``module`` is the wrapper of the model, if there is one."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SynchronousReplica(ModelReplica):
         super().__init__(recipe, context, train_state=train_state, reducer=reducer, sums_alone=sums_alone)
         self.module = module or train_state.model
         self._part, self.optimizer = train_state, train_state.optimizer
-        self._parameters = list(self.model.parameters())  # which takes torch a walk over all modules
+        self._parameters = list(self.model.parameters())  # cached, since it walks over all modules
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self.optimizer.zero_grad()

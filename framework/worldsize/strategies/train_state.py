@@ -1,7 +1,7 @@
-"""A model with its optimizer and schedule, and their state in the form in which every strategy saves it.
+"""A model with its optimizer and schedule, and their state in the form that checkpoints have, for every strategy.
 
-What names an optimizer's state, torch's checkpoints, is imported where it is used: it takes as long as torch itself,
-and who only composes, shows or submits a run need not wait.
+torch.distributed.checkpoint is imported inside functions: it takes as long as torch itself, which commands that only
+compose, show or submit a run need not wait for.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from worldsize.strategies.step_hooks import without_recipe_hooks
 
 
 class OptimizerState(ABC):
-    """An optimizer's state by the names of the model's parameters, as one process would hold it."""
+    """An optimizer's state by the names of the model's parameters, as a single process would hold it."""
 
     @abstractmethod
     def state(self) -> StateDict:
-        """Return the state; a tensor that other ranks hold is on the meta device."""
+        """Return the state; tensors that other ranks hold are on the meta device."""
 
     @abstractmethod
     def load(self, state: StateDict) -> None:
-        """Take what :meth:`state` gave, under this strategy or another."""
+        """Load what :meth:`state` returned, under this strategy or another."""
 
 
 class OptimizedModel(Protocol):
@@ -49,7 +49,7 @@ class OptimizedModel(Protocol):
         """Return the state of all, which any world size and strategy can load."""
 
     def load(self, state: StateDict) -> None:
-        """Take what :meth:`state` gave."""
+        """Load what :meth:`state` returned."""
 
 
 @final
@@ -61,23 +61,23 @@ class TrainState:
     optimizer: Optimizer
     schedule: LRScheduler | None
     sharded: OptimizerState | None = None
-    """The optimizer's state where this rank holds a part of it; None: it holds all."""
+    """The optimizer's state if this rank holds a part of it; None: it holds all of it."""
 
     @staticmethod
     def of(recipe: Recipe, model: nn.Module) -> TrainState:
-        """Make the optimizer and schedule that ``recipe`` gives ``model``."""
+        """Make the optimizer and schedule of ``recipe`` for ``model``."""
         optimizer = recipe.optimizer(model)
         return TrainState(model, optimizer, recipe.schedule(optimizer))
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The one optimizer."""
+        """The single optimizer."""
         return (self.optimizer,)
 
     def state(self) -> StateDict:
-        """Return the state of all three, which any world size and strategy can load.
+        """Return the state of model, optimizer and schedule, which any world size and strategy can load.
 
-        The optimizer's is by the names of the model's parameters.
+        The optimizer's state is by the names of the model's parameters.
         """
         return {
             "model": self.model.state_dict(),
@@ -86,32 +86,32 @@ class TrainState:
         }
 
     def load(self, state: StateDict) -> None:
-        """Take what :meth:`state` gave, and set the rates of the next step."""
+        """Load what :meth:`state` returned, and set the learning rates of the next step."""
         self.model.load_state_dict(state["model"])
         self.load_optimizer(state["optimizer"])
         self.load_schedule(state["schedule"])
 
     def optimizer_state(self) -> StateDict:
-        """Return the optimizer's state by the names of parameters, as one process would hold it."""
+        """Return the optimizer's state by the names of parameters, as a single process would hold it."""
         return named_state(self.model, self.optimizer) if self.sharded is None else self.sharded.state()
 
     def load_optimizer(self, state: StateDict) -> None:
-        """Take what :meth:`optimizer_state` gave."""
+        """Load what :meth:`optimizer_state` returned."""
         if self.sharded is not None:
             self.sharded.load(state)
             return
         load_named_state(self.model, self.optimizer, state)
 
     def load_schedule(self, state: StateDict) -> None:
-        """Take the schedule's state, and set the rates of the next step."""
+        """Load the schedule's state, and set the learning rates of the next step."""
         if self.schedule is not None:
             self.schedule.load_state_dict(state)
             _set_rates(self.schedule)
 
 
 def _set_rates(schedule: LRScheduler) -> None:
-    """Set the next step's rates by the schedule as it is now: it may be longer than the one that was saved."""
-    if isinstance(schedule, LambdaLR):  # torch's others keep what they depend on in their state
+    """Set the next step's learning rates from the present schedule, which may be longer than the saved one."""
+    if isinstance(schedule, LambdaLR):  # torch's other schedules load their hyperparameters with their state
         pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
         rates = [base * factor(schedule.last_epoch) for base, factor in pairs]
         for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -119,7 +119,7 @@ def _set_rates(schedule: LRScheduler) -> None:
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Return the optimizer's state by the names of parameters, before its first step as it would begin."""
+    """Return the optimizer's state by the names of parameters; before the first step, the initial state."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     fresh = not optimizer.state
@@ -127,7 +127,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
         if fresh:
             _probe(optimizer)
         state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
-    # some optimizers (Adagrad) keep state for frozen parameters too, which torch leaves out when it loads
+    # some optimizers (Adagrad) also keep state for frozen parameters, which torch ignores when it loads
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     state["state"] = {name: values for name, values in state["state"].items() if name not in frozen}
     if fresh:
@@ -141,28 +141,28 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take what :func:`named_state` gave; an optimizer that had not stepped then is as new."""
+    """Load what :func:`named_state` returned; an optimizer that had not stepped is reset."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     fresh = not optimizer.state
     with without_recipe_hooks(optimizer):
         set_optimizer_state_dict(model, optimizer, {**state})
-    if fresh and _has_not_stepped(optimizer):  # what some begin with (NAdam, Rprop, ASGD) is not what a step leaves
+    if fresh and _has_not_stepped(optimizer):  # the initial state of NAdam, Rprop and ASGD is not that after a step
         optimizer.state.clear()
 
 
 def _probe(optimizer: Optimizer) -> None:
-    """Take a step that changes no weight, so that the state has all that it will have, zero where gradients enter."""
+    """Take a step that changes no weight, to create all entries of the state, with zero moments."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-    optimizer.zero_grad()  # of a step that was skipped: torch would take the state to be complete
+    optimizer.zero_grad()  # gradients of a skipped step would make torch assume that the state is complete
     with _without_decay(optimizer):
         _init_optim_state(optimizer)
 
 
 @contextmanager
 def _without_decay(optimizer: Optimizer) -> Iterator[None]:
-    """Set the weight decay to 0 within the context: as a part of the gradient it would enter the moments."""
+    """Set the weight decay to 0 within the context, since it would change the moments as a part of the gradient."""
     decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
     for group, _ in decays:
         group["weight_decay"] = 0.0
@@ -174,7 +174,7 @@ def _without_decay(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _has_not_stepped(optimizer: Optimizer) -> bool:
-    """Tell by the counts of steps, or by the buffers of an SGD whose dampening its first step leaves out."""
+    """Decide by the step counts, or for SGD by its momentum buffers, since its first step ignores dampening."""
     states = list(optimizer.state.values())
     if any(group.get("dampening") for group in optimizer.param_groups):
         buffers = [buffer for state in states if (buffer := state.get("momentum_buffer")) is not None]

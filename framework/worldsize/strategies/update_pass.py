@@ -1,4 +1,4 @@
-"""One micro-batch's way through the updates of a step: a recipe's generator, with random numbers of its own."""
+"""Runs one micro-batch through the updates of a step: a recipe's generator, with its own random stream."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class UpdatePass:
 
     Args:
         kind: Name of the recipe's class.
-        begin: Makes the generator.
+        begin: Returns the generator.
         batch: The micro-batch.
         names: Names of the recipe's optimizers.
         device: Device on which it computes.
-        flags: What of the model is frozen or evaluates when the step begins. What the generator sets holds for its own
-            way through the step: others of the same process do not see it.
+        flags: Which parts of the model are frozen or in evaluation mode when the step begins. Changes by the generator
+            apply only to its own pass; other passes of the same process do not see them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UpdatePass:
     ) -> None:
         self._kind, self._begin, self._batch = kind, begin, batch
         self._names, self._device, self._flags = names, device, flags
-        self._states: GeneratorStates | None = None  # as the last update left them
+        self._states: GeneratorStates | None = None  # random states after the last update
         self._updates: Iterator[Update] | None = None
         self.name: str | None = None
         """The optimizer whose update the generator waits for; None: it has ended."""
@@ -60,10 +60,10 @@ class UpdatePass:
         self._returned: Any = None
 
     def advance(self, call: Callable[[Callable[[], Any]], Any]) -> None:
-        """Let the generator run up to its next update, or to its end; ``call`` calls what computes with the model.
+        """Run the generator to its next update, or to its end; ``call`` calls functions that compute with the model.
 
         Raises:
-            ConfigError: it yields something else, or there is no generator.
+            ConfigError: the recipe returned no generator, or it yielded something else.
         """
         if self._updates is None:
             seed_generators(self._batch.seed, self._device)
@@ -74,29 +74,29 @@ class UpdatePass:
         self._flags.restore()
         yielded = call(lambda: _next_of(updates))
         self._flags = ModelFlags(self._flags.model)
-        self._states = GeneratorStates.of(self._device)  # others draw, and so may backward passes and optimizers
+        self._states = GeneratorStates.of(self._device)  # other passes, backward passes and optimizers also draw
         if isinstance(yielded, _End):
             self.name, self._loss, self._returned = None, None, yielded.returned
         else:
             self.name, self._loss = self._checked(yielded)
 
     def close(self) -> None:
-        """End the generator where it waits, as a recipe's ``finally`` hears."""
+        """Close the generator, which runs its ``finally`` blocks."""
         if isinstance(self._updates, Generator):
             self._updates.close()
 
     def take_loss(self) -> tuple[Tensor, LossRecord]:
-        """Return the scalar whose gradient the update takes, and the record of the rest; keep nothing of them.
+        """Return the scalar loss of the update and the record to log, and forget them.
 
         Raises:
-            ConfigError: it is no scalar, or depends on no trained parameter.
+            ConfigError: the loss is not a scalar, or depends on no trained parameter.
         """
         yielded, self._loss = self._loss, None
         assert yielded is not None, "the generator has ended"
         loss, record = differentiable(yielded)
         if loss.ndim:
             raise ConfigError(
-                f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {self.name!r}, no scalar. "
+                f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {self.name!r}, not a scalar. "
                 "Yield its mean(), or (its sum(), its weight)."
             )
         if not loss.requires_grad:
@@ -107,10 +107,10 @@ class UpdatePass:
         return loss, record
 
     def take_metrics(self) -> LossRecord:
-        """Return the metrics that the generator has returned at its end, and keep nothing of them.
+        """Return the metrics that the generator returned at its end, and forget them.
 
         Raises:
-            ConfigError: it has returned something else.
+            ConfigError: the generator returned something else.
         """
         returned, self._returned = self._returned, None
         if not isinstance(returned, Mapping | None):
@@ -124,7 +124,7 @@ class UpdatePass:
         """Refuse a sequence of updates that depends on more than the step.
 
         Raises:
-            ConfigError: ``other``, which has advanced as often, waits for another update.
+            ConfigError: ``other``, which has advanced as often, is at a different update.
         """
         if self.name != other.name:
             raise updates_differ(
@@ -135,7 +135,7 @@ class UpdatePass:
         """Refuse a sequence, or learning rates of the optimizers, that differ between ranks; all of them must call it.
 
         Raises:
-            ConfigError: a rank that has advanced as often waits for another update, or has other ``rates``.
+            ConfigError: a rank is at a different update, or has different learning ``rates``.
         """
         known = [None, *self._names]
         owners = [name for name, own in rates.items() for _ in own]
@@ -188,15 +188,15 @@ class UpdatePass:
 
 
 def updates_differ(kind: str, step: int, *, one: str, its: str | None, other: str, name: str | None) -> ConfigError:
-    """Return the error that a sequence of updates depends on more than the step.
+    """Return the error for a sequence of updates that depends on more than the step.
 
     Args:
         kind: Name of the recipe's class.
-        step: The step in which it does.
-        one: Who waits for the update of ``its`` optimizer, or has ended (None).
-        its: See ``one``.
-        other: Who waits at the same place for that of ``name``.
-        name: See ``other``.
+        step: The step in which sequences differ.
+        one: Description of a pass (a micro-batch or rank).
+        its: Optimizer of the next update of ``one``; None: it has ended.
+        other: Description of a pass with a different update at the same position.
+        name: Optimizer of the next update of ``other``; None: it has ended.
     """
     return ConfigError(
         f"{kind}.updates: in step {step} {one} {_next(its)} where {other} {_next(name)}. "

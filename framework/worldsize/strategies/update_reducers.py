@@ -1,7 +1,7 @@
-"""Mean gradients of one update among several of a step, for models that every rank holds whole.
+"""Mean gradients of one of several updates of a step, for models that every rank holds whole.
 
-DistributedDataParallel has no part in it: it sums what one forward pass of the whole model has used, during the
-backward pass. Here the sums begin when the last backward pass of the update has ended.
+DistributedDataParallel is not used: it sums gradients of one forward pass of the whole model, during the backward pass.
+Here sums begin after the last backward pass of the update.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ BUCKET_MB = 25.0
 def update_reducer(
     reduce: Reduction, model: nn.Module, group: ProcessGroup | None, *, bucket_mb: float = BUCKET_MB
 ) -> GradientReducer:
-    """Make the reducer of a recipe with several updates; ``group``: the ranks with copies of ``model``, if any."""
+    """Make the reducer of a recipe with several updates.
+
+    ``group``: the ranks with copies of ``model``; None: this rank alone. ``bucket_mb``: MiB that are summed at once.
+    """
     kind = OrderedUpdateReducer if reduce == "ordered" else FlatUpdateReducer
     return kind(model, group, bucket_bytes=int(bucket_mb * 2**20))
 
 
 @final
 class FlatUpdateReducer(GradientReducer):
-    """Sums in the order of arrival here, and across processes in the order of torch's all-reduce."""
+    """Sums micro-batches in order, and across processes by torch's all-reduce."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None, *, bucket_bytes: int) -> None:
         self._model, self._group, self._bucket_bytes = model, group, bucket_bytes
@@ -56,7 +59,7 @@ class FlatUpdateReducer(GradientReducer):
             with phase("communication"):
                 dist.all_reduce(row_n, group=group)
             row_n.div_(size)
-        _spread(row_n, bucket, lambda gradient, mean: gradient.copy_(mean))
+        _for_each_part(row_n, bucket, lambda gradient, mean: gradient.copy_(mean))
 
 
 @final
@@ -80,7 +83,7 @@ class OrderedUpdateReducer(GradientReducer):
         for bucket in _buckets(parameters, self._bucket_bytes):
             rows, nodes = [_flat(node[: len(bucket)]) for node in nodes], [node[len(bucket) :] for node in nodes]
             total = finished(reduce_ordered(rows, self._group)) if self._group else sum_level(rows)
-            _spread(total / tree.logical_ranks, bucket, _set_gradient)
+            _for_each_part(total / tree.logical_ranks, bucket, _set_gradient)
         return [losses[leaf] for leaf in range(len(batches))]
 
 
@@ -89,7 +92,7 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
-    """Cut ``tensors`` into runs of one dtype and at most so many bytes, but for a tensor that is larger by itself."""
+    """Divide ``tensors`` into runs of one dtype and at most ``most`` bytes; a larger tensor is a run of its own."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -106,8 +109,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _spread(row_n: Tensor, like: Sequence[Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
-    """Call ``put`` with each of ``like`` and its part of ``row_n``, in its shape."""
+def _for_each_part(row_n: Tensor, like: Sequence[Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
+    """Call ``put`` with each tensor of ``like`` and its part of ``row_n``, in the tensor's shape."""
     parts = torch.split(row_n, [tensor.numel() for tensor in like])
     for tensor, part in zip(like, parts, strict=True):
         put(tensor, part.view_as(tensor))

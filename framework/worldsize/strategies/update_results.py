@@ -1,4 +1,4 @@
-"""The results of a step's updates, and what they say together of the step."""
+"""Combines the results of a step's updates into the result of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.core import ConfigError, StepResult
 @final
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of one update in this process, as :class:`StepResult` has that of a step."""
+    """The result of one update in this process; :class:`StepResult` is that of a step."""
 
     name: str
     losses: Sequence[Tensor]
@@ -33,17 +33,17 @@ def step_result(
     kind: str,
     step: int,
 ) -> StepResult:
-    """Put the results of a step's updates together.
+    """Combine the results of a step's updates.
 
     Args:
-        results: Those of the updates, in their order.
+        results: Results of the updates, in order.
         rates: The learning rate of each optimizer when the step began, in the recipe's order.
-        returned: The metrics that the generators have returned at their ends.
+        returned: Metrics that the generators returned at their ends, float64 (micro-batches, 2) each.
         kind: Name of the recipe's class.
         step: Number of the step.
 
     Raises:
-        ConfigError: there was no update, or a metric has the name of another figure.
+        ConfigError: there was no update, or a metric's name is taken.
     """
     if not results:
         raise ConfigError(f"{kind}.updates yielded nothing in step {step}. Yield an update in every step.")
@@ -60,7 +60,7 @@ def step_result(
 
 
 def first_rate(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of an optimizer's first group; None: it has none."""
+    """Return the learning rate of an optimizer's first group; None if it has none."""
     rate: float | None = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)
 
@@ -68,7 +68,7 @@ def first_rate(optimizer: Optimizer) -> float | None:
 def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return, for each micro-batch, the sum of its losses in the updates.
 
-    It is summed in float64, as which the losses of other processes come: so it is the same wherever it is summed.
+    It is summed in float64, the dtype of losses from other processes, so that the sum is the same on all of them.
     """
     return [torch.stack([loss.double() for loss in own]).sum() for own in zip(*losses, strict=True)]
 
@@ -76,9 +76,9 @@ def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _metrics(
     results: Sequence[UpdateResult], rates: Mapping[str, float | None], returned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return what the updates and their generators say, each optimizer's mean loss, and its rate but for the first's.
+    """Return the metrics of updates and generators, each optimizer's mean loss, and all learning rates but the first.
 
-    An optimizer that has not stepped counts nothing: names are those of every step.
+    The counts of an optimizer that did not step are 0, so that all steps have the same names.
     """
     metrics: dict[str, Tensor] = {}
     for own_metrics in [*(result.metrics for result in results), returned]:

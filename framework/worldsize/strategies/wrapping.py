@@ -1,4 +1,4 @@
-"""Chooses the parts of a model that are sharded, gathered and freed as one."""
+"""Chooses the units of a model that are sharded, gathered and freed at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.M
     """Return the recipe's blocks, or modules of at least ``least`` parameters; children come before their parents.
 
     Raises:
-        ConfigError: ``wrap="blocks"``, and the recipe has none.
+        ConfigError: ``wrap="blocks"``, and the recipe defines no blocks.
     """
     blocks = list(recipe.blocks(model))
     if wrap == "blocks" and not blocks:
@@ -26,7 +26,7 @@ def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.M
 
 
 def by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return the smallest modules below ``model`` with at least ``least`` parameters that no unit below them has."""
+    """Return the smallest modules in ``model`` with at least ``least`` parameters outside of inner units."""
     chosen: list[nn.Module] = []
     for child in model.children():
         _collect(child, least, chosen)
@@ -44,7 +44,7 @@ def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Raise ConfigError if a gradient will be a sparse tensor, which cannot be divided into shards."""
+    """Raise ConfigError if a gradient will be a sparse tensor, which cannot be sharded."""
     for name, module in sparse_embeddings(model).items():
         raise ConfigError(
             f"{name} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded. Make it "
@@ -63,9 +63,9 @@ def sparse_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.Embedding
 
 @final
 class CallingRoot(nn.Module):
-    """Holds a model and calls whatever it is handed, so that what surrounds its forward pass surrounds that.
+    """Holds a model, and calls any function inside the hooks of its own forward pass.
 
-    A recipe with several updates calls parts of its model by themselves, in the order that it likes.
+    It is needed because a recipe with several updates calls parts of its model directly, in any order.
     """
 
     def __init__(self, model: nn.Module) -> None:

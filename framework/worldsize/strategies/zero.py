@@ -1,4 +1,4 @@
-"""ZeRO stage 1: every rank holds the model, each the optimizer state of some parameters."""
+"""ZeRO stage 1: every rank holds the model, and the optimizer state of some parameters."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from worldsize.strategies.train_state import TrainState
 class ZeRO(Strategy):
     """Torch's ZeroRedundancyOptimizer around the recipe's (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1).
 
-    Gradients are all-reduced as DDP does; each rank updates its parameters and sends them to the others. The options
-    are those of :class:`~worldsize.strategies.ddp.DDP`.
+    Gradients are all-reduced as in DDP; each rank updates its parameters and sends them to the others. The options are
+    those of :class:`~worldsize.strategies.ddp.DDP`.
     """
 
     averages_weights = True
@@ -94,9 +94,9 @@ def _multi_sharded(recipe: MultiUpdateRecipe, model: nn.Module, world: World) ->
 
 
 def _divided(plain: Optimizer, world: World) -> ZeroRedundancyOptimizer:
-    """Return an optimizer that does what ``plain`` does, of which each rank has a part."""
+    """Return a sharded optimizer equivalent to ``plain``."""
     groups = [dict(group) for group in plain.param_groups]
-    known = inspect.signature(type(plain)).parameters  # AdamW keeps a default that it does not take
+    known = inspect.signature(type(plain)).parameters  # AdamW stores a default that its constructor does not take
     defaults = {name: value for name, value in plain.defaults.items() if name in known}
     sharded = ZeroRedundancyOptimizer(groups, type(plain), process_group=world.group, **defaults)
     move_step_hooks(plain, sharded)
@@ -105,7 +105,7 @@ def _divided(plain: Optimizer, world: World) -> ZeroRedundancyOptimizer:
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
-    """Return the cost of DDP, with what each rank sends to all others once it has updated its parameters."""
+    """Return the cost of DDP, plus sending each rank's updated parameters to all others."""
     payload, ranks = work.parameter_bytes, cluster.processes
     sent = 3 * ring_share(ranks) * payload
     gathered = all_gather_all_seconds(payload, cluster)
