@@ -139,7 +139,7 @@ def test_a_worker_that_stops_loses_its_lease_and_its_part_is_done_by_others(trai
     stop = "faults=[{action: stop, rank: 1, step: 9, point: push:begin}]"
     run = train(*DIGITS, *ELASTIC, SERVER, "cluster.processes=3", "strategy.lease=5", stop, "launcher.save_grace=2")
     log = (run.folder / "logs" / "server_00000.log").read_text()
-    assert "worker-0 is retired: no sign of life within its lease of 5 s" in log
+    assert "worker-0 is retired: no heartbeat within its lease of 5 s" in log
     assert run.json("run_manifest.json")["attempts"][0]["steps"][1] == 24
     assert run.json("result.json")["state_digest"] == single()[0]
 

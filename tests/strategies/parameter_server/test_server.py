@@ -151,11 +151,11 @@ def test_a_frame_that_is_sent_twice_counts_once(server: ShardServer) -> None:
     channel = joined(server)
     push(channel, torch.ones(20))
     after = weights(server)
-    with pytest.raises(RefusedError, match="PUSH 1 of epoch 1 came; 2 of 1 was next"):
+    with pytest.raises(RefusedError, match="received PUSH 1 of epoch 1, expected 2 of 1"):
         push(channel, torch.ones(20))
     assert torch.equal(weights(server), after)
     again = joined(server)  # the same epoch, as after a broken connection
-    with pytest.raises(RefusedError, match="2 of 1 was next"):
+    with pytest.raises(RefusedError, match="expected 2 of 1"):
         push(again, torch.ones(20))
     assert torch.equal(weights(server), after)
     assert_it_serves(server)
@@ -184,9 +184,9 @@ def test_a_step_that_is_not_complete_is_neither_weighed_nor_does_it_have_a_norm(
     shard = Shard(ShardParameters(learned, owned), Rule(1, requires_commit=True))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     master = ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=0.01)
-    with pytest.raises(RefusedError, match="the gradients of step 1 did not all come"):
+    with pytest.raises(RefusedError, match="the gradients of step 1 did not all arrive"):
         master.norms()
-    with pytest.raises(RefusedError, match="the gradients of step 1 did not all come"):
+    with pytest.raises(RefusedError, match="the gradients of step 1 did not all arrive"):
         master.weigh(1, 0.5)
 
 

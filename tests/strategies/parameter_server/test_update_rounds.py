@@ -149,7 +149,7 @@ def test_all_go_on_when_an_update_is_made_and_not_before(leader: Leader) -> None
     assert isinstance(reported, Reported)
     assert (reported.name, [float(each.loss) for each in reported.records]) == ("x", [0, 1, 2, 3])
     assert not any(each.done() for each in waiting.values())
-    leader.rounds.go_on()
+    leader.rounds.complete_update()
     assert [each.result(5) for each in waiting.values()] == [{"do": "continue"}] * 2
     for name, task in tasks.items():
         leader.end(name, task)

@@ -1,1 +1,1 @@
-"""Servers own the parameters; workers push gradients and pull weights (Li et al. 2014, OSDI)."""
+"""Parameter servers: servers own the parameters; workers push gradients and pull weights (Li et al. 2014, OSDI)."""

@@ -1,4 +1,4 @@
-"""Requests of the server that leads to all shards: its own, and those of the other servers."""
+"""Requests of the leading server to all shards: its own, and those of the other servers."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from worldsize.strategies.parameter_server.server import ShardServer
 
 @final
 class AllShards:
-    """Every shard of the run, as the server that leads sees them: ``own``, and ``peers`` for the others."""
+    """All shards of the run, for the leading server: ``own`` is its shard, ``peers`` have the others."""
 
     def __init__(self, own: ShardServer, peers: Peers) -> None:
         self.own, self._master, self._peers = own, own.master, peers
 
     def reset(self, step: int, factor: float | None) -> None:
-        """Bring every shard to where this server is, which leads from now on; see :meth:`Shard.reset`."""
+        """Bring every shard to the step of this server, which has become the leader; see :meth:`Shard.reset`."""
         self._master.reset(step, factor)
         self._peers.command(Operation.RESET, {"step": step, "factor": factor})
 
     def apply(self, step: int, factor: float | None) -> None:
         """Commit the update of ``step`` on every shard; see :meth:`Shard.apply`."""
-        self._master.apply(step, factor)  # from here on it is decided, also if this server dies
+        self._master.apply(step, factor)  # the commit is now final, even if this server dies
         self._peers.command(Operation.APPLY, {"step": step, "factor": factor})
 
     def begin(self, step: int) -> None:
-        """Have every shard keep where ``step`` begins, which has several updates; see :class:`StepStart`."""
+        """Make every shard save its state at the start of ``step``; see :class:`StepStart`."""
         self.own.start_of_step.keep(step)
         self._peers.command(Operation.BEGIN, {"step": step})
 
     def roll_back(self) -> None:
-        """Bring every shard back to where the step began; see :meth:`StepStart.roll_back`."""
-        updates = self._master.shard.step + 1  # after the one in progress
+        """Restore every shard's state at the start of the step; see :meth:`StepStart.roll_back`."""
+        updates = self._master.shard.step + 1  # the number of the update in progress
         self.own.start_of_step.roll_back(updates)
         self._peers.command(Operation.ROLL_BACK, {"updates": updates})
 
     def weigh(self, step: int, factor: float) -> None:
-        """Multiply the mean gradient of ``step`` on every shard; see :meth:`Shard.weigh`."""
+        """Multiply the mean gradient of ``step`` on every shard by ``factor``; see :meth:`Shard.weigh`."""
         self._master.weigh(step, factor)
         self._peers.command(Operation.WEIGH, {"step": step, "factor": factor})
 
     def norms(self) -> dict[str, list[float]]:
-        """Return the norms of the pieces of the gradient that waits for its commit, by parameter."""
+        """Return the norms of the pieces of the uncommitted gradient, by parameter."""
         norms = self._master.norms()
         for others in self._peers.ask(Operation.NORMS):
             for name, more in others.items():

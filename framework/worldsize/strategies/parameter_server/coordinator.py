@@ -1,4 +1,4 @@
-"""The replica of the server that leads: the training loop's steps are computed by workers and kept by shards."""
+"""The replica of the leading server: workers compute the steps of the training loop, and shards apply them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from worldsize.transport.registry import Registry
 
 @final
 class Coordinator(Replica):
-    """The replica by which the training loop drives the run.
+    """The replica with which the training loop drives the run.
 
     Args:
         shards: All shards; this process serves the first.
-        scheduler: Gives the workers their tasks.
-        registry: The register of the run's services, by which the run is ended.
-        train_state: A whole model, optimizer and schedule, which receive the shards' state when it is saved.
-        context: The run as this process knows it; its numerics say what is done about the norm of a mean gradient.
-        rows: The rule by which rows of tables are dealt and kept.
+        scheduler: Assigns tasks to the workers.
+        registry: The registry of the run's services, through which the run is ended.
+        train_state: A full model, optimizer and schedule, which receive the shards' state when it is saved.
+        context: The context of the run; its numerics decide about clipping and non-finite gradients.
+        rows: How rows of tables are assigned to servers and kept.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Coordinator(Replica):
         shards.reset(self.step_reached, self._shard.last_factor)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Have the workers compute the next step, who draw its data themselves."""
+        """Let the workers compute the next step; they load its data themselves."""
         assert self.step_reached is not None
         step, lr = self.step_reached + 1, self._shard.parameters.lr
         if self._synchronous:
@@ -69,7 +69,7 @@ class Coordinator(Replica):
         return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
     def _weighed(self, step: int, records: Sequence[LossRecord]) -> list[Tensor]:
-        """Divide the gradient by the weight of the step if its losses are sums; return shares of the mean loss."""
+        """Divide the gradient by the step's weight if losses are sums; return each record's part of the mean loss."""
         if not records[0].is_weighted:
             return [record.loss for record in records]
         factor = weight_factor([record.loss[1] for record in records], None)
@@ -77,13 +77,13 @@ class Coordinator(Replica):
         return [record.loss[0] * factor for record in records]
 
     def _commit(self, step: int) -> tuple[Tensor | None, bool]:
-        """Clip the mean gradient by its norm over all shards, or leave the step out if that is not finite."""
+        """Clip the mean gradient by its norm over all shards, or skip the step if the norm is not finite."""
         norm, factor = self._judged() if self._numerics.needs_norm else (None, 1.0)
         self._shards.apply(step, factor)
         return norm, factor is None
 
     def _judged(self) -> tuple[Tensor, float | None]:
-        """Return the norm of the mean gradient and the factor to multiply it by; None leaves the step out."""
+        """Return the norm of the mean gradient and the factor to multiply it by; None skips the step."""
         norm = torch.linalg.vector_norm(torch.stack(self._norms()))
         if self._numerics.skips(norm):
             return norm, None
@@ -97,19 +97,19 @@ class Coordinator(Replica):
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Have the workers evaluate, who draw the batches themselves."""
+        """Let the workers evaluate; they load the batches themselves. Return the metrics by name."""
         parts = max(1, len(self._scheduler.workers)) if self._synchronous else 1
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
 
     def state(self) -> StateDict:
-        """Put the states of all shards together."""
+        """Combine the states of all shards."""
         states = self._shards.states()
         gather_states(states, self._train_state)
         return full_state(self._train_state, joined_rows([state["tables"] for state in states]), self._rows)
 
     def load(self, state: StateDict) -> None:
-        """Do nothing: each server has loaded its part by itself."""
+        """Do nothing: each server has loaded its own part."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return the load of each server since the last call, and the number of workers."""

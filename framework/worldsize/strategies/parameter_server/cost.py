@@ -17,10 +17,11 @@ def served_cost(
     bucket_bytes: float,
     same: bool,
 ) -> Cost:
-    """Cost of a push, then a pull, over the busiest link: of servers, unless there are as many as workers.
+    """Return the cost of a step: a push and a pull over the busiest link, which is that of servers if they are fewer.
 
-    Pushes of ``pushed_bytes`` hide behind the backward pass, but for the last frame of ``bucket_bytes``; servers add up
-    what comes meanwhile, and update when all has come. Workers are the processes from ``first_worker`` on.
+    Pushes of ``pushed_bytes`` overlap with the backward pass, except for the last frame of ``bucket_bytes``. Servers
+    add up gradients as they arrive, and update when all have arrived. Workers are the processes from ``first_worker``
+    on.
     """
     payload, shards, workers = work.parameter_bytes, range(servers), range(first_worker, cluster.processes)
     pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))

@@ -21,10 +21,10 @@ class DenseLinks:
 
     Args:
         parameters: The model's trained parameters, by name.
-        plan: The buckets of each server, and how gradients travel.
-        first: The server to begin with, modulo their number: each worker begins with another one, so that they do not
-            all wait for the same link.
-        faults: Where a fault can be planted between the pushes to two servers.
+        plan: The buckets of each server, and the wire format of gradients.
+        first: The server to begin with, modulo their number: each worker begins with a different one, so that they do
+            not all wait for the same link.
+        faults: Points at which a fault can be injected between the pushes to two servers.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class DenseLinks:
         ]
 
     def connect(self, links: Sequence[ShardLink]) -> None:
-        """Use these servers from now on."""
+        """Replace the connections to the servers."""
         self._links = links
 
     def pull(self, step: int) -> None:
-        """Pull all weights, once they have seen the updates of steps up to ``step``."""
+        """Pull all weights, once they include the updates of steps up to ``step``."""
         for link in self._links:
             link.ask(step)
         for server in self._order:
             self._links[server].receive(self._memory[server])
 
     def push(self, gradients: Mapping[str, Tensor], *, step: int, width: int, node: int) -> None:
-        """Push whole gradients, by name; see :meth:`push_bucket`."""
+        """Push all gradients, by name and in the shapes of their parameters; see :meth:`push_bucket`."""
         part = {"step": step, "width": width, "node": node}
         for turn, server in enumerate(self._order):
             self._faults.at("push:next-server" if turn else "push:begin")
@@ -63,8 +63,8 @@ class DenseLinks:
 
         Args:
             key: The bucket.
-            gradients: Those of the parameters in it, by name.
-            part: Which part of a step they are, as keywords of :meth:`ShardLink.push`.
+            gradients: Gradients of the parameters in it, by name, in the shapes of the parameters.
+            part: The part of a step that they are, as keywords of :meth:`ShardLink.push`.
         """
         server, table = key
         bucket = self._shards[server][table]
@@ -73,7 +73,7 @@ class DenseLinks:
         self._links[server].push(table, dtype, payload, **part)
 
     def settle(self) -> None:
-        """Wait until the servers have taken all that was pushed over these links, rows of tables included."""
+        """Wait until the servers have acknowledged all pushes over these links, including rows of tables."""
         for link in self._links:
             link.settle()
 

@@ -12,13 +12,13 @@ from worldsize.strategies.model_replica import autocast, collected_metrics
 
 
 def evaluated_part(recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluate the part that ``task`` names; return it as the message TICK has it.
+    """Evaluate the part that ``task`` names, and return the facts for the message TICK.
 
     Args:
-        recipe: Evaluates a batch.
-        model: The recipe's model, with the weights to be evaluated.
-        context: The run as this process knows it.
-        task: As the message TASK has it.
+        recipe: The recipe that evaluates a batch.
+        model: The recipe's model, with the weights to evaluate.
+        context: The context of the run.
+        task: The facts of the message TASK.
     """
     device = context.world.device
     batches = context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])

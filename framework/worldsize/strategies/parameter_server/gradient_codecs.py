@@ -1,4 +1,4 @@
-"""Compressed wire formats of gradients, and error feedback: what a format leaves out is added to the next gradient."""
+"""Compressed wire formats of gradients, and error feedback: the compression error is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Compression = Literal["none", "bf16", "onebit", "topk"]
 
 
 class GradientCodec(ABC):
-    """A wire format of flat float32 gradients. A payload's length follows from the number of elements alone."""
+    """A wire format of float32 gradients (n,). The length of a payload depends only on the number of elements."""
 
     dtype: torch.dtype = torch.uint8
 
     @abstractmethod
     def length(self, numel: int) -> int:
-        """Compute how many numbers of ``dtype`` a payload of ``numel`` elements has."""
+        """Return how many numbers of ``dtype`` a payload of ``numel`` elements has."""
 
     @abstractmethod
     def encode(self, gradient_n: Tensor) -> Tensor:
-        """Make the payload; may change ``gradient_n``."""
+        """Encode float32 (n,) as a payload (length(n),); may change ``gradient_n``."""
 
     @abstractmethod
     def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """Restore the gradient of ``numel`` elements that ``payload`` stands for."""
+        """Decode a payload (length(numel),) to a float32 gradient (numel,)."""
 
 
 @final
 class HalfBytes(GradientCodec):
-    """Half the bytes: bfloat16."""
+    """bfloat16: half the bytes."""
 
     dtype = torch.bfloat16
 
@@ -48,7 +48,7 @@ class HalfBytes(GradientCodec):
 
 @final
 class OneBit(GradientCodec):
-    """One bit a number: signs, with the means of positive and negative numbers (Seide et al. 2014, Interspeech)."""
+    """One bit per number: signs, and the means of positive and negative numbers (Seide et al. 2014, Interspeech)."""
 
     def length(self, numel: int) -> int:
         return 8 + -(-numel // 8)
@@ -67,7 +67,7 @@ class OneBit(GradientCodec):
 
 @final
 class TopK(GradientCodec):
-    """The largest numbers with their indices, a ``share`` of all (Aji and Heafield 2017, arXiv 1704.05021)."""
+    """The fraction ``share`` of largest numbers, with indices (Aji and Heafield 2017, arXiv 1704.05021)."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -92,7 +92,7 @@ class TopK(GradientCodec):
 
 @final
 class Feedback:
-    """Adds to each gradient what earlier ones have lost on the wire, by key (error feedback, arXiv 1901.09847)."""
+    """Adds the compression error of earlier gradients to the next, by key (error feedback, arXiv 1901.09847)."""
 
     def __init__(self, codec: GradientCodec) -> None:
         self.codec = codec
@@ -106,5 +106,5 @@ class Feedback:
 
 
 def codec_of(compression: Compression, *, share: float) -> GradientCodec | None:
-    """Make the format that the configuration names; None: gradients go as they are. ``share`` is for "topk"."""
+    """Make the configured format; None: gradients are not compressed. ``share`` is the fraction kept by "topk"."""
     return {"none": None, "bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(share)}[compression]

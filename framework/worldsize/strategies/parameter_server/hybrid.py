@@ -59,8 +59,9 @@ from worldsize.transport.dialer import Dialer
 class HybridParameterServer(Strategy):
     """DDP for dense parameters, ``servers`` for the rows of embeddings with ``sparse=True``.
 
-    ``consistency``: "sync", a step's rows are updated by the mean gradient over all workers before the next step
-    reads them; "async", by each worker's as it comes. The other options are those of the parameter server.
+    ``consistency``: with "sync", a step's rows are updated by the mean gradient over all workers before the next step
+    reads them; with "async", by each worker's gradient as it arrives. The other options are those of the parameter
+    server.
     """
 
     serves_rows: ClassVar[bool] = True
@@ -78,7 +79,7 @@ class HybridParameterServer(Strategy):
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.needs_norm and (self.consistency == "async" or self.reduce == "ordered"):
             raise ConfigError(
-                "the norm of a gradient on two sides is known where all wait for it, and up to rounding. Set "
+                "the norm of a gradient on servers and workers needs synchronous steps, and is rounded. Set "
                 "clip_norm=null, nonfinite=stop, or strategy.consistency=sync without reproducibility=elastic."
             )
 
@@ -121,13 +122,13 @@ class HybridParameterServer(Strategy):
 
 @final
 class RowGradientCapture(GradientReducer):
-    """Wraps another reducer and sets the gradients of rows aside after each backward pass, as if it were alone.
+    """Wraps another reducer, and keeps the gradients of rows separate after each backward pass.
 
     Args:
         inner: Reduces the dense gradients.
-        take: Gives the gradients of rows since the last call.
-        rows_norm: Computes the norm of the step's rows on the servers, which then wait for ``approve``.
-        approve: Commits the step on the servers, given the whole norm and the factor of the gradient.
+        take: Returns the gradients of rows since the last call.
+        rows_norm: Computes the norm of the step's rows, a scalar, on the servers, which then wait for ``approve``.
+        approve: Commits the step on the servers, given the total norm and the factor of the gradient, two scalars.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RowGradientCapture(GradientReducer):
                 values_nd.mul_(factor)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Clip by the norm of the whole gradient, rows included, as torch.nn.utils.clip_grad_norm_ does."""
+        """Clip by the norm of the whole gradient, including rows, and return it, a scalar, like clip_grad_norm_."""
         dense = [parameter.grad for parameter in parameters if parameter.grad is not None]
         rows_norm = self._rows_norm()
         norms = [rows_norm, nn.utils.get_total_norm(dense).to(rows_norm.device)] if dense else [rows_norm]
@@ -174,7 +175,7 @@ class RowGradientCapture(GradientReducer):
 
 @final
 class _HybridReplica(Replica):
-    """A synchronous replica of what is dense, and links to the servers of what is not."""
+    """A synchronous replica of the dense parameters, and links to the servers of rows."""
 
     def __init__(
         self, strategy: HybridParameterServer, recipe: Recipe, context: RunContext, dialer: Dialer, rule: RowRule
@@ -215,12 +216,12 @@ class _HybridReplica(Replica):
     def _push(self) -> None:
         width = len(self._capture.captured) * self._world.size
         for number, gradients in sorted(self._capture.captured.items()):
-            rank = number * self._world.size + self._world.rank  # strided, as data are dealt
-            self._tables.push(gradients, step=self._step, width=width, node=rank)  # answered by the next pull
+            rank = number * self._world.size + self._world.rank  # strided, like the data
+            self._tables.push(gradients, step=self._step, width=width, node=rank)  # acknowledged by the next pull
         self._capture.captured.clear()
 
     def _rows_norm(self) -> Tensor:
-        """Compute the norm of the rows of this step's mean gradient on all servers, which the first worker asks."""
+        """Return the norm of this step's mean gradient of rows, a scalar; the first worker asks all servers for it."""
         self._push()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
@@ -234,7 +235,7 @@ class _HybridReplica(Replica):
         return norm
 
     def _approve(self, norm: Tensor, factor: Tensor) -> None:
-        """Let the servers update; or leave the step out, as the dense part does."""
+        """Commit the step on the servers; or skip it, as the dense part does."""
         skipped = self._inner.numerics.skips(norm)
         if self._world.rank == 0:
             decision = {"step": self._step, "factor": None if skipped else float(factor)}
@@ -252,13 +253,13 @@ class _HybridReplica(Replica):
         return {"servers": self._peers.ask(Operation.FACTS)}
 
     def state(self) -> StateDict:
-        """Ask for all rows on every worker, since each saves a share of what all of them have."""
+        """Fetch all rows on every worker, since each saves a part of the state."""
         self._settle()
         states = [state["tables"] for state in self._peers.request(Peer.state)]
         return with_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
 
     def _settle(self) -> None:
-        """Wait until the servers have taken what any worker has pushed."""
+        """Wait until the servers have acknowledged the pushes of all workers."""
         for link in self._tables.links:
             link.settle()
         if self._world.group is not None:
@@ -269,7 +270,7 @@ class _HybridReplica(Replica):
         return Peers(self._dialer, range(len(self._tables.links)))
 
     def load(self, state: StateDict) -> None:
-        """Load the dense part; servers have loaded their rows by themselves."""
+        """Load the dense part; servers have loaded their rows themselves."""
         empty = {name: tensor for name, tensor in self._inner.model.state_dict().items() if not tensor.numel()}
         self._inner.load({**state, "model": {**state["model"], **empty}})
         self._step = self._tables.links[0].step

@@ -1,4 +1,4 @@
-"""The service of a server for whoever leads the run: commits, copies of its state, and the end."""
+"""The service of a server for the leading process: commits, copies of its state, and the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LeaderService:
 
     Args:
         master: Changes and reads the shard.
-        start: Keeps where a step with several updates began.
+        start: Saves the state at the start of a step with several updates.
         facts: Returns the server's load since the last call.
         leader_prefix: The beginning of the names of processes that may lead, such as "server-".
     """
@@ -31,7 +31,7 @@ class LeaderService:
         self._facts, self._leader_prefix = facts, leader_prefix
 
     def serve(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Serve one connection, until it ends. Raises LostError or RefusedError."""
+        """Serve one connection until it ends. Raises LostError or RefusedError."""
         name = str(facts["name"])
         if not name.startswith(self._leader_prefix):
             raise RefusedError(f"{name} does not lead this run")
@@ -62,7 +62,7 @@ class LeaderService:
                 channel.send_message(CommonOperation.MESSAGE, self._facts())
             case Operation.STATE:
                 state = self._master.state()
-                channel.send(Header(CommonOperation.DONE))  # from here on the shard may change again
+                channel.send(Header(CommonOperation.DONE))  # the state is copied, and the shard may change again
                 send_tree(channel, state)
             case Operation.STOP:
                 channel.message(header)

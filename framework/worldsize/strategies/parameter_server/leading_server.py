@@ -1,4 +1,4 @@
-"""The life of one server of a run; the one that has the first shard also leads the training."""
+"""Runs one server; the server of the first shard also leads the training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.transport.registry import EndedError
 
 
 def run_server(pending: PendingServer, context: RunContext, *, bound: float, rows: RowRule) -> Coordinator | None:
-    """Serve a shard from when this server is its master, if ever, to the end.
+    """Serve a shard from when this server becomes its master, if ever, until the run ends.
 
     Args:
         pending: The server.

@@ -17,12 +17,12 @@ class Mastership(ABC):
 
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether no other server has become master since."""
+        """Return whether no other server has become master since."""
 
 
 @final
 class SoleMastership(Mastership):
-    """The mastership of a server that has no rival and that nobody looks up."""
+    """The mastership of a server without rivals, which is not registered."""
 
     def renew(self) -> bool:
         return True
@@ -33,10 +33,10 @@ class SoleMastership(Mastership):
 
 @final
 class RegisteredMastership(Mastership):
-    """The mastership of whoever has registered for the newest epoch.
+    """Mastership by registration: the server that registered for the newest epoch has it.
 
     Args:
-        registry: The register of the run's services.
+        registry: The registry of the run's services.
         service: The name of the shard there.
         address: The address at which this server listens.
         name: The name of this server, as in its certificate.

@@ -1,4 +1,4 @@
-"""The state of all shards in the form in which every strategy saves it, and back."""
+"""Converts the state of all shards to the form that every strategy saves, and back."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ RowStates = Mapping[str, Mapping[str, Tensor]]
 
 
 def train_state_of(recipe: Recipe) -> TrainState:
-    """Make what a recipe trains, without the rows of its tables."""
+    """Make the model and optimizer of a recipe, without the rows of its tables."""
     return TrainState.of(recipe, rowless_model(recipe))
 
 
 def tables_of(train_state: TrainState, rule: RowRule, shard: int) -> list[Rows]:
-    """Make what a server has of each table. The optimizer's group that holds a table says how its rows are updated."""
+    """Make a server's rows of each table, which are updated with the options of the table's parameter group."""
     return [
         Rows(each.table, rule, shard, _update_of(train_state.optimizer, each)) for each in remotes(train_state.model)
     ]
 
 
 def empty_rows(train_state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Make the state of tables of which no row exists yet."""
+    """Make the state of tables without rows."""
     return {
         each.table.name: {
             "ids": torch.empty(0, dtype=torch.int64),
@@ -64,7 +64,7 @@ def full_state(train_state: OptimizedModel, rows: RowStates, rule: RowRule) -> S
 
 
 def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
-    """Add the tables' rows to ``state``; small tables also as the whole weights that the recipe's model has."""
+    """Add the tables' rows to ``state``; small tables also as the full weights of the recipe's model."""
     if not rows:
         return state
     dense = {
@@ -82,6 +82,6 @@ def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
 
 
 def load_full_state(train_state: OptimizedModel, state: StateDict) -> None:
-    """Load the part of a :func:`full_state` that is no table."""
+    """Load a :func:`full_state` without its tables."""
     empty = {remote.table.name: remote.weight for remote in remotes(train_state.model)}
     train_state.load({**state, "model": {**state["model"], **empty}})

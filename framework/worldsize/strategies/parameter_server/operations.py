@@ -1,4 +1,4 @@
-"""The protocol of workers and servers: operations of its own, beside those that every protocol has."""
+"""The protocol of workers and servers: its operations, in addition to the common ones."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from typing import NamedTuple
 
 
 class Operation(IntEnum):
-    """Requests and answers. Messages are JSON; each request gets one answer unless it says otherwise."""
+    """Requests and answers. Messages are JSON; each request gets one answer unless noted otherwise."""
 
     PUSH = 32  # a gradient of one bucket; answered by DONE, all pushes of a step in their order
     PULL = 33  # answered by WEIGHTS, once for each bucket
     WEIGHTS = 34
     PUSH_ROWS = 35  # ids as below, then gradients (float32) of rows of one table; answered by DONE
-    PULL_ROWS = 36  # ids (int64), sorted and each once; answered by WEIGHTS of shape [rows, dim]
-    TICK = 37  # message: what the worker has finished; answered by TASK when there is one
+    PULL_ROWS = 36  # unique sorted ids (int64); answered by WEIGHTS of shape (rows, dim)
+    TICK = 37  # message: the task that the worker finished; answered by TASK when there is one
     TASK = 38  # message
-    NORMS = 39  # answered by a MESSAGE once the step's gradients have all come
+    NORMS = 39  # answered by a MESSAGE once all gradients of the step have arrived
     APPLY = 40  # message: the step, and the factor of its gradient; answered by DONE
     STATE = 41  # answered by DONE once the state is copied, then by TREE
     TREE = 42  # JSON and tensors, see worldsize.strategies.parameter_server.state_transfer
     STOP = 43  # message, to a server: the run ends; answered by DONE
-    RESET = 44  # message: the step that is done; what has come of later ones is dropped; answered by DONE
+    RESET = 44  # message: the last completed step; gradients of later ones are dropped; answered by DONE
     FACTS = 45  # answered by a MESSAGE
-    WEIGH = 46  # message: the step, and what its mean gradient is multiplied by before NORMS; answered by DONE
-    BEGIN = 47  # message: a step with several updates, which begins; answered by DONE
-    ROLL_BACK = 48  # message: the number of updates to count from there, where that step began; answered by DONE
+    WEIGH = 46  # message: the step, and a factor for its mean gradient before NORMS; answered by DONE
+    BEGIN = 47  # message: a step with several updates begins; answered by DONE
+    ROLL_BACK = 48  # message: the number of updates to count on from at the step's start; answered by DONE
 
 
 class Fields(NamedTuple):
     """Meanings of the seven numbers in a frame's header.
 
     Attributes:
-        table: The bucket or the table that the payload belongs to.
-        width: With ``node``, the part of the tree over logical ranks that a gradient is the sum of.
-        node: See ``width``.
-        seen: Updates in the weights that a gradient was computed with, or that these weights have seen, modulo 2^32.
-        epoch: Counts how often the worker that pushes has joined the run.
-        sequence: Counts the worker's pushes of an epoch.
-        step: The step that a gradient is of, or whose updates weights have seen.
+        table: The bucket or the table to which the payload belongs.
+        width: Number of nodes of a level of the tree over logical ranks; see ``node``.
+        node: Index of the node, in the level with ``width`` nodes, whose sum the gradient is.
+        seen: Number of updates, modulo 2^32, in the weights with which a gradient was computed, or in pulled weights.
+        epoch: Number of times that the pushing worker has joined the run.
+        sequence: Number of the worker's push in its epoch.
+        step: The step of a gradient, or the last step whose updates weights include.
     """
 
     table: int = 0
@@ -51,5 +51,5 @@ class Fields(NamedTuple):
 
 
 def shard_service(shard: int) -> str:
-    """Name the service of a shard, by which the run's registry knows it."""
+    """Return the name of a shard's service in the run's registry."""
     return f"shard {shard}"

@@ -1,4 +1,4 @@
-"""Pushes of buckets while the backward pass still computes others (Zhang et al. 2017, Poseidon, arXiv 1706.03292)."""
+"""Pushes buckets while the backward pass computes others (Zhang et al. 2017, Poseidon, arXiv 1706.03292)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Push = Callable[[BucketKey, Mapping[str, Tensor]], None]  # a bucket, and the gr
 
 @final
 class OverlappedPush:
-    """Pushes a bucket as soon as all gradients in it are there, from a thread of its own."""
+    """Pushes a bucket as soon as all its gradients are ready, from a separate thread."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Sequence[ShardLayout]) -> None:
         self._parameters = parameters
@@ -37,13 +37,13 @@ class OverlappedPush:
 
     @contextmanager
     def during_backward(self, push: Push) -> Iterator[None]:
-        """Push the gradients of the backward pass within the block; at its end, with zeros where none came.
+        """Push the gradients of the backward pass inside the block; missing ones are pushed as zeros at its end.
 
-        Within the block nobody else may use what ``push`` uses. An exception of ``push`` is raised at its end; however
-        the block ends, nothing is pushed afterwards.
+        Nothing else may use the connections of ``push`` inside the block. An exception of ``push`` is raised at its
+        end; nothing is pushed after the block, even if it fails.
         """
         self._missing = {key: set(names) for key, names in self._names.items()}
-        queue = self._queue = SimpleQueue()  # a new one: what a pass that failed has left in its queue is not pushed
+        queue = self._queue = SimpleQueue()  # a new queue, since that of a failed pass may hold buckets
         errors: list[Exception] = []
         thread = threading.Thread(target=self._work, args=(push, queue, errors), daemon=True, name="push")
         thread.start()
@@ -72,7 +72,7 @@ class OverlappedPush:
         try:
             while (key := queue.get()) is not None:
                 push(key, {name: self._gradient(name) for name in self._names[key]})
-        except Exception as error:  # raised again where the step waits for it
+        except Exception as error:  # raised again at the end of the block
             errors.append(error)
 
     def _gradient(self, name: str) -> Tensor:

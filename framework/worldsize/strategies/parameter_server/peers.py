@@ -1,4 +1,4 @@
-"""Requests to the masters of shards, whichever processes those are at the time."""
+"""Requests to the masters of shards, whichever processes these currently are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Frame = tuple[Header, Sequence[memoryview]]
 
 @final
 class Peer:
-    """Asks the master of a shard, whichever process that is; a request is made again if the connection breaks."""
+    """Sends requests to the current master of a shard, and repeats them if the connection breaks."""
 
     def __init__(self, dialer: Dialer, shard: int) -> None:
         self._dialer, self._service = dialer, shard_service(shard)
@@ -34,16 +34,16 @@ class Peer:
                 self._channel, _ = self._dialer.connect(self._service, "peer")
 
     def ask(self, operation: Operation) -> Any:
-        """Ask for a message: NORMS or FACTS."""
+        """Request a message: NORMS or FACTS."""
         frame: Frame = (Header(operation), [])
         return self._request(frame, lambda channel: channel.message(channel.answer(CommonOperation.MESSAGE)))
 
     def command(self, operation: Operation, facts: Any) -> None:
-        """Have the shard do something, such as APPLY, and wait until it has."""
+        """Send a command, such as APPLY, and wait until it is done."""
         self._request(message(operation, facts), lambda channel: channel.answer(CommonOperation.DONE))
 
     def state(self) -> Any:
-        """Ask for a copy of the shard's state."""
+        """Request a copy of the shard's state."""
 
         def receive(channel: Channel) -> Any:
             channel.answer(CommonOperation.DONE)
@@ -54,20 +54,20 @@ class Peer:
 
 @final
 class Peers:
-    """Asks the masters of several ``shards`` at once, each from a thread of its own."""
+    """Sends requests to the masters of several ``shards`` concurrently, each in its own thread."""
 
     def __init__(self, dialer: Dialer, shards: Iterable[int]) -> None:
         self._peers = [Peer(dialer, shard) for shard in shards]
         self._pool = ThreadPoolExecutor(max(1, len(self._peers)), "peer")
 
     def request(self, question: Callable[[Peer], T]) -> list[T]:
-        """Put ``question`` to each; return the answers in the order of the shards."""
+        """Call ``question`` with each peer; return the answers in the order of the shards."""
         return list(self._pool.map(question, self._peers))
 
     def ask(self, operation: Operation) -> list[Any]:
-        """Ask each for a message, see :meth:`Peer.ask`."""
+        """Request a message from each, see :meth:`Peer.ask`."""
         return self.request(lambda peer: peer.ask(operation))
 
     def command(self, operation: Operation, facts: Any) -> None:
-        """Have each do something, and wait until all have, see :meth:`Peer.command`."""
+        """Send a command to each, and wait until all are done, see :meth:`Peer.command`."""
         self.request(lambda peer: peer.command(operation, facts))

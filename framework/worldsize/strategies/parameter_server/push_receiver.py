@@ -1,4 +1,4 @@
-"""Reception of gradients: what a worker announces is first compared with what the shard has room for."""
+"""Receives gradients, after checking that a worker announces what the shard has room for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ID_BYTES, _NUMBER_BYTES = 8, 4
 
 @final
 class PushReceiver:
-    """Receives payloads of pushes to ``shard``, and decodes them by ``codec`` (None: they come as they are)."""
+    """Receives payloads of pushes to ``shard``, and decodes them with ``codec`` (None: they are not compressed)."""
 
     def __init__(self, shard: Shard, codec: GradientCodec | None) -> None:
         self.shard, self._codec = shard, codec
 
     def receive(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
-        """Receive the payload of a push: its bytes, and the gradient that they are.
+        """Receive the payload of a push; return its bytes and the decoded gradient.
 
         Raises:
             LostError: The peer has gone.
-            RefusedError: The shard has no such bucket or table, or the payload has another size.
+            RefusedError: The shard has no such bucket or table, or the payload has the wrong size.
         """
         if header.operation == Operation.PUSH_ROWS:
             return self._receive_rows(channel, header)
@@ -55,7 +55,7 @@ class PushReceiver:
         return payload, (ids_n, gradients_nd)
 
     def receive_ids(self, channel: Channel, header: Header) -> tuple[Rows, Tensor]:
-        """Receive the payload of PULL_ROWS: the table, and int64 [n]. Raises as :meth:`receive` does."""
+        """Receive the payload of PULL_ROWS: the table, and ids, int64 (n,). Raises the errors of :meth:`receive`."""
         rows = self._rows(header)
         if header.dtype != torch.int64 or len(header.shape) != 1 or header.shape[0] > rows.table.rows:
             raise RefusedError(f"PULL_ROWS of {rows.table.name} carries {header.dtype} {list(header.shape)}")
@@ -71,7 +71,7 @@ class PushReceiver:
         return tables[table]
 
     def take(self, header: Header, gradient: Gradient) -> None:
-        """Give the shard a gradient that was received. Raises RefusedError as :meth:`Shard.push` does."""
+        """Push a received gradient to the shard. Raises RefusedError like :meth:`Shard.push`."""
         fields = Fields._make(header.fields)
         first = len(self.shard.parameters.buckets) if header.operation == Operation.PUSH_ROWS else 0
         part = {"step": fields.step, "width": fields.width, "node": fields.node, "seen": fields.seen}
@@ -79,13 +79,13 @@ class PushReceiver:
 
 
 def _check_ids(rows: Rows, ids_n: Tensor) -> None:
-    """Raise RefusedError unless these are rows of this server, sorted and each there once."""
-    ids = ids_n.numpy()  # whose calls cost a quarter of torch's, where there are few rows
+    """Raise RefusedError unless these are unique sorted ids (n,) of rows of this server."""
+    ids = ids_n.numpy()  # its calls cost a quarter of torch's for few rows
     if not len(ids):
         return
     if not (ids[1:] > ids[:-1]).all():
-        raise RefusedError(f"rows of {rows.table.name} come sorted and each once; these do not")
+        raise RefusedError(f"ids of rows of {rows.table.name} must be sorted and unique; these are not")
     if ids[0] < 0 or ids[-1] >= rows.table.rows:
-        raise RefusedError(f"{rows.table.name} has rows 0 to {rows.table.rows - 1}; another one was named")
+        raise RefusedError(f"{rows.table.name} has rows 0 to {rows.table.rows - 1}; the request has others")
     if rows.rule.shards > 1 and not bool((rows.rule.shard_of(ids_n, rows.table) == rows.shard).all()):
-        raise RefusedError(f"rows of {rows.table.name} were named that belong to another server")
+        raise RefusedError(f"the request has rows of {rows.table.name} that belong to another server")

@@ -1,4 +1,4 @@
-"""Embeddings whose rows are on servers: they pull what a batch touches, and keep its gradients to be pushed."""
+"""Embeddings whose rows are on servers: they pull the rows of a batch, and keep its gradients until they are pushed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.nn import functional as F
 from worldsize.core import ConfigError, Recipe
 from worldsize.strategies.parameter_server.row_tables import RowGradients, Table, find_tables
 
-Pull = Callable[[Table, Tensor], Tensor]  # int64 [n], sorted and each once, to float32 [n, dim]
+Pull = Callable[[Table, Tensor], Tensor]  # unique sorted ids, int64 (n,), to float32 (n, dim)
 
 
 @dataclass
 class _Touch:
-    """The rows that one forward pass used; the gradient of ``rows_nd`` is theirs."""
+    """The rows that one forward pass used; ``rows_nd`` receives their gradient."""
 
     ids_n: Tensor
     rows_nd: Tensor
 
 
 class RemoteTable(nn.Module):
-    """Stands in for an nn.Embedding ``like``, and fetches rows by ``pull``.
+    """Replaces the embedding ``like``, and fetches rows with ``pull``.
 
-    Its own weight has no rows: it is there for optimizers to hold.
+    Its own weight has no rows; it exists only so that optimizers can hold it.
     """
 
     def __init__(self, table: Table, like: nn.Embedding | nn.EmbeddingBag, pull: Pull) -> None:
@@ -40,7 +40,11 @@ class RemoteTable(nn.Module):
         self.touched: list[_Touch] = []
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Pull the rows of a batch, each once; also give each id's index among them, and that of the padding."""
+        """Pull the unique rows of ``ids``, which may have any shape.
+
+        Returns:
+            The rows (n, dim), the index of each id among them in the shape of ``ids``, and that of the padding row.
+        """
         ids_n, inverse = torch.unique(ids, return_inverse=True)
         rows_nd = self._pull(self.table, ids_n)
         if self.training:
@@ -49,12 +53,12 @@ class RemoteTable(nn.Module):
         return rows_nd, inverse, int(padding) if len(padding) else None
 
     def take(self) -> RowGradients:
-        """Take ids, sorted and each once, and their gradients since the last call: int64 [n] and float32 [n, dim]."""
+        """Return unique sorted ids, int64 (n,), and their gradients since the last call, float32 (n, dim)."""
         touched, self.touched = [touch for touch in self.touched if touch.rows_nd.grad is not None], []
         if not touched:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.table.dim)
         if len(touched) == 1 and (gradient_nd := touched[0].rows_nd.grad) is not None:
-            return touched[0].ids_n, gradient_nd.add_(0.0)  # as the sum below would: -0.0 becomes 0.0
+            return touched[0].ids_n, gradient_nd.add_(0.0)  # -0.0 becomes 0.0, as in the sum below
         ids_n, inverse = torch.unique(torch.cat([touch.ids_n for touch in touched]), return_inverse=True)
         gradients_nd = torch.zeros(len(ids_n), self.table.dim)
         gradients = [touch.rows_nd.grad for touch in touched if touch.rows_nd.grad is not None]
@@ -64,7 +68,7 @@ class RemoteTable(nn.Module):
 
 @final
 class RemoteEmbedding(RemoteTable):
-    """An nn.Embedding with its rows on servers."""
+    """An nn.Embedding whose rows are on servers."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rows_nd, inverse, padding = self.rows(ids)
@@ -73,7 +77,7 @@ class RemoteEmbedding(RemoteTable):
 
 @final
 class RemoteEmbeddingBag(RemoteTable):
-    """An nn.EmbeddingBag with its rows on servers."""
+    """An nn.EmbeddingBag whose rows are on servers."""
 
     def __init__(self, table: Table, like: nn.EmbeddingBag, pull: Pull) -> None:
         super().__init__(table, like, pull)
@@ -93,7 +97,7 @@ class RemoteEmbeddingBag(RemoteTable):
 
 
 def replace_tables(model: nn.Module, tables: Sequence[Table], pull: Pull) -> nn.Module:
-    """Replace ``tables`` in ``model`` by modules that fetch rows by ``pull``; gives ``model``."""
+    """Replace ``tables`` in ``model`` by modules that fetch rows with ``pull``; return ``model``."""
     replaced = {table.name: table for table in tables}
     for name, module in list(model.named_modules()):
         if table := replaced.get(f"{name}.weight"):
@@ -109,7 +113,7 @@ def replace_tables(model: nn.Module, tables: Sequence[Table], pull: Pull) -> nn.
 
 
 def rowless_model(recipe: Recipe) -> nn.Module:
-    """Make the recipe's model without the rows of its tables, as a server has it: nobody calls it."""
+    """Make the recipe's model without the rows of its tables, for a server, which never calls it."""
     model = recipe.model()
     return replace_tables(model, find_tables(model, recipe.row_values(model)), _no_rows)
 
@@ -124,5 +128,5 @@ def remotes(model: nn.Module) -> Iterator[RemoteTable]:
 
 
 def take_gradients(remotes: Sequence[RemoteTable]) -> list[RowGradients]:
-    """Take the gradients of each table since the last call."""
+    """Return the gradients of each table since the last call: ids (n,) and values (n, dim)."""
     return [remote.take() for remote in remotes]

@@ -1,4 +1,4 @@
-"""The master's log of operations: its standby makes every one of them before it is acknowledged."""
+"""The master's log of operations: its standby performs each operation before it is acknowledged."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _FENCED = 70  # exit code
 
 @dataclass
 class _Standby:
-    """The server that has a copy of the shard, with the numbers of operations that it was sent and that it has made."""
+    """The server that has a copy of the shard, and the numbers of operations that it was sent and has performed."""
 
     channel: Channel
     sent: int = 0
     made: int = 0
 
 
-Ticket = tuple[_Standby, int]  # an operation that was forwarded, by its number
+Ticket = tuple[_Standby, int]  # the number of a forwarded operation
 
 
 @final
 class ReplicationLog:
-    """Forwards what changes a shard to its standby, in the same order.
+    """Forwards changes of a shard to its standby, in the same order.
 
     Args:
-        mastership: Renewed when a standby is given up; whoever has lost it ends at once, without acknowledging.
+        mastership: Renewed when a standby is given up; a server that lost it ends at once, without acknowledging.
         lease: Seconds without an answer after which a standby is given up.
-        expects_standby: Whether a standby is to come.
+        expects_standby: Whether a standby will connect.
 
     Attributes:
         changed: Guards the shard; notified when it has changed.
@@ -56,11 +56,11 @@ class ReplicationLog:
             self._is_followed.set()
 
     def start(self) -> None:
-        """Watch over the mastership from now on."""
+        """Start to check the mastership regularly."""
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
     def _watch(self) -> None:
-        """Send signs of life to the standby; and end one of two masters, should there ever be two."""
+        """Send heartbeats to the standby, and end this process if another server has become master."""
         while not self.ended.wait(self._lease / 4):
             if not self._mastership.is_current():
                 _end_fenced()
@@ -68,20 +68,20 @@ class ReplicationLog:
                 self.forward(Header(CommonOperation.HEARTBEAT), [])
 
     def wait_for_standby(self) -> None:
-        """Wait until a standby has come, if one is expected, but no longer than a lease."""
+        """Wait until a standby has connected, if one is expected, but no longer than a lease."""
         self._is_followed.wait(self._lease)
 
     def lead(self, channel: Channel, name: str, image: Callable[[], Any]) -> None:
-        """Give the standby ``name`` a copy of everything, and every operation from then on, until it has gone.
+        """Send the standby ``name`` a copy of the state, and every later operation, until it disconnects.
 
         Args:
             channel: The connection to the standby.
             name: The name of the standby.
-            image: Makes the copy; called with the lock held.
+            image: Returns the copy; called with the lock held.
 
         Raises:
             RefusedError: There is a standby already.
-            LostError: It has gone before it had the copy.
+            LostError: The standby disconnected before it received the copy.
         """
         channel.wait_at_most(self._lease)
         standby = _Standby(channel)
@@ -104,7 +104,8 @@ class ReplicationLog:
     def forward(self, header: Header, payload: Sequence[memoryview]) -> Ticket | None:
         """Send an operation to the standby, if there is one.
 
-        The caller holds the lock until it has made the operation itself, so that both make all in the same order.
+        The caller holds the lock until it has performed the operation itself, so that both perform all in the same
+        order.
         """
         standby = self._standby
         if standby is None:
@@ -118,14 +119,14 @@ class ReplicationLog:
         return standby, standby.sent
 
     def settle(self, ticket: Ticket | None) -> None:
-        """Wait until the standby has made the operation too, or is given up. The caller holds no lock."""
+        """Wait until the standby has performed the operation, or is given up. The caller holds no lock."""
         if ticket is not None:
             standby, number = ticket
             with self.changed:
                 self.changed.wait_for(lambda: standby.made >= number or self._standby is not standby)
 
     def _abandon(self, standby: _Standby) -> None:
-        """Go on without a standby, unless it has taken this server for dead and is master now."""
+        """Continue without a standby, unless it has declared this server dead and become master."""
         with self.changed:
             if self._standby is not standby or self.ended.is_set():
                 return

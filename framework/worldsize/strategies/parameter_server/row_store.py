@@ -1,4 +1,4 @@
-"""The memory of a server for the rows of one table."""
+"""A server's memory for the rows of one table."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from worldsize.strategies.parameter_server.slot_index import SlotIndex
 
 _LEAST = 1024  # slots
-_EVICTED = 0.1  # share of the capacity that is freed at once
+_EVICTED = 0.1  # fraction of the capacity that is freed at once
 
 
 @final
 class RowStore:
-    """Keeps rows in the slots of one tensor, which grows; if a capacity is set, rows not touched for longest leave.
+    """Keeps rows in the slots of one tensor, which grows; with a capacity, least recently used rows are evicted.
 
     Args:
-        width: The numbers of a row: its values, then its optimizer's state.
-        index: Maps ids of rows to slots; this store alone changes it.
-        capacity: The number of rows that are kept; None: all.
+        width: Numbers in a row: its values, then its optimizer's state.
+        index: Maps ids of rows to slots; only this store changes it.
+        capacity: Largest number of rows; None: no limit.
 
     Attributes:
-        data: float32 [slots, width]; another tensor after :meth:`allocate`.
-        evicted: The number of rows that have left.
+        data: float32 (slots, width); replaced by another tensor in :meth:`allocate`.
+        evicted: Number of evicted rows.
     """
 
     def __init__(self, width: int, index: SlotIndex, *, capacity: int | None) -> None:
@@ -38,16 +38,16 @@ class RowStore:
 
     @property
     def count(self) -> int:
-        """The number of rows."""
+        """Number of rows."""
         return self._used - len(self._free)
 
     def touch(self, slots_n: Tensor, now: int) -> None:
-        """Note that the rows in these slots were used at ``now``."""
+        """Record that the rows in ``slots_n`` (n,) were used at the clock ``now``."""
         if self._capacity is not None:
             self._touched.index_fill_(0, slots_n, now)
 
     def allocate(self, ids_n: Tensor, now: int) -> Tensor:
-        """Give new rows slots, int64 [n], whose numbers in ``data`` are for the caller to fill."""
+        """Allocate slots for new rows ``ids_n`` (n,): int64 (n,); the caller fills them in ``data``."""
         if self._capacity is not None and self.count + len(ids_n) > self._capacity:
             self._evict(self.count + len(ids_n) - self._capacity, self._capacity)
         slots_n = self._room(len(ids_n))
@@ -57,7 +57,7 @@ class RowStore:
         return slots_n
 
     def _room(self, count: int) -> Tensor:
-        """Find slots for ``count`` new rows, free ones first."""
+        """Return slots (count,) for ``count`` new rows, free ones first."""
         reused, self._free = self._free[:count], self._free[count:]
         first, self._used = self._used, self._used + count - len(reused)
         if self._used > len(self.data):
@@ -68,7 +68,7 @@ class RowStore:
         return torch.cat([reused, torch.arange(first, self._used)])
 
     def _evict(self, least: int, capacity: int) -> None:
-        """Forget the rows that have not been touched for longest, ``least`` or more of them."""
+        """Evict the least recently used rows, ``least`` or more of them."""
         live_n = self._live()
         count = min(len(live_n), max(least, int(capacity * _EVICTED)))
         gone_n = live_n[self._touched[live_n].topk(count, largest=False).indices]
@@ -82,7 +82,7 @@ class RowStore:
         return live_n.nonzero().flatten()
 
     def by_id(self) -> tuple[Tensor, Tensor]:
-        """Copy all rows, ordered by id: int64 [n] and float32 [n, width]."""
+        """Return copies of all ids and rows, ordered by id: int64 (n,) and float32 (n, width)."""
         live_n = self._live()
         order_n = live_n[self._ids[live_n].argsort()]
         return self._ids[order_n].clone(), self.data[order_n].clone()

@@ -1,4 +1,4 @@
-"""Sparse tables on a server: a row exists once it has been touched, and its optimizer's state lies beside it."""
+"""Sparse tables on a server: a row is created when it is first used, and stored with its optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from worldsize.strategies.parameter_server.row_updates import RowUpdate
 from worldsize.strategies.parameter_server.slot_index import Sharding, slot_index
 from worldsize.strategies.wrapping import sparse_embeddings
 
-RowGradients = tuple[Tensor, Tensor]  # int64 [n], sorted and each once, and float32 [n, dim]
-_SAMPLED = 16  # pushes of which one is sampled
+RowGradients = tuple[Tensor, Tensor]  # unique sorted ids, int64 (n,), and float32 (n, dim)
+_SAMPLED = 16  # one of so many pushes is sampled
 
 
 @final
@@ -29,10 +29,10 @@ class Table:
 
     Attributes:
         name: The name of its weight in the model.
-        rows: The number of rows that it has in all.
-        dim: The numbers of a row.
+        rows: Number of its rows.
+        dim: Numbers in a row.
         padding: The row that stays zero; None: there is none.
-        values: What its rows are before their first update.
+        values: Distribution of its rows before their first update.
     """
 
     name: str
@@ -47,7 +47,7 @@ def find_tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table
 
     Args:
         model: The recipe's model.
-        values: What rows are before their first update, by the name of the module, see :meth:`Recipe.row_values`.
+        values: Initial distributions of rows, by the name of the module, see :meth:`Recipe.row_values`.
 
     Raises:
         ConfigError: ``values`` names a module that ``model`` does not have.
@@ -63,10 +63,10 @@ def find_tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table
 
 
 def initial_rows(seed: int, table: Table, ids_n: Tensor) -> Tensor:
-    """Compute what the rows ``ids_n`` (int64) are before their first update: float32 [n, dim].
+    """Return the initial values of the rows ``ids_n``, int64 (n,), as float32 (n, dim).
 
-    It follows from (seed, table, row id) alone: splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195) of a
-    counter, as uniform numbers or by Box and Muller (1958) as normal ones.
+    They depend only on (seed, table, row id): splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195) of a
+    counter, as uniform numbers, or as normal numbers by Box and Muller (1958).
     """
     digest = hashlib.blake2b(f"{seed}/row/{table.name}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
@@ -94,14 +94,14 @@ def _uniform(counter: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class RowRule:
-    """Rule by which rows are dealt to servers, and kept there.
+    """Rule that assigns rows to servers, and decides which are kept there.
 
     Attributes:
-        seed: Decides the initial values, together with the table and the row.
+        seed: Seed of the initial values, together with the table and the row.
         shards: Number of servers.
-        sharding: "hash" deals by id modulo servers, "range" by ranges of ids.
-        admit_after: Pushes before a row is kept.
-        capacity: Rows of a table that a server keeps, the ones touched last; None: all.
+        sharding: "hash" assigns rows by id modulo servers, "range" by ranges of ids.
+        admit_after: Number of pushes before a row is kept.
+        capacity: Number of rows of a table that a server keeps, the most recently used ones; None: all.
     """
 
     seed: int
@@ -111,7 +111,7 @@ class RowRule:
     capacity: int | None = None
 
     def shard_of(self, ids_n: Tensor, table: Table) -> Tensor:
-        """Return the server of each row: int64 [n]."""
+        """Return the server of each row ``ids_n`` (n,): int64 (n,)."""
         if self.sharding == "hash":
             return ids_n % self.shards
         return ids_n // -(-table.rows // self.shards)
@@ -119,17 +119,17 @@ class RowRule:
 
 @final
 class Rows:
-    """The rows of ``table`` on server ``shard``. Not safe for threads; callers hold the shard's lock.
+    """The rows of ``table`` on server ``shard``. Not thread-safe; callers hold the shard's lock.
 
     Args:
-        table: The embedding that they are of.
-        rule: How rows are dealt to servers, and which are kept.
-        shard: The number of this server.
-        update: How gradients change them; the learning rate in its group may change.
+        table: The embedding of the rows.
+        rule: How rows are assigned to servers, and which are kept.
+        shard: Index of this server.
+        update: How gradients change rows; the learning rate in its group may change.
 
     Attributes:
-        store: The memory that they are in.
-        missed: Gradients of rows that were not there any more, or not yet.
+        store: The memory of the rows.
+        missed: Number of gradients of rows that were evicted, or not admitted yet.
     """
 
     def __init__(self, table: Table, rule: RowRule, shard: int, update: RowUpdate) -> None:
@@ -139,11 +139,11 @@ class Rows:
         self.missed = 0
         self._update = update
         self._clock = 0  # counts pulls and pushes
-        self._pending = Counter[int]()  # pushes of rows that are not admitted yet
-        self._sampled = Counter[int]()  # rows, in one push of sixteen
+        self._pending = Counter[int]()  # number of pushes of each row that is not admitted yet
+        self._sampled = Counter[int]()  # number of uses of each row in one of sixteen pushes
 
     def pull(self, ids_n: Tensor) -> Tensor:
-        """Read rows: float32 [n, dim]. A row that is not kept has its initial value."""
+        """Read rows ``ids_n`` (n,): float32 (n, dim). A row that is not kept has its initial value."""
         self._clock += 1
         slots_n = self.store.index.get(ids_n)
         if self.rule.admit_after == 0 and _lacks(slots_n):
@@ -157,7 +157,10 @@ class Rows:
         return rows_nd
 
     def push(self, ids_n: Tensor, gradients_nd: Tensor, share: float = 1.0) -> None:
-        """Update rows, each of which occurs once. One that is not kept is left out; its neighbours are not moved."""
+        """Update unique rows ``ids_n`` (n,) by gradients (n, dim), with ``share`` of the learning rate.
+
+        Gradients of rows that are not kept are dropped.
+        """
         self._clock += 1
         if self._clock % _SAMPLED == 0:
             self._sampled.update(ids_n.tolist())
@@ -173,7 +176,7 @@ class Rows:
         self.store.touch(slots_n, self._clock)
 
     def _admit(self, ids_n: Tensor) -> None:
-        """Count a push of rows, and create those that were pushed often enough."""
+        """Count a push of rows, and create rows that were pushed often enough."""
         new = ids_n[self.store.index.get(ids_n) < 0].tolist()
         self._pending.update(new)
         admitted = [row for row in new if self._pending[row] >= self.rule.admit_after]
@@ -189,7 +192,7 @@ class Rows:
         self.store.data[slots_n, : self.table.dim] = initial_rows(self.rule.seed, self.table, ids_n)
 
     def facts(self, *, hottest: int) -> dict[str, Any]:
-        """Return counts, and the ``hottest`` rows of a sample of pushes since the last call: [id, times] each."""
+        """Return counts, and the ``hottest`` rows of a sample of pushes since the last call, as [id, count]."""
         often = [[row, times] for row, times in self._sampled.most_common(hottest)]
         self._sampled.clear()
         return {"rows": self.store.count, "evicted": self.store.evicted, "missed": self.missed, "hottest": often}
@@ -200,7 +203,7 @@ class Rows:
         return {"ids": ids_n, "rows": rows_nw}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take those rows of a :meth:`state` that belong to this server."""
+        """Load those rows of a :meth:`state` that belong to this server: ids (n,) and rows (n, width)."""
         mine_n = self.rule.shard_of(state["ids"], self.table) == self.shard
         ids_n = state["ids"][mine_n]
         self._create(ids_n)
@@ -208,5 +211,5 @@ class Rows:
 
 
 def _lacks(slots_n: Tensor) -> bool:
-    """Whether a row has no slot. By numpy, in a third of torch's time where there are few rows."""
+    """Return whether a row has no slot. For few rows numpy takes a third of torch's time."""
     return len(slots_n) > 0 and bool(slots_n.numpy().min() < 0)

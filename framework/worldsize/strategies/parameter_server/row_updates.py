@@ -14,7 +14,7 @@ from worldsize.strategies.wrapping import sparse_embeddings
 
 
 class RowUpdate(ABC):
-    """An optimizer's update of single rows, whose state lies beside their values.
+    """An optimizer's update of single rows, which are stored with their state.
 
     A row is ``dim`` values, then the ``row_state`` parts of its state, then the ``scalar_state`` numbers.
 
@@ -33,16 +33,24 @@ class RowUpdate(ABC):
         self.group = group
 
     def width(self, dim: int) -> int:
-        """Compute how many numbers a row of ``dim`` values takes with its state."""
+        """Return the number of elements of a row of ``dim`` values with its state."""
         return dim * (1 + self.row_state) + self.scalar_state
 
     def initial_state(self) -> float:
-        """Return what every number of a new row's state is."""
+        """Return the initial value of all elements of a row's state."""
         return 0.0
 
     @abstractmethod
     def apply(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
-        """Update the rows of ``data`` (float32 [slots, width]) in ``slots_n``, each of which is there once."""
+        """Update rows of ``data``, float32 (slots, width), in place.
+
+        Args:
+            data: All rows with their state.
+            slots_n: Unique indices of the rows to update, int64 (n,).
+            gradients_nd: Their gradients, float32 (n, dim).
+            lr: Learning rate.
+            dim: Number of values of a row.
+        """
 
 
 def _read_change_write(data: Tensor, slots_n: Tensor, change: Callable[[Tensor], None]) -> None:
@@ -79,7 +87,7 @@ class AdagradRows(RowUpdate):
 
 @final
 class AdamRows(RowUpdate):
-    """The update of torch.optim.Adam (Kingma and Ba 2015), with AdamW's decay; each row counts its own steps."""
+    """The update of torch.optim.Adam (Kingma and Ba 2015) or AdamW; each row counts its own steps."""
 
     row_state, scalar_state = 2, 1
 
@@ -103,7 +111,7 @@ def update_of(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> RowU
     """Return the row-wise form of ``optimizer`` with the options of ``group``, for the rows of the table ``name``.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The optimizer has no row-wise form.
     """
     kind = type(optimizer).__name__
     plain = not group.get("weight_decay") and not group.get("momentum") and not group.get("lr_decay")

@@ -1,4 +1,4 @@
-"""What servers cannot carry of a recipe, which is refused before the start."""
+"""Refuses recipes that parameter servers cannot train, before the start."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from worldsize.strategies.wrapping import sparse_embeddings
 
 
 def check_served(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what changes weights that no server owns.
+    """Refuse models and optimizers that change weights that no server owns.
 
     Raises:
-        ConfigError: the model has statistics of batches, or the optimizer a hook for each step or no learning rate.
+        ConfigError: the model has batch statistics, or the optimizer has step hooks or no learning rate.
     """
     refuse_step_hooks(
         optimizer,
@@ -34,12 +34,12 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int, compression: str) -> None:
-    """Refuse options with which several updates a step are not exact.
+    """Refuse options with which several updates per step are not exact.
 
     Args:
-        recipe: The recipe that takes them.
-        consistency: The option of the strategy; "sync" if it comes to that.
-        replicas: Standbys of each server.
+        recipe: The recipe with several updates.
+        consistency: The effective consistency of the strategy.
+        replicas: Number of standbys of each server.
         compression: The format of pushed gradients.
 
     Raises:
@@ -49,7 +49,7 @@ def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int,
     kind = type(recipe).__name__
     if recipe.remembers:
         raise ConfigError(
-            f"{kind} takes several updates a step and remembers in each process what earlier steps have left there; "
+            f"{kind} takes several updates a step and keeps state of earlier steps in each process; "
             "workers of a parameter server come and go. Use strategy=ddp, zero or single."
         )
     if consistency != "sync":

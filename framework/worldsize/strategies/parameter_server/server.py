@@ -1,4 +1,4 @@
-"""A shard on the network: one thread a connection, one lock a shard."""
+"""Serves a shard over the network: one thread per connection, one lock per shard."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from worldsize.transport.channel import Channel
 from worldsize.transport.connection_server import ConnectionServer, Service
 from worldsize.transport.frames import RefusedError
 
-SERVER_PREFIX = "server-"  # of the names of servers
+SERVER_PREFIX = "server-"  # beginning of the names of servers
 
 
 @final
 class ShardServer:
-    """Serves the shard that ``master`` keeps to the members of the run.
+    """Serves the shard of ``master`` to the members of the run.
 
-    A connection is for "data" (a worker), "peer" (whoever leads the run), "standby", or one of ``services``. What is
-    refused changes nothing.
+    The kind of a connection is "data" (a worker), "peer" (the leader of the run), "standby", or one of ``services``.
+    Refused requests change nothing.
 
     Args:
         master: Changes and reads the shard.
@@ -35,7 +35,7 @@ class ShardServer:
         on_begin: Called with the number of each step with several updates that begins.
 
     Attributes:
-        start_of_step: Keeps where such a step began.
+        start_of_step: Saves the state at the start of such a step.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class ShardServer:
         )
 
     def start(self) -> None:
-        """Serve from now on, in threads of its own."""
+        """Start to serve, in background threads."""
         self.connections.start()
         self.master.log.start()
 
     def facts(self) -> dict[str, Any]:
-        """Return the load since the last call, and what was lost and refused since the start."""
+        """Return the load since the last call, and the updates lost and frames refused since the start."""
         return self.master.facts(refused=self.connections.refused)
 
     def _serve_standby(self, channel: Channel, facts: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The servers of a run: their addresses and credentials, and how one of them begins."""
+"""The servers of a run: their addresses and credentials, and the start of each."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ Transport = Literal["auto", "unix", "tls", "tcp"]
 @final
 @dataclass(frozen=True)
 class PendingServer:
-    """A server that is not master of its shard yet.
+    """A server that is not yet master of its shard.
 
     Attributes:
-        train_state: The whole model with the newest checkpoint's state, to be saved or warned about.
-        succession: The way to being master; run it before :meth:`serve`.
+        train_state: The full model with the newest checkpoint's state, for saving and warnings.
+        succession: Waits until this server is master; run it before :meth:`serve`.
         dialer: Connects this process to the other servers.
         listener: The socket at which this server will accept connections.
         lease: Seconds without a sign of life after which a standby is given up.
-        has_standby: Whether a standby is to come.
+        has_standby: Whether a standby will connect.
     """
 
     train_state: TrainState
@@ -62,7 +62,7 @@ class PendingServer:
 
     @property
     def shard(self) -> Shard:
-        """The shard, which follows the master's as long as there is another one."""
+        """The shard, which copies the master's while another server is master."""
         return self.succession.receiver.shard
 
     def serve(
@@ -73,7 +73,7 @@ class PendingServer:
         on_begin: Callable[[int], None] = ignore_step,
         leader_prefix: str = SERVER_PREFIX,
     ) -> ShardServer:
-        """Serve as the shard's master; returns when the standby has come, or none does within a lease.
+        """Serve as the shard's master; return when the standby has connected, or none did within a lease.
 
         Args:
             services: Further services, by the kind of connection.
@@ -111,16 +111,16 @@ class ServerGroup:
 
     @property
     def processes(self) -> int:
-        """Servers and standbys together."""
+        """Number of servers and standbys together."""
         return self.servers * (1 + self.replicas)
 
     @property
     def wire(self) -> Transport:
-        """The transport that "auto" stands for."""
+        """The transport to use; "auto" is resolved."""
         return self.transport if self.transport != "auto" else "unix" if self.nodes == 1 else "tls"
 
     def check(self, cluster: Cluster, workers: int) -> None:
-        """Raise ConfigError if the options cannot run on ``cluster`` with so many workers."""
+        """Raise ConfigError if the options cannot be used on ``cluster`` with this number of workers."""
         if self.servers < 1 or workers < 1:
             raise ConfigError(
                 f"a parameter server needs at least one server and one worker; the cluster has {cluster.processes} "
@@ -128,7 +128,10 @@ class ServerGroup:
                 f"Set cluster.processes={max(1, self.processes) + 1} or more."
             )
         if self.wire == "unix" and self.nodes > 1:
-            raise ConfigError(f"strategy.transport=unix ends at the host, and there are {self.nodes}. Set tls.")
+            raise ConfigError(
+                f"strategy.transport=unix works inside one host, and there are {self.nodes}. "
+                "Set strategy.transport=tls."
+            )
 
     def prepare(self, folder: Path) -> None:
         """Create the run's certificate authority if TLS is used; called in the launching process."""
@@ -136,7 +139,7 @@ class ServerGroup:
             create_authority(private(folder) / "keys")
 
     def dialer(self, name: str, context: RunContext) -> Dialer:
-        """Make what connects the process ``name`` to the servers of the run. Raises ConfigError outside of a run."""
+        """Make the dialer of the process ``name`` to the servers of the run. Raises ConfigError outside of a run."""
         meeting = context.meeting_place(needs="a parameter server needs its servers")
         credentials = issue_certificate(meeting.folder / "keys", name) if self.wire == "tls" else None
         return Dialer(name, Registry(meeting.folder, meeting.timeout), credentials, meeting.timeout, Operation)
@@ -148,9 +151,9 @@ class ServerGroup:
 
         Args:
             recipe: The recipe of the run.
-            train_state: The model that the recipe made first in this process: only that has the run's initial weights.
-            context: The run as this process knows it, with its newest checkpoint.
-            plan: Which server owns what.
+            train_state: The first model that the recipe made in this process; only it has the run's initial weights.
+            context: The context of the run, with its newest checkpoint.
+            plan: The assignment of parameters to servers.
             rule: When gradients become an update.
         """
         index = context.world.rank % self.servers
@@ -164,11 +167,11 @@ class ServerGroup:
         """Make this process's server of shard ``number``.
 
         Args:
-            receiver: Takes pushes to the shard.
-            full: The whole model, which will receive the state of all shards when it is saved.
-            context: The run as this process knows it.
+            receiver: Receives pushes to the shard.
+            full: The full model, which receives the state of all shards when it is saved.
+            context: The context of the run.
             dialer: Connects this process to the other servers.
-            number: The number of the shard.
+            number: Index of the shard.
         """
         meeting = context.meeting_place(needs="a server needs its workers")
         listener = self._listener(dialer.credentials, meeting, f"{dialer.name}-{number}")
@@ -194,15 +197,15 @@ class ServerGroup:
         plan: ShardingPlan,
         rule: Rule,
     ) -> tuple[Shard, TrainState]:
-        """Make the shard, and the whole model, from the newest checkpoint if there is one."""
+        """Make the shard, and the full model, from the newest checkpoint if there is one."""
         full = train_state_of(recipe)
-        full.model.load_state_dict(train_state.model.state_dict())  # frozen weights, which no shard has, are the run's
+        full.model.load_state_dict(train_state.model.state_dict())  # for frozen weights, which no shard has
         restored = context.checkpoints.restore(lambda: full_state(full, empty_rows(full), plan.rows))
         state, step = restored or (None, 0)
         if state is not None:
             load_full_state(train_state, state)
             load_full_state(full, state)
-        tables = tables_of(train_state, plan.rows, index)  # by the optimizer's groups, which loading has made anew
+        tables = tables_of(train_state, plan.rows, index)  # after loading, which replaces the optimizer's groups
         if state is not None:
             for each in tables:
                 each.load(state["tables"][each.table.name])

@@ -1,4 +1,4 @@
-"""The load of a server since it was last asked."""
+"""The load of a server since the last query."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ServerLoad:
     """Counts pushes and pulls and their bytes.
 
     Attributes:
-        waiting: Pushes that wait for the shard now.
-        longest_queue: The most pushes that waited for it at once.
-        since: When the counting began, in seconds of ``time.perf_counter``.
+        waiting: Number of pushes that now wait for the shard.
+        longest_queue: Largest number of pushes that waited at once.
+        since: Start of the counts, in seconds of ``time.perf_counter``.
     """
 
     pushes: int = 0

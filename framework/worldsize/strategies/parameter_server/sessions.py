@@ -1,4 +1,4 @@
-"""Record of the pushes taken from each worker, so that each is taken once, whatever connections break."""
+"""Record of the pushes applied from each worker, so that each is applied exactly once if connections break."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from worldsize.transport.frames import RefusedError
 
 @dataclass
 class Session:
-    """One worker since it last joined the run: its pushes of an epoch are numbered from 1.
+    """One membership of a worker in the run; its pushes are numbered from 1.
 
     Attributes:
         epoch: The epoch in which the worker was admitted.
-        sequence: Number of the last push that was taken.
+        sequence: Number of the last push that was applied.
     """
 
     epoch: int
@@ -31,20 +31,20 @@ class Sessions:
         self._taken_by_master: dict[int, int] = {}  # sequence by epoch, while this server was a standby
 
     def open(self, name: str, epoch: int) -> Session:
-        """Return the session of a worker. A later epoch begins anew; the same one goes on where its connection broke.
+        """Return the session of a worker. A later epoch starts a new session; the same epoch continues the old one.
 
         Raises:
-            RefusedError: The worker has joined in a later epoch since.
+            RefusedError: The worker has since joined in a later epoch.
         """
         session = self._by_name.get(name)
         if session is None or epoch > session.epoch:
             session = self._by_name[name] = Session(epoch, self._taken_by_master.get(epoch, 0))
         if epoch < session.epoch:
-            raise RefusedError(f"{name} has come back since as epoch {session.epoch}; this is {epoch}")
+            raise RefusedError(f"{name} has since rejoined in epoch {session.epoch}; this is epoch {epoch}")
         return session
 
     def note_taken(self, epoch: int, sequence: int) -> None:
-        """Note, as a standby, which push the master has taken last."""
+        """Record, on a standby, the last push that the master has applied."""
         self._taken_by_master[epoch] = sequence
 
     def image(self) -> dict[int, int]:
@@ -52,5 +52,5 @@ class Sessions:
         return {**self._taken_by_master, **{each.epoch: each.sequence for each in self._by_name.values()}}
 
     def restore(self, image: Mapping[int, int]) -> None:
-        """Take over the :meth:`image` of a master."""
+        """Load the :meth:`image` of a master."""
         self._taken_by_master = dict(image)

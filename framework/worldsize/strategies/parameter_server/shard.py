@@ -1,4 +1,4 @@
-"""A shard: the parameters of one server, and when gradients become their updates. No sockets; callers hold a lock."""
+"""A shard: the parameters of one server, and when gradients update them. No sockets; callers hold a lock."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Rule:
     """Rule by which gradients become an update.
 
     Attributes:
-        logical_ranks: Parts of a step.
-        synchronous: The mean over all logical ranks of a step is one update. Otherwise each logical rank's gradient is
-            one, with its share of the learning rate.
-        by_staleness: That share is 1 / staleness of the gradient (arXiv 1511.05950) instead of 1 / logical ranks.
-        requires_commit: The update of a whole step waits for :meth:`Shard.apply`.
-        finite: NaN and infinite gradients are refused.
+        logical_ranks: Number of logical ranks of a step.
+        synchronous: Whether the mean over all logical ranks of a step is one update. Otherwise each logical rank's
+            gradient is an update, with a fraction of the learning rate.
+        by_staleness: Whether that fraction is 1 / staleness of the gradient (Zhang et al. 2016, arXiv 1511.05950)
+            instead of 1 / logical ranks.
+        requires_commit: Whether the update of a step waits for :meth:`Shard.apply`.
+        finite: Whether NaN and infinite gradients are refused.
     """
 
     logical_ranks: int
@@ -38,16 +39,16 @@ class Rule:
 
 @final
 class Shard:
-    """Updates ``parameters`` as ``rule`` says.
+    """Updates ``parameters`` according to ``rule``.
 
     Args:
-        parameters: What this server owns.
+        parameters: The parameters that this server owns.
         rule: When gradients become an update.
-        step: The last step that is done.
+        step: The last completed step.
 
     Attributes:
-        updates: The number of updates made since the run began.
-        last_factor: What the gradient of the last commit was multiplied by; None: its update was left out.
+        updates: Number of updates since the run began.
+        last_factor: Factor of the gradient in the last commit; None: its update was skipped.
     """
 
     def __init__(self, parameters: ShardParameters, rule: Rule, *, step: int = 0) -> None:
@@ -60,26 +61,27 @@ class Shard:
 
     @property
     def closed(self) -> int:
-        """The last step up to which no part of any step is missing."""
+        """The last step such that it and all earlier steps are complete."""
         return self.step if self.rule.synchronous else self._units.closed
 
     def push(self, index: int, gradient: Gradient, *, step: int, width: int, node: int, seen: int = 0) -> bool:
-        """Take the gradient of a bucket or a table.
+        """Add the gradient of a bucket or a table.
 
         Args:
-            index: The number of the bucket, or of the table; buckets come first.
-            gradient: Flat for a bucket; for a table ids, sorted and each once, and values [n, dim].
-            step: The step that it is of.
-            width: With ``node``, the part of the tree over logical ranks that it is the sum of, as in
+            index: Index of the bucket or the table; buckets are numbered first.
+            gradient: For a bucket a tensor (n,); for a table unique sorted ids (n,) and values (n, dim).
+            step: The step of the gradient.
+            width: Number of nodes of a level of the tree over logical ranks, as in
                 :class:`~worldsize.collectives.ordered.PartialSums`.
-            node: See ``width``. Without ``rule.synchronous``, the first logical rank of a unit, whose mean it is.
-            seen: The number of updates that its worker's weights had seen.
+            node: Index of the node of that level whose sum the gradient is. Without ``rule.synchronous``, the first
+                logical rank of a unit, whose mean it is.
+            seen: Number of updates in the worker's weights.
 
         Returns:
-            Whether it is new; False if that of these logical ranks has come before.
+            Whether it is new; False if the gradient of these logical ranks was added before.
 
         Raises:
-            RefusedError: It is not finite, or of a step that is not being trained; nothing has changed.
+            RefusedError: The gradient is not finite, or its step is not being trained; nothing has changed.
         """
         values = gradient if isinstance(gradient, Tensor) else gradient[1]
         if self.rule.finite and not math.isfinite(float(values.sum())):
@@ -94,7 +96,7 @@ class Shard:
         return is_new
 
     def _push_unit(self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int) -> bool:
-        """Make one unit's update, with lr / logical ranks, so that those of a step add up to lr."""
+        """Apply the update of one unit, with a learning rate of lr / logical ranks: those of a step add up to lr."""
         if not self._units.add(unit, index):
             return False
         staleness = max(1, (self.updates - seen + 1) % 2**32)
@@ -115,25 +117,25 @@ class Shard:
 
     @property
     def waits_for_commit(self) -> bool:
-        """Whether the mean gradient of the next step is complete and only :meth:`apply` is missing."""
+        """Whether the mean gradient of the next step is complete and waits for :meth:`apply`."""
         return self.rule.requires_commit and self._gradients.all_wait
 
     def weigh(self, step: int, factor: float) -> None:
-        """Multiply the mean gradient of ``step``, which waits for its commit, by ``factor``; once, however often asked.
+        """Multiply the uncommitted mean gradient of ``step`` by ``factor``. Repeated calls have no effect.
 
-        Where losses are sums with a weight, it makes the gradient of their mean from the mean of their gradients.
+        For losses that are a sum and a weight, it turns the mean of gradients into the gradient of the weighted mean.
         """
         if step == self.step + 1 and self.waits_for_commit:
             self._gradients.weigh(factor)
 
     def norms(self) -> dict[str, list[float]]:
-        """Compute the norms of the pieces of the mean gradient that waits for its commit, by parameter."""
+        """Return the L2 norms of the pieces of the uncommitted mean gradient, by parameter."""
         return self.parameters.norms(self._gradients.means)
 
     def apply(self, step: int, factor: float | None) -> None:
-        """Make the update of ``step`` that waits, its gradient times ``factor``; None leaves the update out."""
+        """Commit the update of ``step``, with its gradient multiplied by ``factor``; None skips the update."""
         if step != self.step + 1 or not self.waits_for_commit:
-            return  # committed before, by one whose answer was lost
+            return  # committed before, by a request whose answer was lost
         self.last_factor = factor
         for index, gradient in sorted(self._gradients.means.items()):
             if factor not in (None, 1.0):
@@ -143,13 +145,16 @@ class Shard:
         self._end_step()
 
     def reset(self, step: int, factor: float | None) -> None:
-        """Begin with another server that leads: end ``step``, if it was committed, and drop what came of later ones."""
+        """Prepare for a new leading server: complete ``step``, if it was committed, and drop gradients of later steps.
+
+        ``factor`` is that of the commit of ``step``; None: its update was skipped.
+        """
         self.apply(step, factor)
         if self.rule.synchronous:
             self._gradients = self._gradients.empty(self.step + 1)
 
     def image(self) -> dict[str, Any]:
-        """Describe all of it, also what has come of steps in progress, for a standby; tensors are not copied."""
+        """Return the complete state for a standby, including gradients of steps in progress; tensors are not copied."""
         return {
             "parameters": self.parameters.image(),
             "step": self.step,
@@ -160,7 +165,7 @@ class Shard:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Become what the master's shard was when it gave its :meth:`image`."""
+        """Load the :meth:`image` of the master's shard."""
         self.parameters.restore(image["parameters"])
         self.step, self.updates, self.last_factor = image["step"], image["updates"], image["last_factor"]
         self._gradients = self._gradients.empty(self.step + 1)
@@ -168,5 +173,5 @@ class Shard:
         self._units.restore(**image["units"])
 
     def state(self) -> dict[str, Any]:
-        """Copy the parameters by name, with the number of the last step that is done."""
+        """Return a copy of the parameters by name, and the number of the last completed step."""
         return {**self.parameters.state(), "step": self.step}

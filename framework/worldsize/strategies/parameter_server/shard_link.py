@@ -19,7 +19,7 @@ from worldsize.transport.frames import CommonOperation, Header, RefusedError, vi
 
 @dataclass
 class _Push:
-    """A push that the server has not acknowledged; its buffers stay as they are until then."""
+    """A push that the server has not acknowledged; its buffers must not change until then."""
 
     header: Header
     payload: Sequence[memoryview]
@@ -27,15 +27,15 @@ class _Push:
 
 @final
 class ShardLink:
-    """Pushes to and pulls from one shard; what is lost with a connection is sent again, and taken once.
+    """Pushes to and pulls from one shard; pushes lost with a connection are sent again, and applied once.
 
     Args:
-        dialer: Finds the shard's master, whoever that is by then.
-        shard: The number of the shard.
+        dialer: Connects to the current master of the shard.
+        shard: Index of the shard.
         epoch: The epoch in which the worker was admitted, see :class:`TaskScheduler`.
 
     Attributes:
-        step: The last step that the shard had done when this link was made.
+        step: The last step that the shard had completed when this link was made.
     """
 
     def __init__(self, dialer: Dialer, shard: int, epoch: int) -> None:
@@ -51,13 +51,13 @@ class ShardLink:
     def push(
         self, table: int, dtype: torch.dtype, payload: Sequence[memoryview], *, step: int, width: int, node: int
     ) -> None:
-        """Send the gradient of a bucket; :meth:`settle` waits until it has been taken."""
+        """Send the gradient of a bucket; :meth:`settle` waits until it is acknowledged."""
         shape = (sum(part.nbytes for part in payload) // dtype.itemsize,)
         header = Header(Operation.PUSH, dtype, shape, Fields(table, width, node, step=step))
         self._push(header, payload)
 
     def push_rows(self, table: int, ids_n: Tensor, gradients_nd: Tensor, *, step: int, width: int, node: int) -> None:
-        """Send gradients of rows, whose ids are sorted and each there once."""
+        """Send gradients of rows, float32 (n, dim), with unique sorted ids, int64 (n,)."""
         payload = [view(ids_n), view(gradients_nd.contiguous())]
         shape = (ids_n.nbytes + gradients_nd.nbytes,)
         header = Header(Operation.PUSH_ROWS, torch.uint8, shape, Fields(table, width, node, step=step))
@@ -72,16 +72,16 @@ class ShardLink:
         self._persist(lambda: self._channel.send(numbered, payload))
 
     def ask_rows(self, table: int, ids_n: Tensor, *, step: int) -> None:
-        """Begin to pull rows that have seen all updates up to ``step``, and all that was pushed before."""
+        """Request rows ``ids_n``, int64 (n,), that include all updates up to ``step`` and all earlier pushes."""
         header = Header(Operation.PULL_ROWS, torch.int64, (len(ids_n),), Fields(table, step=step))
         while not self._persist(lambda: self._channel.send(header, [view(ids_n)])):
             pass
 
     def receive_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> tuple[Tensor, int]:
-        """Receive the rows that were asked for.
+        """Receive the requested rows.
 
         Returns:
-            float32 [n, dim], and the step up to which they have seen all updates.
+            float32 (n, dim), and the step up to which they include all updates.
         """
         rows_nd = torch.empty(len(ids_n), dim)
         while True:
@@ -97,14 +97,14 @@ class ShardLink:
                 self.ask_rows(table, ids_n, step=step)
 
     def _weights(self) -> Header:
-        """Receive the header of the next weights, which come after acknowledgements of pushes."""
+        """Receive acknowledgements of pushes up to the header of the next weights, and return it."""
         done = CommonOperation.DONE
         while (header := self._channel.answer(Operation.WEIGHTS, done)).operation == done:
             self._pending.popleft()
         return header
 
     def settle(self) -> None:
-        """Wait until all pushes have been taken."""
+        """Wait until all pushes are acknowledged."""
         while self._pending:
             try:
                 self._channel.answer(CommonOperation.DONE)
@@ -113,13 +113,13 @@ class ShardLink:
                 self._recover()
 
     def ask(self, step: int) -> None:
-        """Begin to pull the weights that have seen all updates up to ``step``."""
+        """Request weights that include all updates up to ``step``."""
         self._asked_step = step
         while not self._persist(lambda: self._channel.send(Header(Operation.PULL, fields=Fields(step=step)))):
             pass
 
     def _persist(self, send: Callable[[], None]) -> bool:
-        """Whether ``send`` succeeded; if not, there is a new connection on which the pushes have been sent again."""
+        """Return whether ``send`` succeeded; if not, reconnect and send the unacknowledged pushes again."""
         try:
             send()
         except LostError:
@@ -128,7 +128,7 @@ class ShardLink:
         return True
 
     def receive(self, tables: Sequence[tuple[torch.dtype, Sequence[memoryview]]]) -> None:
-        """Receive the weights that were asked for, straight into the memory of ``tables``."""
+        """Receive the requested weights directly into the memory of ``tables``."""
         while True:
             try:
                 for index, (dtype, parts) in enumerate(tables):
@@ -136,7 +136,7 @@ class ShardLink:
                     fields = Fields._make(header.fields)
                     header.require(dtype, (sum(part.nbytes for part in parts) // dtype.itemsize,))
                     if fields.table != index:
-                        raise RefusedError(f"weights of table {fields.table} came, those of {index} were expected")
+                        raise RefusedError(f"received weights of table {fields.table}, expected those of {index}")
                     self._channel.fill(parts)
                     self._seen = fields.seen
                 return
@@ -145,11 +145,11 @@ class ShardLink:
                 self.ask(self._asked_step)
 
     def _recover(self) -> None:
-        """Connect again, to whoever is master now, and send again what it has not seen."""
+        """Reconnect to the current master, and send again the pushes that it has not seen."""
         while True:
             self._channel.close()
             self._channel, facts = self._dialer.connect(self._service, "data", epoch=self._epoch, seen=self._seen)
-            taken = facts["sequence"]  # of a server that has come back from a checkpoint, lower than before
+            taken = facts["sequence"]  # lower than before if the server was restored from a checkpoint
             self._pending = deque(push for push in self._pending if push.header.fields[_SEQUENCE] > taken)
             for number, push in enumerate(self._pending, taken + 1):
                 fields = Fields._make(push.header.fields)._replace(sequence=number)
@@ -162,7 +162,7 @@ class ShardLink:
                 return
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._channel.close()
 
 

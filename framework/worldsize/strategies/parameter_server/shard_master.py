@@ -1,4 +1,4 @@
-"""Changes of a shard by its master: under one lock, and acknowledged only after its standby has made them too."""
+"""Changes a shard on its master: under one lock, and acknowledged only after its standby has made the change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worldsize.transport.frames import Header, RefusedError, message
 
 _logger = logging.getLogger(__name__)
 
-_HOTTEST = 5  # rows of a table that the facts name
+_HOTTEST = 5  # most used rows of a table that the facts list
 
 
 def ignore_step(step: int) -> None:
@@ -52,27 +52,27 @@ class ShardMaster:
         self.timeout = timeout
         self._sessions, self._on_step = sessions, on_step
         self._load = ServerLoad()
-        self._lost = 0  # updates that workers had seen and this server has not
+        self._lost = 0  # updates that workers had received and this server has lost
 
     def open_session(self, name: str, epoch: int, *, seen: int) -> Session:
-        """Begin or go on with the session of a worker that has seen so many updates. Raises RefusedError."""
+        """Begin or resume the session of a worker whose weights include ``seen`` updates. Raises RefusedError."""
         with self.log.changed:
             session = self._sessions.open(name, epoch)
             missing = seen - self.shard.updates - self._lost
-            if missing > 0:  # this server has come back from a checkpoint
+            if missing > 0:  # this server was restored from a checkpoint
                 self._lost += missing
-                text = "%d updates are lost, which %s has seen; going on at step %d"
+                text = "%d updates that %s has received are lost; continuing at step %d"
                 _logger.info(text, self._lost, name, self.shard.step)
             return session
 
     def push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
-        """Take the next push of a session; returns when the standby has it too. Raises RefusedError."""
+        """Apply the next push of a session; return when the standby has it, too. Raises RefusedError."""
         sequence = Fields._make(header.fields).sequence
         self._load.queue(+1)
         with self.log.changed:
             self._load.queue(-1)
             if sequence != session.sequence + 1:
-                raise RefusedError(f"PUSH {sequence} came twice at once")
+                raise RefusedError(f"PUSH {sequence} was received twice at once")
             self._on_step(self.shard.step + 1)
             ticket = self.log.forward(header, payload)
             self.receiver.take(header, gradient)
@@ -82,7 +82,7 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def wait_for(self, step: int) -> int:
-        """Wait until the updates of steps up to ``step`` have been made, and give the number of updates made.
+        """Wait until the updates of steps up to ``step`` are applied, and return the number of updates applied.
 
         Raises:
             RefusedError: The step did not end in time.
@@ -93,10 +93,10 @@ class ShardMaster:
             return self.shard.updates
 
     def pull_rows(self, rows: Rows, ids_n: Tensor, *, step: int) -> tuple[Tensor, int, int]:
-        """Read rows once the updates of steps up to ``step`` have been made.
+        """Read rows ``ids_n`` (n,) once the updates of steps up to ``step`` are applied.
 
         Returns:
-            float32 [n, dim], the number of updates made, and the step up to which no part is missing.
+            float32 (n, dim), the number of updates applied, and the step up to which all steps are complete.
 
         Raises:
             RefusedError: The step did not end in time.
@@ -106,21 +106,21 @@ class ShardMaster:
             return rows.pull(ids_n), self.shard.updates, self.shard.closed
 
     def count_pull(self, nbytes: int) -> None:
-        """Note that so many bytes of weights were sent."""
+        """Count a pull of ``nbytes`` bytes of weights."""
         self._load.count_pull(nbytes)
 
     def norms(self) -> dict[str, list[float]]:
-        """Return the norms of the step that waits for its commit, by parameter, once all its gradients have come.
+        """Return the gradient norms of the uncommitted step, by parameter, once all its gradients have arrived.
 
         Raises:
-            RefusedError: They did not come in time.
+            RefusedError: The gradients did not arrive in time.
         """
         with self.log.changed:
             _await_gradients(self.log, self.shard, seconds=self.timeout)
             return self.shard.norms()
 
     def apply(self, step: int, factor: float | None) -> None:
-        """Commit the update of ``step`` that waits; once, however often it is asked for. See :meth:`Shard.apply`."""
+        """Commit the update of ``step``; repeated calls have no effect. See :meth:`Shard.apply`."""
         with self.log.changed:
             ticket = self.log.forward(*message(Operation.APPLY, {"step": step, "factor": factor}))
             self.shard.apply(step, factor)
@@ -128,10 +128,10 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def weigh(self, step: int, factor: float) -> None:
-        """Multiply the mean gradient of ``step`` by ``factor``, once all of it has come; see :meth:`Shard.weigh`.
+        """Multiply the mean gradient of ``step`` by ``factor``, once it is complete; see :meth:`Shard.weigh`.
 
         Raises:
-            RefusedError: It did not come in time.
+            RefusedError: The gradients did not arrive in time.
         """
         with self.log.changed:
             _await_gradients(self.log, self.shard, seconds=self.timeout)
@@ -140,7 +140,7 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def reset(self, step: int, factor: float | None) -> None:
-        """Begin with another server that leads; see :meth:`Shard.reset`."""
+        """Prepare for a new leading server, given the last commit's ``factor``; see :meth:`Shard.reset`."""
         with self.log.changed:
             ticket = self.log.forward(*message(Operation.RESET, {"step": step, "factor": factor}))
             self.shard.reset(step, factor)
@@ -153,7 +153,7 @@ class ShardMaster:
             return self.shard.state()
 
     def image(self) -> dict[str, Any]:
-        """Return all that a standby needs to become what this server is. The caller holds the lock."""
+        """Return the complete state for a standby. The caller holds the lock."""
         return {"shard": self.shard.image(), "sessions": self._sessions.image()}
 
     def facts(self, *, refused: int) -> dict[str, Any]:
@@ -166,6 +166,6 @@ class ShardMaster:
 
 
 def _await_gradients(log: ReplicationLog, shard: Shard, *, seconds: float) -> None:
-    """Wait until all gradients of the step that is to be committed have come. The caller holds the lock."""
+    """Wait until all gradients of the next step to commit have arrived. The caller holds the lock."""
     if not log.changed.wait_for(lambda: shard.waits_for_commit, seconds):
-        raise RefusedError(f"the gradients of step {shard.step + 1} did not all come")
+        raise RefusedError(f"the gradients of step {shard.step + 1} did not all arrive")

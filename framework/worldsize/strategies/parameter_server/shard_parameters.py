@@ -17,35 +17,35 @@ from worldsize.strategies.train_state import TrainState
 
 @final
 class ShardParameters:
-    """The ``buckets`` of a model that is given whole, with its optimizer and schedule, and the rows of ``tables``.
+    """The ``buckets`` of a model, with its optimizer and schedule, and the rows of ``tables``.
 
     Their gradients are numbered: buckets first, then tables.
 
     Args:
-        train_state: The whole model, whose optimizer and schedule are taken over.
+        train_state: The full model; its optimizer and schedule are used for the pieces.
         buckets: The pieces of parameters that this server owns.
         tables: The rows that it owns.
 
     Attributes:
-        values: The numbers of each bucket, flat; the optimizer updates them in place.
+        values: The values of each bucket, a tensor (n,), which the optimizer updates in place.
     """
 
     def __init__(self, train_state: TrainState, buckets: Sequence[Bucket], tables: Sequence[Rows] = ()) -> None:
-        whole = dict(train_state.model.named_parameters())
+        full = dict(train_state.model.named_parameters())
         self.buckets, self.tables = buckets, tables
-        self.values = [_flat(bucket, whole) for bucket in buckets]
+        self.values = [_flat(bucket, full) for bucket in buckets]
         self._optimizer, self._schedule = train_state.optimizer, train_state.schedule
         pairs = zip(buckets, self.values, strict=True)
         self._parameters = [[nn.Parameter(view) for view in bucket.views(values)] for bucket, values in pairs]
-        self._take_over(whole)
-        self._optimizer.step()  # without gradients it does nothing; schedules want to have seen one, also of rows alone
+        self._replace_parameters(full)
+        self._optimizer.step()  # does nothing without gradients, but schedules expect a step before their first one
 
-    def _take_over(self, whole: Mapping[str, Tensor]) -> None:
-        """Let the optimizer hold the pieces instead of the whole parameters."""
+    def _replace_parameters(self, full: Mapping[str, Tensor]) -> None:
+        """Replace full parameters in the optimizer by their pieces."""
         pieces: dict[Tensor, list[tuple[Piece, nn.Parameter]]] = {}
         for bucket, parameters in zip(self.buckets, self._parameters, strict=True):
             for piece, parameter in zip(bucket.pieces, parameters, strict=True):
-                pieces.setdefault(whole[piece.name], []).append((piece, parameter))
+                pieces.setdefault(full[piece.name], []).append((piece, parameter))
         before, self._optimizer.state = self._optimizer.state, type(self._optimizer.state)(dict)
         for group in self._optimizer.param_groups:
             owned = [(tensor, *each) for tensor in group["params"] for each in pieces.get(tensor, [])]
@@ -56,7 +56,7 @@ class ShardParameters:
 
     @property
     def gradients(self) -> int:
-        """The number of gradients that an update of everything takes."""
+        """Number of gradients of a complete update."""
         return len(self.buckets) + len(self.tables)
 
     @property
@@ -64,7 +64,7 @@ class ShardParameters:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, index: int, gradient: Gradient, share: float = 1.0) -> None:
-        """Update one bucket or table by its gradient, with ``share`` of the learning rate."""
+        """Update one bucket or table by its gradient, with a fraction ``share`` of the learning rate."""
         if not isinstance(gradient, Tensor):
             self.tables[index - len(self.buckets)].push(*gradient, share)
             return
@@ -86,7 +86,7 @@ class ShardParameters:
             self._schedule.step()
 
     def norms(self, gradients: Mapping[int, Gradient]) -> dict[str, list[float]]:
-        """Compute the norm of each piece of these gradients, by parameter."""
+        """Return the L2 norm of each piece of these gradients, by parameter."""
         norms: dict[str, list[float]] = {}
         for index, gradient in gradients.items():
             if isinstance(gradient, Tensor):
@@ -99,7 +99,7 @@ class ShardParameters:
         return norms
 
     def image(self) -> dict[str, Any]:
-        """Describe all of it by position, for a standby; tensors are not copied."""
+        """Return the complete state by position, for a standby; tensors are not copied."""
         return {
             "values": self.values,
             "states": [[dict(self._optimizer.state.get(each, {})) for each in bucket] for bucket in self._parameters],
@@ -109,7 +109,7 @@ class ShardParameters:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Take over the :meth:`image` of the master's parameters."""
+        """Load the :meth:`image` of the master's parameters."""
         for mine, theirs in zip(self.values, image["values"], strict=True):
             mine.copy_(theirs)
         for parameters, states in zip(self._parameters, image["states"], strict=True):
@@ -123,7 +123,7 @@ class ShardParameters:
             rows.load(state)
 
     def state(self) -> dict[str, Any]:
-        """Copy all of it by name: each parameter's pieces with their first row, value and optimizer state."""
+        """Return a copy by name: each parameter's pieces with their first row, value and optimizer state."""
         entries: dict[str, Any] = {}
         for bucket, parameters in zip(self.buckets, self._parameters, strict=True):
             for piece, parameter in zip(bucket.pieces, parameters, strict=True):
@@ -145,8 +145,8 @@ class ShardParameters:
         return self._schedule.state_dict() if self._schedule is not None else {}
 
 
-def _flat(bucket: Bucket, whole: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([piece.of(whole[piece.name]).detach().flatten() for piece in bucket.pieces])
+def _flat(bucket: Bucket, full: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([piece.of(full[piece.name]).detach().flatten() for piece in bucket.pieces])
 
 
 def _part(value: Any, piece: Piece) -> Any:
@@ -154,7 +154,7 @@ def _part(value: Any, piece: Piece) -> Any:
 
 
 def gather_states(states: Sequence[Mapping[str, Any]], train_state: TrainState) -> None:
-    """Put the :meth:`ShardParameters.state` of all shards together in a whole model, optimizer and schedule."""
+    """Combine the :meth:`ShardParameters.state` of all shards in a full model, optimizer and schedule."""
     pieces: dict[str, list[Any]] = {}
     for state in states:
         for name, entries in state["parameters"].items():
@@ -177,5 +177,5 @@ def _gather(parameter: nn.Parameter, entries: Sequence[Mapping[str, Any]], optim
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    whole = len(values) > 1 and isinstance(values[0], Tensor) and values[0].ndim
-    return torch.cat(list(values)) if whole else values[0]
+    is_divided = len(values) > 1 and isinstance(values[0], Tensor) and values[0].ndim
+    return torch.cat(list(values)) if is_divided else values[0]

@@ -1,4 +1,4 @@
-"""Plans which server owns what of the model that a recipe trains."""
+"""Plans which server owns which parameters of a recipe's model."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from worldsize.strategies.parameter_server.served_checks import check_served
 from worldsize.strategies.parameter_server.sharding import ShardingPlan, ShardLayout, plan_shards
 from worldsize.strategies.train_state import TrainState
 
-# optimizers that treat each element by itself, so that a parameter can be cut between servers
+# elementwise optimizers, with which a parameter can be split between servers
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
 
 
 @final
 @dataclass(frozen=True)
 class ShardPlanner:
-    """Plans the same in every process of a run.
+    """Makes the same plan in every process of a run.
 
     Attributes:
-        servers: The number of servers.
-        bucket_bytes: Bytes of parameters that travel as one frame.
-        keeps_whole: No parameter is cut between servers.
-        rows: How rows of tables are dealt to servers and kept.
-        codec: How pushed gradients travel; None: as they are.
+        servers: Number of servers.
+        bucket_bytes: Bytes of parameters that are sent as one frame.
+        keeps_whole: Whether no parameter is split between servers.
+        rows: How rows of tables are assigned to servers and kept.
+        codec: Wire format of pushed gradients; None: uncompressed.
     """
 
     servers: int
@@ -40,15 +40,15 @@ class ShardPlanner:
     codec: GradientCodec | None
 
     def plan(self, train_state: TrainState) -> ShardingPlan:
-        """Plan for a recipe with one optimizer. Raises ConfigError if no server can carry it."""
+        """Plan for a recipe with one optimizer. Raises ConfigError if servers cannot run it."""
         check_served(train_state.model, train_state.optimizer)
         trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
         return ShardingPlan(self._shards(trained, train_state.optimizer), self.rows, self.codec)
 
     def update_plans(self, train_state: MultiTrainState) -> dict[str, ShardingPlan]:
-        """Plan for a recipe with several, for each by its name. Raises ConfigError if no server can carry one.
+        """Plan for a recipe with several optimizers, by name. Raises ConfigError if servers cannot run one of them.
 
-        Each begins with another server, so that the largest parts of all do not meet on one.
+        Each plan begins with a different server, so that the largest pieces are not all on the same one.
         """
         plans, owned = {}, parameters_by_optimizer(train_state)
         for place, (name, part) in enumerate(train_state.parts.items()):
@@ -64,7 +64,7 @@ class ShardPlanner:
 
 
 def parameters_by_optimizer(train_state: MultiTrainState) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the trained parameters of each optimizer by their names; those of none, which stay, are the first's."""
+    """Return the trained parameters of each optimizer by name; the first one also has those of no optimizer."""
     first = next(iter(train_state.parts))
     groups = [(name, group) for name, part in train_state.parts.items() for group in part.optimizer.param_groups]
     owners = {id(parameter): name for name, group in groups for parameter in group["params"]}

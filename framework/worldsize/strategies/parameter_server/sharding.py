@@ -1,4 +1,4 @@
-"""The assignment of parameters to servers: cut into pieces, dealt by bytes, and bucketed for the wire."""
+"""The assignment of parameters to servers: split into pieces, balanced by bytes, and grouped in buckets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from worldsize.strategies.parameter_server.gradient_codecs import GradientCodec
 from worldsize.strategies.parameter_server.row_tables import RowRule
 
-_SMALLEST = 1 << 16  # bytes; what is smaller is not cut
+_SMALLEST = 1 << 16  # bytes; smaller parameters are not split
 
 
 @final
@@ -36,14 +36,14 @@ class Piece:
         return self.numel * self.dtype.itemsize
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of a whole ``tensor``, as a view. A single number, such as a step count, has no pieces."""
+        """Return this piece of a full ``tensor``, a view of its rows; scalars, such as step counts, are not split."""
         return tensor[self.first : self.first + self.shape[0]] if self.shape and tensor.ndim else tensor
 
 
 @final
 @dataclass(frozen=True)
 class Bucket:
-    """Some pieces of one dtype that travel as one frame, flat and in this order."""
+    """Pieces of one dtype that are sent as one frame, flattened and in this order."""
 
     pieces: tuple[Piece, ...]
 
@@ -56,7 +56,7 @@ class Bucket:
         return sum(piece.numel for piece in self.pieces)
 
     def views(self, flat_n: Tensor) -> list[Tensor]:
-        """Return the pieces within a flat tensor, as views."""
+        """Return the pieces inside a tensor (n,), as views in their own shapes."""
         ends = accumulate(piece.numel for piece in self.pieces)
         return [flat_n[end - p.numel : end].view(p.shape) for end, p in zip(ends, self.pieces, strict=True)]
 
@@ -72,8 +72,8 @@ class ShardingPlan:
 
     Attributes:
         shards: The buckets of each shard.
-        rows: How rows of tables are dealt to servers and kept.
-        codec: How pushed gradients travel; None: as they are.
+        rows: How rows of tables are assigned to servers and kept.
+        codec: Wire format of pushed gradients; None: uncompressed.
     """
 
     shards: Sequence[ShardLayout]
@@ -84,8 +84,11 @@ class ShardingPlan:
 def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: int, cut: bool) -> list[ShardLayout]:
     """Plan the buckets of each of ``count`` servers, in the order in which a backward pass fills them.
 
-    ``cut``: large parameters are spread over servers along their first dimension. That is right for optimizers
-    that treat each element by itself.
+    Args:
+        parameters: Parameters of any shapes, by name.
+        count: Number of servers.
+        bucket_bytes: Size of a bucket in bytes.
+        cut: Whether large parameters are split along their first dimension, which is valid for elementwise optimizers.
     """
     total = sum(tensor.nbytes for tensor in parameters.values())
     order = {name: place for place, name in enumerate(reversed(list(parameters)))}

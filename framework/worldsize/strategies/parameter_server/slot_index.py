@@ -1,4 +1,4 @@
-"""Index of the slots that the rows of a table have in a server's memory."""
+"""Index of the slots of a table's rows in a server's memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 Sharding = Literal["hash", "range"]
-_DIRECT = 1 << 27  # rows of a server, up to which there is an array of slots; beyond it a dict
+_DIRECT = 1 << 27  # largest number of rows of a server for an array of slots; a dict is used beyond it
 
 
 class SlotIndex(ABC):
-    """Maps ids of rows (int64 [n]) to slots (int64 [n]); -1 stands for a row that has none."""
+    """Maps ids of rows, int64 (n,), to slots, int64 (n,); -1 means that a row has no slot."""
 
     @abstractmethod
     def get(self, ids_n: Tensor) -> Tensor:
-        """Look up the slots of rows."""
+        """Return the slots of rows ``ids_n``: int64 (n,)."""
 
     @abstractmethod
     def set(self, ids_n: Tensor, slots_n: Tensor) -> None:
-        """Give rows these slots; -1 takes a row's slot away."""
+        """Assign slots (n,) to rows ``ids_n`` (n,); -1 removes a row's slot."""
 
 
 @final
@@ -29,9 +29,9 @@ class DirectSlotIndex(SlotIndex):
     """Slots in an array with an entry for each row that the server may own.
 
     Args:
-        block: Rows of the table that one server owns, at most.
+        block: Largest number of rows of the table that one server owns.
         shards: Number of servers.
-        sharding: How rows are dealt to them.
+        sharding: How rows are assigned to servers.
     """
 
     def __init__(self, block: int, *, shards: int, sharding: Sharding) -> None:
@@ -52,7 +52,7 @@ class DirectSlotIndex(SlotIndex):
 
 @final
 class HashedSlotIndex(SlotIndex):
-    """Slots in a dict, for tables whose ids are spread over a huge range."""
+    """Slots in a dict, for tables whose ids cover a huge range."""
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
@@ -69,6 +69,6 @@ class HashedSlotIndex(SlotIndex):
 
 
 def slot_index(rows: int, *, shards: int, sharding: Sharding) -> SlotIndex:
-    """Make the index of one of ``shards`` servers for a table of so many rows."""
+    """Make the index of one of ``shards`` servers for a table of ``rows`` rows."""
     block = -(-rows // shards)
     return DirectSlotIndex(block, shards=shards, sharding=sharding) if block <= _DIRECT else HashedSlotIndex()

@@ -1,8 +1,8 @@
-"""Rules for which worker may begin what: the clocks of the workers, and the parts of each step that are dealt to them.
+"""Stale synchronous parallel scheduling: the clocks of workers, and the units of each step that they compute.
 
 The rule is Bösen's (Ho et al. 2013, NIPS, "stale synchronous parallel"): a worker that has finished c clocks may
 begin the next one iff every other one has finished at least c - s. s = 0 is bulk-synchronous, s = ∞ asynchronous.
-Pure logic: no sockets, no threads, and time is given from outside.
+Pure logic: no sockets, no threads, and the time is an argument.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Unit:
-    """A worker's part of one clock: these logical ranks of one step. If it dies, another gets them."""
+    """A worker's part of one clock: some logical ranks of one step. If it dies, another worker gets them."""
 
     step: int
     logical_ranks: tuple[int, ...]
@@ -33,16 +33,16 @@ class _Member:
 @final
 @dataclass
 class StalenessScheduler:
-    """Deals units of training under stale synchronous parallelism (SSP).
+    """Assigns units of training under stale synchronous parallelism (SSP).
 
-    Steps after ``first`` up to ``last`` are dealt, none beyond :meth:`open`'s.
+    It assigns steps after ``first`` up to ``last``, but none beyond the last one that was opened by :meth:`open`.
 
     Attributes:
-        staleness: Clocks that the fastest worker may be ahead, 0 to infinity.
-        logical_ranks: Parts of a step; each is a unit where steps need not be complete before the next begins.
-        lease: Seconds without a sign of life after which a worker is taken for dead.
-        done: Logical ranks of the steps after ``first`` that are done, all in all.
-        orphans: Units that were dealt to workers that are gone, and the clock in which each was begun.
+        staleness: Number of clocks that the fastest worker may be ahead of the slowest, 0 to infinity.
+        logical_ranks: Number of logical ranks of a step; each is a unit if steps may overlap.
+        lease: Seconds without a heartbeat after which a worker is declared dead.
+        done: Total number of completed logical ranks of the steps after ``first``.
+        orphans: Units of workers that have left, and the clock in which each was begun.
     """
 
     staleness: float
@@ -61,58 +61,60 @@ class StalenessScheduler:
 
     @property
     def complete(self) -> int:
-        """The last step of which, counting all logical ranks that are done, none is missing."""
+        """The last complete step, by the number of completed logical ranks."""
         return self.first + self.done // self.logical_ranks
 
     @property
     def floor(self) -> float:
-        """The slowest clock; a dead worker's counts until what it had begun is done."""
+        """The slowest clock; that of a dead worker counts until its unit is done."""
         return min([*(member.clock for member in self.members.values()), *self.orphans.values()], default=math.inf)
 
     def open(self, last: int) -> None:
-        """Let steps up to ``last`` begin."""
+        """Allow steps up to ``last`` to begin."""
         self.last = max(self.last, last)
 
     def join(self, name: str, now: float) -> int:
-        """Admit a worker, or have it come back; it starts as slow as the slowest. Gives its clock."""
+        """Admit or readmit a worker at the time ``now``, in seconds, with the slowest clock; return its clock."""
         self.retire(name)
         clock = 0 if self.floor == math.inf else int(self.floor)
         self.members[name] = _Member(self._opened if self.staleness == 0 else clock, now + self.lease)
         return self.members[name].clock
 
     def retire(self, name: str) -> Unit | None:
-        """Remove a worker and deal again what it had in hand, which is returned."""
+        """Remove a worker; return its unit, which will be assigned again."""
         member = self.members.pop(name, None)
         if member is None:
             return None
         if member.hand is not None and member.hand not in self.orphans:
             self.orphans[member.hand] = member.clock
         elif self.staleness == 0 and member.clock < self._opened:
-            self.orphans[self._todo.pop()] = member.clock  # of what was dealt, the part that it had not begun
+            self.orphans[self._todo.pop()] = member.clock  # its unit that it had not begun
         return member.hand
 
     def renew(self, name: str, now: float) -> bool:
-        """Note a sign of life; False if the worker is no member (any more)."""
+        """Renew a worker's lease at the time ``now``, in seconds; return False if it is not a member."""
         if name in self.members:
             self.members[name].deadline = now + self.lease
         return name in self.members
 
     def expired(self, now: float, busy: Container[str] = ()) -> list[str]:
-        """List workers whose lease has run out while others wait for them.
+        """Return the workers whose lease has expired at ``now``, in seconds, while others wait for them.
 
-        They have a unit in hand, have not begun their part of a step that all take together, or are ``busy`` otherwise.
+        These have a unit, have not begun their part of a synchronous step, or are ``busy`` otherwise.
         """
-        owed = self._opened if self.staleness == 0 else 0  # clocks that each has to finish
+        owed = self._opened if self.staleness == 0 else 0  # clocks that each worker has to finish
         late = [(name, member) for name, member in self.members.items() if member.deadline < now]
         return [name for name, member in late if member.hand or name in busy or member.clock < owed]
 
     def finish(self, name: str, unit: Unit) -> bool:
-        """Note that ``name`` has done the unit in its hand; False if it was not in its hand (any more)."""
+        """Record that ``name`` has completed ``unit``; return False if the unit is not assigned to it."""
         member = self.members.get(name)
         if member is None or member.hand != unit:
             return False
         member.hand = None
-        if unit in self.orphans:  # done for another: that one's clock goes, this one's has passed already
+        if (
+            unit in self.orphans
+        ):  # done in place of another worker, whose clock is removed; that of this worker has advanced already
             del self.orphans[unit]
         else:
             member.clock += 1
@@ -120,7 +122,7 @@ class StalenessScheduler:
         return True
 
     def next(self, name: str, now: float) -> Unit | None:
-        """Deal what ``name`` begins now; None: it has to wait."""
+        """Assign a unit to ``name`` at the time ``now``, in seconds; None: it has to wait."""
         member = self.members[name]
         hands = {each.hand for each in self.members.values()}
         orphan = next((unit for unit in self.orphans if unit not in hands), None)
@@ -130,7 +132,7 @@ class StalenessScheduler:
         return member.hand
 
     def repeat(self) -> None:
-        """Deal the step in progress again, to the members of then, whatever of it is done; for ``staleness`` 0."""
+        """Assign the step in progress again, to the present members; only for ``staleness`` 0."""
         self._opened -= 1
         self.done = (self._opened - self.first) * self.logical_ranks
         self._todo.clear()
@@ -144,11 +146,11 @@ class StalenessScheduler:
         if not self._todo and self._opened < self.last:
             self._deal()
         if self.staleness == 0 and member.clock >= self._opened:
-            return None  # it has done its part of this step
+            return None  # it has completed its part of this step
         return self._todo.popleft() if self._todo else None
 
     def _deal(self) -> None:
-        """Cut the next step into units: over the members of this moment, or, where none waits, into equal ones."""
+        """Divide the next step into units: among the present members, or into single logical ranks if steps overlap."""
         self._opened += 1
         ranks = range(self.logical_ranks)
         if self.staleness:

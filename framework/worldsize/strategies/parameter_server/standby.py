@@ -1,4 +1,4 @@
-"""Succession: a server becomes master of its shard, as the first one, as its standby, or back from a checkpoint."""
+"""Succession: how a server becomes master of its shard, as the first one, as a standby, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _POLL = 0.02  # seconds
 
 @final
 class Succession:
-    """The path of one server to being master of its shard.
+    """Waits until a server is master of its shard, as a standby of the current master if there is one.
 
     Args:
         dialer: Connects this server to the others.
         mastership: The right to serve the shard; this server has it when :meth:`run` returns.
-        receiver: Takes pushes to the shard, which are the master's while this server is its standby.
-        sessions: The sessions of the shard's workers, which are the master's for as long.
-        lease: Seconds without a sign of life after which a master is taken for dead.
+        receiver: Receives pushes to the shard; the master forwards them while this server is its standby.
+        sessions: The sessions of the shard's workers, which are copied from the master meanwhile.
+        lease: Seconds without a heartbeat after which a master is declared dead.
         is_first: Whether this server becomes master if the shard has had none.
         has_standbys: Whether another standby may take over from a dead master.
     """
@@ -54,8 +54,8 @@ class Succession:
         """Return when this server is master.
 
         Raises:
-            EndedError: The run is over, and it was never needed.
-            WorldsizeError: Nobody became master in time.
+            EndedError: The run is over, and this server never became master.
+            WorldsizeError: No server became master in time.
         """
         while not self._becomes_master():
             pass
@@ -72,13 +72,17 @@ class Succession:
         try:
             if self._stand_by(entry):
                 return self.mastership.renew()
-        except RefusedError:  # the master has not noticed yet that its old standby is dead
+        except RefusedError:  # the master has not yet noticed that its old standby is dead
             time.sleep(_POLL)
             return False
         return self._nobody_came(entry) and self.mastership.renew()
 
     def _stand_by(self, entry: Entry) -> bool:
-        """Be the master's standby until it dies; False if it is dead already. Raises RefusedError: it has one."""
+        """Be the master's standby until it dies; return False if it is dead already.
+
+        Raises:
+            RefusedError: The master has a standby.
+        """
         self._registry.check_open()
         try:
             channel, _ = self._dialer.attempt(entry, "standby")
@@ -103,7 +107,7 @@ class Succession:
         return True
 
     def _nobody_came(self, entry: Entry) -> bool:
-        """Whether no standby has taken over within a lease after the master's death."""
+        """Return whether no standby has taken over within a lease after the master's death."""
         deadline = time.monotonic() + (self._lease if self._has_standbys else 0.0)
         while (now := self._registry.newest(self.mastership.service)) is None or now.epoch == entry.epoch:
             self._registry.check_open()
@@ -113,7 +117,7 @@ class Succession:
         return False
 
     def _follow(self, channel: Channel) -> None:
-        """Make every operation of the master, in its order. A push that it refused changes nothing here either."""
+        """Perform every operation of the master, in order. A push that it refused changes nothing here either."""
         while True:
             header = channel.header()
             try:

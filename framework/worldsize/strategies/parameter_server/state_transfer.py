@@ -1,4 +1,4 @@
-"""State trees over a channel: JSON and the tensors' bytes in one frame. Nothing is unpickled."""
+"""Sends state trees over a channel: JSON and the tensors' bytes in one frame. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def receive_tree(channel: Channel) -> Any:
 
     Raises:
         LostError: The peer has gone.
-        RefusedError: Something else came, or the tensors are not as long as their frame.
+        RefusedError: The frame is not a state, or its length is not that of the tensors.
     """
     header = channel.answer(Operation.TREE)
     head = bytearray(_LENGTH.size)
@@ -45,7 +45,7 @@ def receive_tree(channel: Channel) -> Any:
     try:
         described = parse(bytes(facts), at_most=MAX_MESSAGE_BYTES)
     except ValueError as error:
-        raise RefusedError(f"a state's names are no JSON: {error}") from None
+        raise RefusedError(f"a state's names are not JSON: {error}") from None
     tensors = {name: torch.empty(shape, dtype=_NAMES[dtype]) for name, (dtype, shape) in described["tensors"].items()}
     if sum(tensor.nbytes for tensor in tensors.values()) + length + _LENGTH.size != header.length:
         raise RefusedError("a state's tensors are not as long as its frame")

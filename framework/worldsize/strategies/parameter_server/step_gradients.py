@@ -1,4 +1,4 @@
-"""The gradients of one synchronous step, added up as they come in. Pure logic: no sockets, no locks, no optimizer."""
+"""The gradients of one synchronous step, added up as they arrive. Pure logic: no sockets, no locks, no optimizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class StepGradients:
 
     Args:
         step: The step that is being trained.
-        logical_ranks: The number of logical ranks that the mean is over.
-        buckets: The number of the shard's buckets, whose gradients are numbered from 0.
-        tables: The number of its tables, whose gradients are numbered after those of the buckets.
+        logical_ranks: Number of logical ranks of the mean.
+        buckets: Number of the shard's buckets, whose gradients are numbered from 0.
+        tables: Number of its tables, whose gradients are numbered after those of the buckets.
 
     Attributes:
-        means: The mean gradients that are complete and wait for their update, by number.
+        means: Complete mean gradients that wait for their update, by number.
     """
 
     def __init__(self, step: int, *, logical_ranks: int, buckets: int, tables: int) -> None:
@@ -34,12 +34,12 @@ class StepGradients:
         self._step, self._logical_ranks = step, logical_ranks
         self._arrivals = [PartialSums(logical_ranks) for _ in range(buckets)]
         self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in range(tables)]
-        self._covered: list[set[int]] = [set() for _ in range(buckets + tables)]  # logical ranks that have come
+        self._covered: list[set[int]] = [set() for _ in range(buckets + tables)]  # logical ranks that have arrived
         self._updated = 0  # means that were taken
         self._is_weighed = False
 
     def empty(self, step: int) -> StepGradients:
-        """Make the gradients of ``step``, for the same buckets and tables, of which nothing has come."""
+        """Return an empty instance for ``step``, with the same buckets and tables."""
         buckets, tables = len(self._arrivals), len(self._row_parts)
         return StepGradients(step, logical_ranks=self._logical_ranks, buckets=buckets, tables=tables)
 
@@ -47,20 +47,20 @@ class StepGradients:
         """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in PartialSums.
 
         Returns:
-            Whether the part is new; False if these logical ranks of the step have come before.
+            Whether the part is new; False if the parts of these logical ranks were added before.
 
         Raises:
-            RefusedError: There is no such part, it overlaps with what has come, or it is of a later step.
+            RefusedError: There is no such part, it overlaps with earlier parts, or it belongs to a later step.
         """
         if step < self._step:
             return False
         if step != self._step or not 0 <= node < width or self._logical_ranks % width:
-            raise RefusedError(f"part {node} of {width} of step {step} cannot be; the shard is at step {self._step}")
+            raise RefusedError(f"no part {node} of {width} of step {step}; the shard is at step {self._step}")
         ranks, covered = set(range(node, self._logical_ranks, width)), self._covered[index]
         if ranks <= covered:
             return False
         if ranks & covered:
-            raise RefusedError(f"part {node} of {width} of step {step} overlaps with what has come")
+            raise RefusedError(f"part {node} of {width} of step {step} overlaps with earlier parts")
         covered |= ranks
         mean = self._mean(index, gradient, width, node)
         if mean is not None:
@@ -68,7 +68,7 @@ class StepGradients:
         return True
 
     def _mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
-        """Add the part, and compute the mean over all logical ranks if it was the last one."""
+        """Add the part; return the mean over all logical ranks if it was the last one."""
         if isinstance(gradient, Tensor):
             self._arrivals[index].add(width, node, [gradient])
             total = self._arrivals[index].total()
@@ -79,7 +79,7 @@ class StepGradients:
 
     @property
     def all_wait(self) -> bool:
-        """Whether every mean is complete and none was taken."""
+        """Return whether every mean is complete and none was taken."""
         return len(self.means) == len(self._covered)
 
     def weigh(self, factor: float) -> None:
@@ -90,17 +90,17 @@ class StepGradients:
         self._is_weighed = True
 
     def take(self, index: int) -> Gradient:
-        """Hand over the mean of gradient ``index`` for its update."""
+        """Remove and return the mean of gradient ``index``, for its update."""
         self._updated += 1
         return self.means.pop(index)
 
     @property
     def all_taken(self) -> bool:
-        """Whether every mean was taken, so that the step is done."""
+        """Return whether every mean was taken, so that the step is done."""
         return self._updated == len(self._covered)
 
     def image(self) -> dict[str, Any]:
-        """Describe what has come of the step, for a standby; tensors are not copied."""
+        """Return all gradients of the step that have arrived, for a standby; tensors are not copied."""
         return {
             "means": [[index, gradient] for index, gradient in self.means.items()],
             "arrivals": [[[*key, part] for key, part in each.parts.items()] for each in self._arrivals],
@@ -111,7 +111,7 @@ class StepGradients:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Take over the :meth:`image` of the same step on the master."""
+        """Load the :meth:`image` of the same step on the master."""
         self.means = dict(image["means"])
         for arrivals, parts in zip(self._arrivals, image["arrivals"], strict=True):
             arrivals.parts = {(width, node): part for width, node, part in parts}
@@ -121,9 +121,9 @@ class StepGradients:
 
 
 def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:
-    """Compute the mean over all logical ranks of a table's gradient, each row added in the tree's order.
+    """Return the mean over all logical ranks of a table's gradient, ids (n,) and values (n, dim), summed in tree order.
 
-    It has the same bits as the gradient of the whole table, summed in that tree: to add a zero changes nothing.
+    It has the same bits as the gradient of the whole table, summed in that tree, since adding a zero changes nothing.
     """
     if len(parts) == 1:
         ((ids_n, values_nd),) = parts.values()

@@ -1,4 +1,4 @@
-"""A shard's parameters where a step with several updates began: the step is repeated if a worker is lost in it."""
+"""Saves a shard's parameters at the start of a step with several updates, which is repeated if a worker is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worldsize.strategies.parameter_server.shard_master import ShardMaster, igno
 
 @final
 class StepStart:
-    """Keeps a copy of the parameters that ``master`` serves, with their optimizer's state, as a step began.
+    """Saves a copy of the parameters that ``master`` serves, with their optimizer's state, at the start of a step.
 
     Args:
         master: Serves the shard.
@@ -23,21 +23,21 @@ class StepStart:
         self._kept: Any = None
 
     def keep(self, step: int) -> None:
-        """Keep what is there now: ``step`` begins. Gradients of its first update may have come already."""
+        """Save the present state, at the start of ``step``. Gradients of its first update may have arrived already."""
         self._on_begin(step)
         with self._master.log.changed:
             self._kept = deepcopy(self._master.shard.parameters.image())
 
     def roll_back(self, updates: int) -> None:
-        """Go back to what was kept, which counts as update number ``updates``; once, however often it is asked for.
+        """Restore the saved state, and count it as update number ``updates``. Repeated calls have no effect.
 
-        Gradients of the attempt that was given up belong to updates up to that number, so that none that comes late is
-        taken for one of the next attempt.
+        Gradients of the abandoned attempt belong to updates up to that number, so that late ones are not mistaken for
+        gradients of the next attempt.
         """
         shard = self._master.shard
         with self._master.log.changed:
             if shard.step < updates:
-                shard.parameters.restore(deepcopy(self._kept))  # the optimizer goes on in its tensors
+                shard.parameters.restore(deepcopy(self._kept))  # a copy, since the optimizer changes these tensors
                 shard.step = updates
                 shard.reset(updates, None)
                 self._master.log.changed.notify_all()

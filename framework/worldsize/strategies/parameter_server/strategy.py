@@ -53,35 +53,35 @@ Consistency = Literal["sync", "bounded", "async"]
 class ParameterServer(Strategy):
     """Servers own the parameters; workers push gradients and pull weights (Li et al. 2014, OSDI).
 
-    Embeddings with ``sparse=True`` are tables: a row exists on its server once it is touched, and its initial value
-    follows from ``seed``, table and row.
+    Embeddings with ``sparse=True`` are tables: a row is created on its server when it is first used, with an initial
+    value that depends on ``seed``, table and row.
 
-    A recipe with several updates a step is trained with ``consistency="sync"``: the workers take each update together,
-    and each server has a part of every optimizer. Servers keep a copy of where the step began, to which they go back if
-    a worker is lost in it.
+    A recipe with several updates a step needs ``consistency="sync"``: the workers take each update together, and each
+    server has a part of every optimizer. Servers keep a copy of the state at the start of the step, and restore it if a
+    worker is lost.
 
     Attributes:
-        servers: Servers, each of which owns a shard.
-        replicas: Hot standbys of each server, 0 or 1, that take over when it dies.
-        consistency: "sync", an update is the mean gradient of a whole step, as in DDP; "bounded", a worker may be
-            ``staleness`` clocks ahead of the slowest (Ho et al. 2013); "async", any number.
+        servers: Number of servers, each of which owns a shard.
+        replicas: Number of hot standbys of each server, 0 or 1, that take over when it dies.
+        consistency: With "sync", an update is the mean gradient of a whole step, as in DDP; with "bounded", a worker
+            may be ``staleness`` clocks ahead of the slowest (Ho et al. 2013); with "async", any number.
         staleness: The bound of "bounded".
-        lease: Seconds without a sign of life after which a worker's part is dealt to others.
-        by_staleness: If steps overlap, the learning rate of an update is lr / staleness (arXiv 1511.05950) instead of
-            the share of the batch that it carries.
-        bucket_mb: MiB of parameters that travel as one frame.
-        compression: The format of pushed gradients, "bf16", "onebit" or "topk"; what one loses is added to the next.
-        top_share: The share of numbers, the largest, that "topk" sends.
+        lease: Seconds without a heartbeat after which a worker's unit is assigned to others.
+        by_staleness: If steps overlap, whether the learning rate of an update is lr / staleness (Zhang et al. 2016,
+            arXiv 1511.05950) instead of proportional to its part of the batch.
+        bucket_mb: MiB of parameters that are sent as one frame.
+        compression: Format of pushed gradients, "bf16", "onebit" or "topk"; the error is added to the next gradient.
+        top_share: Fraction of numbers, those of largest magnitude, that "topk" sends.
         transport: "unix" inside a host, "tls" between hosts (mutual TLS 1.3, with keys made for this run), "tcp"
-            without either, on loopback alone; "auto" chooses by ``nodes``.
-        host: The address that servers bind to; None: the one at which the other hosts reach this one.
-        nodes: Hosts of the run.
-        seed: Decides the initial values of rows.
-        sharding: Rows go to servers by "hash" (id modulo servers) or by "range" of ids.
-        admit_after: Pushes before a row is kept.
-        capacity: Rows of a table that a server keeps, the ones touched last; None: all.
-        cache_rows: Rows of each table that a worker keeps. One is pulled again when it has not seen all updates that
-            ``staleness`` asks for, the worker's own among them.
+            without either, only on loopback; "auto" chooses by ``nodes``.
+        host: Address that servers bind to; None: the address at which other hosts reach this host.
+        nodes: Number of hosts of the run.
+        seed: Seed of the initial values of rows.
+        sharding: Assignment of rows to servers, by "hash" (id modulo servers) or by "range" of ids.
+        admit_after: Number of pushes before a row is kept.
+        capacity: Number of rows of a table that a server keeps, the most recently used ones; None: all.
+        cache_rows: Number of rows of each table that a worker caches. A row is pulled again if it lacks updates that
+            ``staleness`` requires, including the worker's own.
     """
 
     merges_states: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class ParameterServer(Strategy):
             raise ConfigError("compressed gradients depend on the number of workers. Set strategy.compression=none.")
         if self.cache_rows and not self.staleness:
             raise ConfigError(
-                f"strategy.cache_rows={self.cache_rows}: rows may be read again where reads may be stale. Set "
+                f"strategy.cache_rows={self.cache_rows}: cached rows are stale, and reads must not be. Set "
                 "strategy.consistency=bounded and strategy.staleness, or strategy.cache_rows=0."
             )
 
@@ -125,7 +125,7 @@ class ParameterServer(Strategy):
 
     @property
     def bound(self) -> float:
-        """The number of clocks that the fastest worker may be ahead of the slowest."""
+        """Number of clocks that the fastest worker may be ahead of the slowest; infinite for "async"."""
         return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
 
     @property
@@ -163,7 +163,7 @@ class ParameterServer(Strategy):
         )
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        raise ConfigError("the processes of a parameter server serve; they have no replica of their own.")
+        raise ConfigError("the processes of a parameter server serve; they have no replica. Call serve instead.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         planner = self._planner(context.numerics)
@@ -204,7 +204,7 @@ class ParameterServer(Strategy):
         )
 
 
-_DIVERGES = 36  # momentum / (1 - momentum) × staleness, from which training slows down or diverges
+_DIVERGES = 36  # momentum / (1 - momentum) × staleness above which training slows down or diverges
 
 
 def _rule(context: RunContext, bound: float, *, by_staleness: bool) -> Rule:
@@ -213,14 +213,14 @@ def _rule(context: RunContext, bound: float, *, by_staleness: bool) -> Rule:
         context.logical_ranks,
         synchronous=synchronous,
         by_staleness=by_staleness,
-        # else whoever repeats the unit of a worker that died between two pushes would pull a mixture
+        # otherwise a worker that repeats the unit of one that died between two pushes would pull a mixture
         requires_commit=synchronous,
         finite=context.numerics.nonfinite == "stop",
     )
 
 
 def _warn_of_momentum(train_state: TrainState, *, staleness: int) -> None:
-    """Warn of momentum with stale weights: with a delay of 4, 0.9 is ten times slower; with 8 it diverges."""
+    """Warn about momentum with stale weights: 0.9 is ten times slower with a delay of 4, and diverges with 8."""
     for group in train_state.optimizer.param_groups:
         momentum = float(group.get("momentum") or 0.0)
         if momentum / (1 - momentum) * staleness >= _DIVERGES:

@@ -21,13 +21,13 @@ class TableLinks:
 
     Args:
         tables: The tables of the model, in its order.
-        rule: How rows are dealt to servers.
-        cache_rows: The rows of each table that are kept, to be read again while they are new enough.
+        rule: How rows are assigned to servers.
+        cache_rows: Number of rows of each table to cache, and read again while they are recent enough.
 
     Attributes:
         links: The connections to the servers, by shard.
-        step: The step whose updates pulled rows must have seen.
-        oldest: The step whose updates rows from the cache must have seen; None: all rows are pulled.
+        step: The step whose updates pulled rows must include.
+        oldest: The step whose updates cached rows must include; None: all rows are pulled.
     """
 
     def __init__(self, tables: Sequence[Table], rule: RowRule, *, cache_rows: int = 0) -> None:
@@ -39,12 +39,12 @@ class TableLinks:
         self.oldest: int | None = None
 
     def connect(self, links: Sequence[ShardLink]) -> None:
-        """Use these servers from now on; what was cached from others is forgotten."""
+        """Replace the connections to the servers, and clear the cache."""
         self.links = links
         self._caches = [RowCache(self._cache_rows, table.dim) for table in self._tables]
 
     def pull(self, table: Table, ids_n: Tensor) -> Tensor:
-        """Read rows, by ids (int64 [n], sorted and each once) to float32 [n, dim]."""
+        """Return the rows (n, dim), float32, of unique sorted ids, int64 (n,)."""
         if self.oldest is None or not self._cache_rows:
             return self._pulled(table, ids_n)[0]
         cache = self._caches[self._numbers[table.name]]
@@ -57,7 +57,7 @@ class TableLinks:
         return rows_nd
 
     def _pulled(self, table: Table, ids_n: Tensor) -> tuple[Tensor, int]:
-        """Pull float32 [n, dim] from the servers; also give the clock of the one that is behind the others."""
+        """Pull float32 (n, dim) from the servers; also return the lowest of their clocks."""
         number = self._numbers[table.name]
         if len(self.links) == 1:
             (link,) = self.links
@@ -74,7 +74,7 @@ class TableLinks:
         return rows_nd, min(clocks, default=0)
 
     def push(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
-        """Push to every server, also where there is nothing, so that each knows what has come."""
+        """Push to every server, even without rows for it, so that each knows which parts of the step are complete."""
         part = {"step": step, "width": width, "node": node}
         for number, (table, (ids_n, gradients_nd)) in enumerate(zip(self._tables, gradients, strict=True)):
             if len(self.links) == 1:
@@ -86,13 +86,13 @@ class TableLinks:
                 link.push_rows(number, ids_n[mine_n], gradients_nd[mine_n], **part)
 
     def cache_facts(self) -> list[str]:
-        """Describe how much was read from the caches."""
+        """Describe how many rows were read from the caches."""
         each = zip(self._tables, self._caches, strict=True)
         return [f"{1 - cache.missed / cache.read:.0%} of {table.name} cached" for table, cache in each if cache.read]
 
 
 def linked_model(recipe: Recipe, rule: RowRule, *, cache_rows: int = 0) -> tuple[nn.Module, TableLinks]:
-    """Make the recipe's model with its tables on servers, and the links by which it reads their rows."""
+    """Make the recipe's model with its tables on servers, and the links through which it reads rows."""
     model = recipe.model()
     listed = find_tables(model, recipe.row_values(model))
     links = TableLinks(listed, rule, cache_rows=cache_rows)

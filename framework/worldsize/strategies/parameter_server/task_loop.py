@@ -1,4 +1,4 @@
-"""A worker's membership in a run: it takes task after task from the server that leads, connected to all shards."""
+"""A worker's membership in a run: it is connected to all shards, and takes tasks from the leading server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from worldsize.transport.registry import EndedError
 
 _logger = logging.getLogger(__name__)
 
-Task = Mapping[str, Any]  # as the message TASK has it
-Act = Callable[[Task], dict[str, Any]]  # does a task, and returns what the next TICK says of it
+Task = Mapping[str, Any]  # the facts of the message TASK
+Act = Callable[[Task], dict[str, Any]]  # does a task, and returns the facts for the next TICK
 
 
 @final
@@ -27,10 +27,10 @@ class TaskLoop:
 
     Args:
         dialer: Connects to the servers.
-        stop: Whether this worker is to leave.
-        shards: The number of shards.
-        connect: Called with the connections to them, whenever there are new ones.
-        acts: What does a task, by its kind.
+        stop: Whether this worker is asked to leave.
+        shards: Number of shards.
+        connect: Called with new connections to the shards.
+        acts: Functions that do a task, by its kind.
         last_words: Called at the end; what it returns is logged.
     """
 
@@ -48,7 +48,10 @@ class TaskLoop:
         self._connect, self._acts, self._last_words = connect, acts, last_words
 
     def run(self, lease: float) -> None:
-        """Work until the server that leads says that it is enough; comes back to it if the connection is lost."""
+        """Work until the leading server ends the run; reconnect to it if the connection is lost.
+
+        ``lease``: seconds without a heartbeat after which the worker is declared dead.
+        """
         heartbeat = WorkerHeartbeat(self._dialer, lease)
         try:
             with suppress(EndedError):
@@ -58,7 +61,7 @@ class TaskLoop:
             heartbeat.stop()
 
     def _joined(self) -> bool:
-        """Work as a member; False if the server that leads is gone, or has given this worker up."""
+        """Work as a member; return False if the leading server is gone, or has retired this worker."""
         with ExitStack() as connections:
             control, facts = self._dialer.connect(shard_service(0), "control")
             connections.callback(control.close)
@@ -73,7 +76,7 @@ class TaskLoop:
                 return False
 
     def _work(self, control: Channel) -> bool:
-        """Do task after task until the run ends; False: this worker is no member any more."""
+        """Do task after task until the run ends; return False if this worker is no longer a member."""
         done: dict[str, Any] = {}
         while True:
             control.send_message(Operation.TICK, {**done, "leaves": self._stop.is_wanted()})

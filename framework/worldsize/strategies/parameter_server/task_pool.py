@@ -1,4 +1,4 @@
-"""The tasks of a run, and what workers send back. Pure logic: callers hold a lock, and time is given from outside."""
+"""The tasks of a run, and the results of workers. Pure logic: callers hold a lock, and the time is an argument."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from worldsize.strategies.parameter_server.staleness import StalenessScheduler, 
 
 @final
 class EvaluationTasks:
-    """One evaluation, cut into ``parts`` that are dealt like units of training.
+    """One evaluation, divided into ``parts`` that are assigned like units of training.
 
     Attributes:
-        split: The data that are evaluated.
-        step: The step after which they are.
-        done: The number of parts that are done.
+        split: Name of the evaluated split.
+        step: The step after which it is evaluated.
+        done: Number of completed parts.
         sums: Sums and counts of each batch, by its index.
-        names: The names of the metrics.
-        hands: The part that each worker has in hand.
+        names: Names of the metrics.
+        hands: The part assigned to each worker.
     """
 
     def __init__(self, parts: int, *, split: str = "", step: int = 0) -> None:
@@ -35,19 +35,19 @@ class EvaluationTasks:
         self._todo = deque(range(parts))
 
     def deal(self, name: str) -> int | None:
-        """Give a worker a part; None: there is none left."""
+        """Assign a part to a worker; None: none is left."""
         if not self._todo:
             return None
         self.hands[name] = part = self._todo.popleft()
         return part
 
     def give_back(self, name: str) -> None:
-        """Deal the part of a worker that has gone to another."""
+        """Make the part of a worker that has left available again."""
         if (part := self.hands.pop(name, None)) is not None:
             self._todo.append(part)
 
     def take(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Take a part that a worker has done, if it is the one that it has in hand."""
+        """Record the result of a part, if it is the one assigned to the worker."""
         if self.hands.get(name) == facts["part"]:
             del self.hands[name]
             self.done += 1
@@ -61,7 +61,7 @@ def _sums(pairs: Mapping[str, Any]) -> Sums:
 
 @final
 class TaskPool:
-    """Deals the parts of an evaluation first, then units of training as ``staleness`` allows.
+    """Assigns parts of an evaluation first, then units of training as ``staleness`` allows.
 
     Attributes:
         evaluation: The evaluation in progress; if there is none, one without parts.
@@ -70,21 +70,21 @@ class TaskPool:
     def __init__(self, staleness: StalenessScheduler) -> None:
         self.staleness = staleness
         self.evaluation = EvaluationTasks(0)
-        self._records: dict[tuple[int, int], LossRecord] = {}  # not handed over yet, by step and logical rank
-        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)  # their metrics count nothing
+        self._records: dict[tuple[int, int], LossRecord] = {}  # records not yet returned, by step and logical rank
+        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)  # with metrics whose counts are 0
 
     def join(self, name: str, now: float) -> int:
-        """Admit a worker, or have it come back with empty hands; gives its clock."""
+        """Admit or readmit a worker, without a task, at the time ``now`` in seconds; return its clock."""
         self.evaluation.give_back(name)
         return self.staleness.join(name, now)
 
     def retire(self, name: str) -> Unit | None:
-        """Remove a worker and deal again what it had in hand; gives the unit of training among it."""
+        """Remove a worker, and make its tasks available again; return its unit of training."""
         self.evaluation.give_back(name)
         return self.staleness.retire(name)
 
     def deal(self, name: str, now: float) -> dict[str, Any] | None:
-        """Give a member its next task, as the message TASK; None: it has to wait."""
+        """Return a member's next task at the time ``now`` in seconds, as facts of TASK; None: it has to wait."""
         if (part := self.evaluation.deal(name)) is not None:
             self.staleness.renew(name, now)
             which = {"split": self.evaluation.split, "step": self.evaluation.step}
@@ -93,7 +93,7 @@ class TaskPool:
         return {"do": "train", "step": unit.step, "ranks": unit.logical_ranks} if unit else None
 
     def take(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Take what a worker has done, as its message TICK says, if it is what it has in hand."""
+        """Record the result in a worker's message TICK, if it is that of the task assigned to it."""
         if "unit" in facts:
             step, ranks = facts["unit"]
             if self.staleness.finish(name, Unit(step, tuple(ranks))):
@@ -104,10 +104,10 @@ class TaskPool:
             self.evaluation.take(name, facts)
 
     def pop_records(self, step: int) -> list[LossRecord]:
-        """Hand over a record for each logical rank; over the steps of a run, each metric that was sent counts once.
+        """Return a record for each logical rank; over the steps of a run, each metric that was sent counts once.
 
-        They are the records of ``step``, with the metrics of earlier steps' that came too late for these. If steps
-        overlap and one of ``step`` is missing, they are the last losses, with the metrics of all that has arrived.
+        They are the records of ``step``, plus the metrics of earlier steps that arrived late. If steps overlap and a
+        record of ``step`` is missing, they are the most recent losses, with the metrics of all records that arrived.
         """
         ranks = range(self.staleness.logical_ranks)
         is_whole = all((step, rank) in self._records for rank in ranks)
@@ -117,5 +117,5 @@ class TaskPool:
         return [record.with_counts_of(records) for record, records in zip(losses, counted, strict=True)]
 
     def expired(self, now: float) -> list[str]:
-        """List the workers whose lease has run out while they had a task in hand."""
+        """Return the workers with a task whose lease has expired at the time ``now``, in seconds."""
         return self.staleness.expired(now, self.evaluation.hands)

@@ -1,4 +1,4 @@
-"""Deals the work of a run to its workers, and keeps what each sends back until the training loop asks for it."""
+"""Assigns the tasks of a run to its workers, and keeps their results until the training loop asks for them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _logger = logging.getLogger(__name__)
 
 @final
 class TaskScheduler:
-    """Decides what each worker does next. Safe for threads: workers' connections on one side, the loop on the other.
+    """Decides what each worker does next. Thread-safe: connections of workers and the training loop use it.
 
     Args:
-        staleness: Decides which worker may begin what.
-        timeout: Seconds to go on without any worker.
+        staleness: Decides which worker may begin which unit.
+        timeout: Seconds to wait without any worker.
 
     Attributes:
-        changed: Guards everything, ``staleness`` too; notified when something has changed.
+        changed: Guards everything, including ``staleness``; notified after each change.
         ended: Why the run has ended; None: it has not.
     """
 
     def __init__(self, staleness: StalenessScheduler, *, timeout: float) -> None:
         self.staleness, self._pool, self._timeout = staleness, TaskPool(staleness), timeout
-        self._epochs = count(time.time_ns())  # later than those of whoever led before
+        self._epochs = count(time.time_ns())  # later than those of an earlier leader
         self.changed = threading.Condition()
         self._epoch_of: dict[str, int] = {}
         self.ended: str | None = None
@@ -41,7 +41,7 @@ class TaskScheduler:
     # ------------------------------------------------------------ for connections
 
     def admit(self, name: str) -> int:
-        """Make a worker a member of the run; gives the epoch of its membership."""
+        """Make a worker a member of the run; return the epoch of its membership."""
         with self.changed:
             clock = self._pool.join(name, time.monotonic())
             self._epoch_of[name] = epoch = next(self._epochs)
@@ -50,16 +50,16 @@ class TaskScheduler:
         return epoch
 
     def expects(self, name: str) -> bool:
-        """Whether a worker is to ask for tasks any more."""
+        """Return whether a worker is still expected to ask for tasks."""
         return self.ended is None or name in self.staleness.members
 
     def renew(self, name: str) -> None:
-        """Note a worker's sign of life."""
+        """Record a worker's heartbeat."""
         with self.changed:
             self.staleness.renew(name, time.monotonic())
 
     def retire(self, name: str, epoch: int, why: str) -> None:
-        """End the membership that began in ``epoch``, unless the worker has come back since."""
+        """End the membership that began in ``epoch``, unless the worker has joined again since."""
         with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return
@@ -69,7 +69,7 @@ class TaskScheduler:
         _logger.info("%s is retired: %s%s", name, why, f"; {unit} is dealt again" if unit else "")
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Take what a worker has done, and wait until there is something to do for it."""
+        """Record a worker's result, and wait until there is a task for it."""
         with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return {"do": "join"}  # it was retired meanwhile
@@ -94,28 +94,28 @@ class TaskScheduler:
         return list(self.staleness.members)
 
     def meet(self, count: int, *, seconds: float) -> None:
-        """Wait until ``count`` workers have joined, but not for longer: who comes later is welcome then."""
+        """Wait until ``count`` workers have joined, for at most ``seconds``; others may join later."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.staleness.members) >= count, seconds)
 
     def open(self, step: int) -> None:
-        """Let steps up to ``step`` begin."""
+        """Allow steps up to ``step`` to begin."""
         with self.changed:
             self.staleness.open(step)
             self.changed.notify_all()
 
     def finished(self, step: int) -> list[LossRecord]:
-        """Wait for ``step``, and give the records of its losses by logical rank, or the last ones if steps overlap.
+        """Wait for ``step``, and return the records of its losses by logical rank, or the last ones if steps overlap.
 
         Raises:
-            WorldsizeError: No worker has been there for too long.
+            WorldsizeError: There was no worker for longer than the timeout.
         """
         self.wait_for(lambda: self.staleness.complete >= step)
         with self.changed:
             return self._pool.pop_records(step)
 
     def evaluate(self, parts: int, *, split: str, step: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
-        """Have workers evaluate ``split`` after ``step``, each part by one.
+        """Let workers evaluate ``split`` after ``step``, each part by one worker.
 
         Returns:
             Sums and counts of each batch by its index, and the metrics' names.
@@ -128,17 +128,17 @@ class TaskScheduler:
         return evaluation.sums, evaluation.names
 
     def end(self, why: str) -> None:
-        """Tell each worker to end when it has done what it has in hand; returns when all know."""
+        """Tell each worker to end after its present task; return when all are told."""
         with self.changed:
             self.ended = why
             self.changed.notify_all()
         self.wait_for(lambda: not self.staleness.members, alone=True)
 
     def wait_for(self, done: Callable[[], bool], *, alone: bool = False) -> None:
-        """Wait, and retire workers whose lease runs out; unless ``alone``, some worker must be there.
+        """Wait for ``done``, and retire workers whose lease expires; unless ``alone``, there must be a worker.
 
         Raises:
-            WorldsizeError: None has been there for too long.
+            WorldsizeError: There was no worker for longer than the timeout.
         """
         since = time.monotonic()
         with self.changed:
@@ -153,4 +153,4 @@ class TaskScheduler:
                         "Look into the workers' logs, or add workers."
                     )
                 for name, epoch in late:
-                    self.retire(name, epoch, f"no sign of life within its lease of {self.staleness.lease:g} s")
+                    self.retire(name, epoch, f"no heartbeat within its lease of {self.staleness.lease:g} s")

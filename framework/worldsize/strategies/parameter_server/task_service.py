@@ -1,4 +1,4 @@
-"""The service of the server that leads for the workers: it gives each its tasks and hears its signs of life."""
+"""The service of the leading server for workers: it sends them tasks and receives their heartbeats."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from worldsize.strategies.parameter_server.task_scheduler import TaskScheduler
 from worldsize.transport.channel import Channel, LostError
 from worldsize.transport.frames import CommonOperation, RefusedError
 
-NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # a worker, its epoch, and what it has done
+NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # of a worker, its epoch, and its last result
 
 
 @final
 class TaskService:
-    """Serves the connections by which workers ask ``scheduler`` for tasks.
+    """Serves the connections on which workers ask ``scheduler`` for tasks.
 
     Args:
         scheduler: Admits and retires workers.
-        next_task: Answers a TICK, as ``scheduler.next_task`` does, which is the default.
+        next_task: Answers a TICK; by default ``scheduler.next_task``.
     """
 
     def __init__(self, scheduler: TaskScheduler, next_task: NextTask | None = None) -> None:
         self._scheduler, self._next_task = scheduler, next_task or scheduler.next_task
 
     def control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Serve one worker: each TICK says what it has done, each TASK what comes next. Raises RefusedError."""
+        """Serve one worker: each TICK has its last result, each TASK its next task. Raises RefusedError."""
         name = str(facts["name"])
         epoch = self._scheduler.admit(name)
         try:
@@ -34,7 +34,7 @@ class TaskService:
             while self._scheduler.expects(name):
                 header = channel.header()
                 if header.operation != Operation.TICK:
-                    raise RefusedError(f"{header.operation.name} came, TICK was expected")
+                    raise RefusedError(f"received {header.operation.name}, expected TICK")
                 task = self._next_task(name, epoch, channel.message(header))
                 channel.send_message(Operation.TASK, task)
         except LostError:
@@ -44,10 +44,10 @@ class TaskService:
             raise
 
     def beat(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Receive signs of life of a worker. Raises LostError or RefusedError."""
+        """Receive the heartbeats of a worker. Raises LostError or RefusedError."""
         channel.send_message(CommonOperation.WELCOME, {})
         while True:
             header = channel.header()
             if header.operation != CommonOperation.HEARTBEAT:
-                raise RefusedError(f"{header.operation.name} came, HEARTBEAT was expected")
+                raise RefusedError(f"received {header.operation.name}, expected HEARTBEAT")
             self._scheduler.renew(str(facts["name"]))

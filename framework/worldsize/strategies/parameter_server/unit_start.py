@@ -1,4 +1,4 @@
-"""What no server has of a worker's model, as it was before the worker began a unit."""
+"""Saves the parts of a worker's model that no server has, at the start of a unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worldsize.strategies.model_flags import ModelFlags
 
 @final
 class UnitStart:
-    """Remembers flags and unsaved buffers of ``model``, which a unit that is given up may leave half changed."""
+    """A copy of flags and unsaved buffers of ``model``, which an abandoned unit may leave half changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._flags = ModelFlags(model)
@@ -25,7 +25,7 @@ class UnitStart:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the model what it was."""
+        """Restore the saved flags and buffers of the model."""
         self._flags.restore()
         for module, name, buffer, values in self._buffers:
             module._buffers[name] = buffer.copy_(values)

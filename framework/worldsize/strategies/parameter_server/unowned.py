@@ -1,4 +1,4 @@
-"""The part of a model that no server owns: what changes there on one worker would reach nobody."""
+"""Detects changes of weights that no server owns, which would not reach other workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worldsize.core import ConfigError
 class UnownedWeights:
     """Watches the frozen parameters and saved buffers of ``model``, such as averaged copies, for changes.
 
-    A look at them costs a comparison of two numbers each: torch counts how often a tensor was changed.
+    A check compares two numbers per tensor, since torch counts the changes of each tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,7 +28,7 @@ class UnownedWeights:
         self._before = self._versions()
 
     def check(self) -> None:
-        """Raise ConfigError if one of them has changed since this object was made."""
+        """Raise ConfigError if one of these tensors has changed since this object was made."""
         for name, version in self._versions().items():
             if version != self._before[name]:
                 raise ConfigError(

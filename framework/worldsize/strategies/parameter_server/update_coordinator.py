@@ -1,4 +1,4 @@
-"""The replica of the server that leads, for a recipe with several updates a step."""
+"""The replica of the leading server, for a recipe with several updates a step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from worldsize.transport.registry import Registry
 
 _logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 5  # at one step, before it is taken for one that no worker survives
+_ATTEMPTS = 5  # at one step, before the run fails
 
 
 @final
 class UpdateCoordinator(Replica):
-    """The replica by which the training loop drives the run.
+    """The replica with which the training loop drives the run.
 
     Args:
         shards: All shards of each optimizer; this process serves the first of each.
-        rounds: Has the workers take each update together.
-        registry: The register of the run's services, by which the run is ended.
-        train_state: The whole model with its optimizers, which receive the shards' state when it is saved.
-        context: The run as this process knows it.
-        step_reached: The step of the checkpoint that the run goes on from.
+        rounds: Synchronizes the updates of the workers.
+        registry: The registry of the run's services, through which the run is ended.
+        train_state: The full model with its optimizers, which receive the shards' state when it is saved.
+        context: The context of the run.
+        step_reached: The step of the checkpoint from which the run resumes.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class UpdateCoordinator(Replica):
         self.step_reached: int = step_reached
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Have the workers compute the next step, who draw its data themselves; repeat it if one of them is lost.
+        """Let the workers compute the next step, loading its data themselves; repeat it if one of them is lost.
 
         Raises:
-            WorldsizeError: workers were lost in every attempt at it.
+            WorldsizeError: workers were lost in every attempt.
         """
         step = self.step_reached + 1
         rates = {name: shards.own.master.shard.parameters.lr for name, shards in self._shards.items()}
@@ -79,7 +79,7 @@ class UpdateCoordinator(Replica):
         return step_result(results, rates, returned, kind=self._rounds.kind, step=step)
 
     def _attempt(self, step: int, *, again: bool) -> list[UpdateResult] | None:
-        """Take the updates of ``step``; return None if a worker was lost."""
+        """Compute the updates of ``step``; return None if a worker was lost."""
         counts = {name: shards.own.master.shard.step for name, shards in self._shards.items()}
         self._rounds.open(step, counts, again=again)
         for shards in self._shards.values():  # while the workers compute the first update
@@ -94,10 +94,10 @@ class UpdateCoordinator(Replica):
                 return results
             with phase("update"):
                 results.append(self._applied(reported.name, reported))
-            self._rounds.go_on()
+            self._rounds.complete_update()
 
     def _applied(self, name: str, reported: Reported) -> UpdateResult:
-        """Weigh and clip the mean gradient, and have the shards of the optimizer make the update."""
+        """Weigh and clip the mean gradient, and let the shards of the optimizer apply the update."""
         shards, factor, norm = self._shards[name], 1.0, None
         count = shards.own.master.shard.step + 1
         losses = _weighed(shards, count, reported.records)
@@ -118,24 +118,24 @@ class UpdateCoordinator(Replica):
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Have the workers evaluate, who draw the batches themselves."""
+        """Let the workers evaluate; they load the batches themselves. Return the metrics by name."""
         parts = max(1, len(self._scheduler.workers))
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
 
     def state(self) -> StateDict:
-        """Put the states of all shards together."""
+        """Combine the states of all shards."""
         for name, shards in self._shards.items():
             gather_states(shards.states(), self._train_state.parts[name])
         return {**self._train_state.state(), "scaler": {}}
 
     def load(self, state: StateDict) -> None:
-        """Do nothing: each server has loaded its part by itself."""
+        """Do nothing: each server has loaded its own part."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return the load of each server since the last call, over all optimizers, and the number of workers."""
         loads = zip(*(shards.facts() for shards in self._shards.values()), strict=True)
-        servers = [_together(each, step=self.step_reached) for each in loads]
+        servers = [_combined_load(each, step=self.step_reached) for each in loads]
         return {"servers": servers, "workers": len(self._scheduler.workers)}
 
     def close(self, *, complete: bool) -> None:
@@ -146,7 +146,7 @@ class UpdateCoordinator(Replica):
 
 
 def _weighed(shards: AllShards, count: int, records: Sequence[LossRecord]) -> list[Tensor]:
-    """Divide the gradient by the weight of the update if its losses are sums; return shares of the mean loss."""
+    """Divide the gradient by the update's weight if losses are sums; return each record's part of the mean loss."""
     if not records[0].is_weighted:
         return [record.loss for record in records]
     factor = weight_factor([record.loss[1] for record in records], None)
@@ -154,8 +154,8 @@ def _weighed(shards: AllShards, count: int, records: Sequence[LossRecord]) -> li
     return [record.loss[0] * factor for record in records]
 
 
-def _together(loads: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, Any]:
-    """Return the load of a server that has a shard for each optimizer, as :meth:`ShardServer.facts` does of one."""
+def _combined_load(loads: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, Any]:
+    """Combine the loads (:meth:`ShardServer.facts`) of a server's shards, one for each optimizer."""
     counts = ("lost_updates", "refused", "pushes", "pulls", "bytes_in", "bytes_out")
     largest = {name: max(load[name] for load in loads) for name in ("longest_queue", "seconds")}
     return {"step": step, **{name: sum(load[name] for load in loads) for name in counts}, **largest}

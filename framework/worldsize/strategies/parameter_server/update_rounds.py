@@ -1,4 +1,4 @@
-"""The rounds of a step with several updates: no worker goes on from an update before all have their part in it."""
+"""Barriers for a step with several updates: no worker continues until all have contributed to the update."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class _Round:
     """One update of the step in progress.
 
     Attributes:
-        names: The optimizer whose update each worker has its part in, by the worker's name.
+        names: The optimizer to whose update each worker has contributed, by the worker's name.
         records: Records of the losses, by logical rank.
-        goes_on: Whether the update was made, so that workers go on; False: the step is given up; None: neither yet.
+        is_applied: Whether the update is applied; False: the step is abandoned; None: undecided.
     """
 
     names: dict[str, str] = field(default_factory=dict)
     records: dict[int, LossRecord] = field(default_factory=dict)
-    goes_on: bool | None = None
+    is_applied: bool | None = None
 
 
 @final
 @dataclass(frozen=True)
 class Reported:
-    """An update whose gradient the shards have from all workers.
+    """An update to which all workers have contributed their gradients.
 
     Attributes:
-        name: The optimizer; None: there is no further update in the step.
+        name: The optimizer; None: the step has no further update.
         records: Records of the losses, by logical rank.
     """
 
@@ -44,36 +44,36 @@ class Reported:
 
 @final
 class UpdateRounds:
-    """Has the workers of ``scheduler`` take the updates of a step together.
+    """Synchronizes the workers of ``scheduler`` at each update of a step.
 
-    A worker that is lost in a step cannot be replaced by another: the first updates are made, so that nobody could
-    compute its part of them again. Then :meth:`reported` says that the step has to be repeated.
+    A worker that is lost during a step cannot be replaced: earlier updates are applied already, so that its part of
+    them cannot be computed again. :meth:`reported` then returns None, and the step must be repeated.
 
     Args:
         kind: Name of the recipe's class.
-        scheduler: Deals the units, and admits and retires workers.
+        scheduler: Assigns units, and admits and retires workers.
     """
 
     def __init__(self, kind: str, scheduler: TaskScheduler) -> None:
         self.kind, self.scheduler = kind, scheduler
         self._round = _Round()
         self._counts: Mapping[str, int] = {}
-        self._attempt = 0  # of a step; each has its own
+        self._attempt = 0  # number of the attempt at a step
 
     # ------------------------------------------------------------ for connections
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer what a worker says that it has done: a part of an update, or what any worker does."""
+        """Record a worker's result, a part of an update or any other task, and return its next task."""
         with self.scheduler.changed:
             if "update" in facts:
-                if self._goes_on(name, facts):
+                if self._join_update(name, facts):
                     return {"do": "continue"}
-                facts = {}  # its unit counts no more; whether it wants to leave, it will say at the end of another
+                facts = {}  # its unit is dropped; it can ask to leave at the end of its next one
             task = self.scheduler.next_task(name, epoch, facts)
             return {**task, "attempt": self._attempt, "counts": self._counts} if task["do"] == "train" else task
 
-    def _goes_on(self, name: str, facts: Mapping[str, Any]) -> bool:
-        """Take a worker's part of an update, and wait until all others have theirs; False: the step is given up."""
+    def _join_update(self, name: str, facts: Mapping[str, Any]) -> bool:
+        """Record a worker's part of an update, and wait for all others; return False if the step is abandoned."""
         step, ranks = facts["unit_of"]
         member = self.scheduler.staleness.members.get(name)
         if facts["attempt"] != self._attempt or member is None or member.hand != Unit(step, tuple(ranks)):
@@ -83,35 +83,35 @@ class UpdateRounds:
         records = [LossRecord.from_message(message) for message in facts["records"]]
         mine.records.update(zip(ranks, records, strict=True))
         self.scheduler.changed.notify_all()
-        self.scheduler.changed.wait_for(lambda: mine.goes_on is not None or self.scheduler.ended is not None)
-        return bool(mine.goes_on)
+        self.scheduler.changed.wait_for(lambda: mine.is_applied is not None or self.scheduler.ended is not None)
+        return bool(mine.is_applied)
 
     # ------------------------------------------------------------ for the training loop
 
     def open(self, step: int, counts: Mapping[str, int], *, again: bool) -> None:
-        """Let ``step`` begin, or begin again.
+        """Start ``step``, or start it again.
 
         Args:
             step: The step.
-            counts: The updates that the shards count of each optimizer.
-            again: Whether it has been given up.
+            counts: Number of updates of each optimizer, as the shards count them.
+            again: Whether an earlier attempt was abandoned.
         """
         with self.scheduler.changed:
-            self._end_round(goes_on=False)
+            self._end_round(is_applied=False)
             self._attempt, self._counts = self._attempt + 1, dict(counts)
             if again:
                 self.scheduler.staleness.repeat()
             self.scheduler.open(step)
 
     def reported(self, step: int) -> Reported | None:
-        """Wait until all workers have their part in the next update of ``step``, or have ended it.
+        """Wait until all workers have contributed to the next update of ``step``, or have ended the step.
 
         Returns:
-            The update; None: a worker was lost, and the step is to be repeated.
+            The update; None: a worker was lost, and the step must be repeated.
 
         Raises:
-            ConfigError: They are not at the same update.
-            WorldsizeError: No worker has been there for too long.
+            ConfigError: Workers are at different updates.
+            WorldsizeError: There was no worker for longer than the timeout.
         """
         staleness, current = self.scheduler.staleness, self._round
         before = (step - 1 - staleness.first) * staleness.logical_ranks
@@ -130,11 +130,11 @@ class UpdateRounds:
                 raise updates_differ(self.kind, step, one="one worker", its=first, other="another", name=others[0])
             return Reported(first, [current.records[rank] for rank in sorted(current.records)])
 
-    def go_on(self) -> None:
-        """Let all go on: the update is made."""
+    def complete_update(self) -> None:
+        """Release the workers: the update is applied."""
         with self.scheduler.changed:
-            self._end_round(goes_on=True)
+            self._end_round(is_applied=True)
 
-    def _end_round(self, *, goes_on: bool) -> None:
-        self._round.goes_on, self._round = goes_on, _Round()
+    def _end_round(self, *, is_applied: bool) -> None:
+        self._round.is_applied, self._round = is_applied, _Round()
         self.scheduler.changed.notify_all()

@@ -14,11 +14,11 @@ from worldsize.strategies.parameter_server.update_worker import UpdateWorker
 def run_updates(
     recipe: MultiUpdateRecipe, context: RunContext, group: ServerGroup, planner: ShardPlanner
 ) -> UpdateCoordinator | None:
-    """Serve or work, as the role of this process says.
+    """Serve or work, according to the role of this process.
 
     Returns:
-        The replica by which the training loop leads the run, if this is the first server; else None, when the run is
-        over.
+        The replica with which the training loop drives the run, if this is the first server; otherwise None, when the
+        run is over.
     """
     model, serves = recipe.model(), context.world.role == "server"
     train_state = MultiTrainState.of(recipe, model if serves else model.to(context.world.device))

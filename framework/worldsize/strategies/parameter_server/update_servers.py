@@ -1,6 +1,6 @@
 """The servers of a recipe with several updates a step: each has a shard of the parameters of each optimizer.
 
-A shard counts the updates of its optimizer, as that of an ordinary recipe counts steps.
+A shard counts the updates of its optimizer; that of an ordinary recipe counts steps.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from worldsize.transport.registry import EndedError
 @final
 @dataclass(frozen=True)
 class PendingUpdateServer:
-    """A server that is not master of its shards yet.
+    """A server that is not yet master of its shards.
 
     Attributes:
         kind: Name of the recipe's class.
         servers: The server of each optimizer's shard, by the optimizer's name.
-        train_state: The whole model, which will receive the state of all shards when it is saved.
-        step: The step of the checkpoint that the run goes on from.
+        train_state: The full model, which receives the state of all shards when it is saved.
+        step: The step of the checkpoint from which the run resumes.
         dialer: Connects this process to the other servers.
-        lease: Seconds without a sign of life after which a worker is taken for dead.
+        lease: Seconds without a heartbeat after which a worker is declared dead.
     """
 
     kind: str
@@ -51,11 +51,11 @@ class PendingUpdateServer:
     lease: float
 
     def run(self, context: RunContext, *, count: int) -> UpdateCoordinator | None:
-        """Serve, as one of ``count`` servers, from when this one is master of its shards to the end.
+        """Serve, as one of ``count`` servers, from when this one is master of its shards until the run ends.
 
         Returns:
-            The replica by which the training loop leads the run, if this is the first server; else None, when the run
-            is over.
+            The replica with which the training loop drives the run, if this is the first server; otherwise None, when
+            the run is over.
         """
         try:
             for pending in self.servers.values():
@@ -100,9 +100,9 @@ def pending_update_server(
     Args:
         group: The servers of the run.
         recipe: The recipe of the run.
-        train_state: The model that the recipe made first in this process: only that has the run's initial weights.
-        context: The run as this process knows it, with its newest checkpoint.
-        plans: Which server owns what, by the optimizer's name.
+        train_state: The first model that the recipe made in this process; only it has the run's initial weights.
+        context: The context of the run, with its newest checkpoint.
+        plans: The assignment of parameters to servers, by the optimizer's name.
     """
     index, dialer = context.world.rank, group.dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
     full = MultiTrainState.of(recipe, recipe.model())
@@ -114,7 +114,7 @@ def pending_update_server(
         load_full_state(full, state)
     rule = Rule(
         context.logical_ranks,
-        requires_commit=True,  # an update is weighed and clipped over all servers, and can be given up
+        requires_commit=True,  # an update is weighed and clipped over all servers, and can be abandoned
         finite=context.numerics.nonfinite == "stop",
     )
     servers = {}

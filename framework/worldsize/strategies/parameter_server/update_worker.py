@@ -1,4 +1,4 @@
-"""A worker for a recipe with several updates a step: it goes from update to update with all others."""
+"""A worker for a recipe with several updates a step, which computes every update together with all others."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from worldsize.transport.dialer import Dialer
 class UpdateWorker:
     """Works for one run, from its first task to its last.
 
-    Its unit of a step is a generator that stops at each update, until the server that leads lets all go on.
+    Its unit of a step is a generator that stops at each update, until the leading server releases all workers.
 
     Args:
-        recipe: The recipe that is trained.
-        context: The run as this process knows it: its rank, data, numerics, and whether to stop.
+        recipe: The recipe to train.
+        context: The context of the run: rank, data, numerics, and stop flag.
         dialer: Connects to the servers.
-        plans: Which server owns what, by the optimizer's name.
+        plans: The assignment of parameters to servers, by the optimizer's name.
         train_state: The recipe's model on the device of this process, and its optimizers, which never step here.
     """
 
@@ -61,11 +61,11 @@ class UpdateWorker:
             for name, plan in plans.items()
         }
         self._servers = len(next(iter(plans.values())).shards)
-        self._pulled: dict[str, int] = {}  # the updates of each optimizer that the model has seen
+        self._pulled: dict[str, int] = {}  # number of updates of each optimizer in the model's weights
         self._unit: Generator[dict[str, Any], None, None] | None = None
 
     def run(self, lease: float) -> None:
-        """Work until the server that leads says that it is enough."""
+        """Work until the leading server ends the run; it retires workers after ``lease`` seconds of silence."""
         TaskLoop(
             self._dialer,
             self._context.stop,
@@ -80,7 +80,7 @@ class UpdateWorker:
             dense.connect(links[place * self._servers : (place + 1) * self._servers])
 
     def _begin(self, task: Task) -> dict[str, Any]:
-        """Begin a unit, which may be the last one again; return what there is to say of its first update."""
+        """Begin a unit, which may repeat the last one; return the facts about its first update."""
         if self._unit is not None:
             self._unit.close()
         self._unit = self._updates(task)
@@ -98,7 +98,7 @@ class UpdateWorker:
         return evaluated_part(self._recipe, self._model, self._context, task)
 
     def _updates(self, task: Task) -> Generator[dict[str, Any], None, None]:
-        """Compute a unit, update by update: yield what there is to say of each, and at last of the whole unit."""
+        """Compute a unit, update by update: yield the facts about each update, and finally about the unit."""
         step, ranks, counts = task["step"], task["ranks"], dict(task["counts"])
         unit = {"unit_of": [step, ranks], "attempt": task["attempt"]}
         batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
@@ -134,10 +134,10 @@ class UpdateWorker:
     def _computed(
         self, passes: Sequence[UpdatePass], ranks: Sequence[int]
     ) -> tuple[str | None, list[LossRecord], PartialSums]:
-        """Let all generators run up to the next update, and compute its gradient.
+        """Run all generators to the next update, and compute its gradient.
 
         Returns:
-            The name of the optimizer, or None if they have ended; the records of the losses; and the gradients.
+            The name of the optimizer, or None if the generators have ended; the records of the losses; the gradients.
         """
         total, arrivals, records = self._context.logical_ranks, PartialSums(self._context.logical_ranks), []
         for rank, current in zip(ranks, passes, strict=True):
@@ -152,7 +152,7 @@ class UpdateWorker:
         return passes[0].name, records, arrivals
 
     def _owned(self, name: str) -> list[nn.Parameter]:
-        """Return what optimizer ``name`` trains now, all of which the servers must own."""
+        """Return the parameters that optimizer ``name`` now trains, all of which the servers must own."""
         owned, trained = {id(each) for each in self._parameters[name].values()}, []
         for parameter in parameters_of(self._parts[name].optimizer):
             if parameter.numel() and id(parameter) not in owned:
@@ -164,16 +164,16 @@ class UpdateWorker:
         return trained
 
     def _push(self, name: str, arrivals: PartialSums, *, count: int) -> None:
-        """Push the gradient of update number ``count``, and wait until all shards have it."""
+        """Push the gradient of update number ``count``, and wait until all shards have received it."""
         for (width, node), gradients in arrivals.parts.items():
             named = dict(zip(self._parameters[name], gradients, strict=True))
             self._dense[name].push(named, step=count, width=width, node=node)
         self._dense[name].settle()
 
     def _pull(self, name: str, count: int) -> None:
-        """Pull the weights that have seen ``count`` updates, unless they are here.
+        """Pull weights that include ``count`` updates, unless the model has them.
 
-        A graph that has saved the weights of before is of no use any more, which torch can tell by their version.
+        An autograd graph that saved the old weights becomes invalid, which torch detects by their version.
         """
         if self._pulled.get(name) != count:
             self._dense[name].pull(count)
@@ -188,11 +188,11 @@ class UpdateWorker:
 
 @contextmanager
 def taken_back(model: nn.Module, passes: Sequence[UpdatePass]) -> Iterator[None]:
-    """End the passes and make the model what it was, if they are not to go on to their end."""
+    """Close the passes and restore the model, if the step is abandoned."""
     start = UnitStart(model)
     try:
         yield
-    except GeneratorExit:  # the step is given up, and this unit with it
+    except GeneratorExit:  # the step is abandoned
         for each in passes:
             each.close()
         start.restore()

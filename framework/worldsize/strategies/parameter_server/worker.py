@@ -1,4 +1,4 @@
-"""A worker: takes tasks, computes gradients, pushes them, pulls weights. It knows no other worker."""
+"""A worker: takes tasks, computes and pushes gradients, and pulls weights. It does not know other workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worldsize.strategies.parameter_server.task_loop import TaskLoop
 from worldsize.strategies.parameter_server.unowned import UnownedWeights
 from worldsize.transport.dialer import Dialer
 
-_OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent before a thread has begun
+_OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent in less time than starting a thread takes
 
 
 @final
@@ -36,8 +36,8 @@ class WorkerOptions:
     """Options of a worker: how it computes gradients and reads weights.
 
     Attributes:
-        synchronous: A step's gradients are summed before they are an update.
-        staleness: Steps that what the worker reads may be behind.
+        synchronous: Whether the gradients of a step are summed to one update.
+        staleness: Number of steps that the worker's weights may be behind.
     """
 
     synchronous: bool
@@ -49,13 +49,13 @@ class Worker:
     """Works for one run, from its first task to its last.
 
     Args:
-        recipe: The recipe that is trained.
-        context: The run as this process knows it: its rank, data, numerics, and whether to stop.
+        recipe: The recipe to train.
+        context: The context of the run: rank, data, numerics, and stop flag.
         dialer: Connects to the servers.
-        plan: Which server owns what.
+        plan: The assignment of parameters to servers.
         options: How gradients are computed and weights are read.
         model: The recipe's model, with its tables on servers.
-        tables: The links by which it reads their rows, see :func:`linked_model`.
+        tables: The links through which it reads rows, see :func:`linked_model`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Worker:
         self._overlap = OverlappedPush(self._parameters, plan.shards) if nbytes >= _OVERLAPPED else None
 
     def run(self, lease: float) -> None:
-        """Work until the server that leads says that it is enough."""
+        """Work until the leading server ends the run; it retires workers after ``lease`` seconds of silence."""
         TaskLoop(
             self._dialer,
             self._context.stop,
@@ -105,7 +105,7 @@ class Worker:
         return {"unit": [step, ranks], "records": [record.message() for record in records]}
 
     def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
-        """Pull weights, compute gradients and push them; give the records of the losses."""
+        """Pull weights, compute gradients and push them; return the records of the losses."""
         synchronous = self._options.synchronous
         self._pull(step - 1 if synchronous else 0)
         self._tables.oldest = step - 1 - self._options.staleness
@@ -114,7 +114,7 @@ class Worker:
         return self._push_after_backward(batches, step, ranks)
 
     def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
-        """Push gradients when those of all backward passes have been added up; give the records of the losses."""
+        """Push the summed gradients after all backward passes; return the records of the losses."""
         total, arrivals, losses, touched = self._context.logical_ranks, PartialSums(self._context.logical_ranks), [], []
         for rank, batch in zip(ranks, batches, strict=True):
             losses.append(self._backward(batch))
@@ -130,12 +130,12 @@ class Worker:
         return losses
 
     def _push_during_backward(self, overlap: OverlappedPush, batch: Any, step: int, rank: int) -> LossRecord:
-        """Push gradients during the one backward pass; give the record of the loss."""
+        """Push gradients during the single backward pass; return the record of the loss."""
         part = {"step": step, "width": self._context.logical_ranks, "node": rank}
         try:
             with overlap.during_backward(lambda key, gradients: self._dense.push_bucket(key, gradients, part)):
                 loss = self._backward(batch)
-        finally:  # else those of a pass that is lost would be added to the next one's
+        finally:  # otherwise gradients of an abandoned pass would be added to those of the next
             taken(self._parameters.values())
             touched = take_gradients(self._remotes)
         self._tables.push(touched, **part)
@@ -146,14 +146,14 @@ class Worker:
         seed_generators(batch.seed, device)
         with autocast(device, self._context.numerics.precision):
             output = LossOutput.of(self._recipe.loss_at(self._model, batch.data, batch.step))
-        if not self._options.synchronous:  # a step that is one update divides by the weight of all of it
+        if not self._options.synchronous:  # a synchronous step divides by its total weight
             output = replace(output, loss=mean_loss(output))
         total, record = differentiable(output)
         total.backward()  # type: ignore[no-untyped-call]
         return record
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
-        """Clip a unit's gradient by its own norm, as is done where steps overlap."""
+        """Clip a unit's gradient by its own norm, if steps overlap."""
         limit = self._context.numerics.clip_norm
         if limit is not None:
             norm = nn.utils.get_total_norm(gradients)

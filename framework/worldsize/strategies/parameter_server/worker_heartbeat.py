@@ -1,4 +1,4 @@
-"""A worker's signs of life."""
+"""A worker's heartbeats."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worldsize.transport.registry import EndedError
 
 @final
 class WorkerHeartbeat:
-    """Sends signs of life to the server that leads, from a thread of its own while the worker computes.
+    """Sends heartbeats to the leading server, from a background thread while the worker computes.
 
     Args:
-        dialer: Finds that server.
-        lease: Seconds after which the worker is taken for dead; four signs are sent in that time.
+        dialer: Connects to that server.
+        lease: Seconds after which the worker is declared dead; four heartbeats are sent in that time.
     """
 
     def __init__(self, dialer: Dialer, lease: float) -> None:
@@ -38,5 +38,5 @@ class WorkerHeartbeat:
                 channel = None
 
     def stop(self) -> None:
-        """Stop sending signs of life."""
+        """Stop sending heartbeats."""
         self._ended.set()

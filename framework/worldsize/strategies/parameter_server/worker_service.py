@@ -1,4 +1,4 @@
-"""The service of a server for the workers: it takes their pushes, and sends them weights and rows."""
+"""The service of a server for workers: it receives pushes, and sends weights and rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WorkerService:
         self._master = master
 
     def serve(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Serve the connection of one worker, until it ends. Raises LostError or RefusedError."""
+        """Serve the connection of one worker until it ends. Raises LostError or RefusedError."""
         self._master.log.wait_for_standby()
         session = self._master.open_session(str(facts["name"]), _number(facts, "epoch"), seen=_number(facts, "seen", 0))
         welcome = {"sequence": session.sequence, "step": self._master.shard.step}
@@ -47,8 +47,8 @@ class WorkerService:
         fields = Fields._make(header.fields)
         if fields.epoch != session.epoch or fields.sequence != session.sequence + 1:
             raise RefusedError(
-                f"PUSH {fields.sequence} of epoch {fields.epoch} came; {session.sequence + 1} of "
-                f"{session.epoch} was next"
+                f"received PUSH {fields.sequence} of epoch {fields.epoch}, expected {session.sequence + 1} of "
+                f"{session.epoch}"
             )
         payload, gradient = self._master.receiver.receive(channel, header)
         self._master.push(header, payload, gradient, session)
@@ -56,7 +56,7 @@ class WorkerService:
         channel.send_later(Header(CommonOperation.DONE, fields=acknowledged))
 
     def _pull(self, channel: Channel, header: Header) -> None:
-        """Send all buckets, once the updates of steps up to the one that the header names have been made."""
+        """Send all buckets, once the updates of steps up to the one in the header are applied."""
         shard = self._master.shard
         seen = self._master.wait_for(Fields._make(header.fields).step) % _SEEN_MODULUS
         parameters = shard.parameters
@@ -66,7 +66,7 @@ class WorkerService:
         self._master.count_pull(sum(values_n.nbytes for values_n in parameters.values))
 
     def _pull_rows(self, channel: Channel, header: Header) -> None:
-        """Send rows by their ids, once the updates of steps up to the one that the header names have been made."""
+        """Send rows by their ids, once the updates of steps up to the one in the header are applied."""
         asked = Fields._make(header.fields)
         rows, ids_n = self._master.receiver.receive_ids(channel, header)
         rows_nd, updates, step = self._master.pull_rows(rows, ids_n, step=asked.step)
