@@ -110,8 +110,8 @@ BAD = {
     "a step": (with_fields(step=3), "the shard is at step 1"),
     "a part": (with_fields(width=4), "part 0 of 4"),
     "no part": (with_fields(node=7), "part 7 of 1"),
-    "an epoch": (with_fields(epoch=9), "of 1 was next"),
-    "a number": (with_fields(sequence=5), "PUSH 5 of epoch 1 came; 1 of 1 was next"),
+    "an epoch": (with_fields(epoch=9), ", expected 1 of 1"),
+    "a number": (with_fields(sequence=5), "PUSH 5 of epoch 1, expected 1 of 1"),
     "an operation": (GOOD._replace(operation=Operation.APPLY), "APPLY from a worker"),
     "much": (GOOD._replace(shape=(1 << 36,)), "expected torch.float32 [20]"),
 }
@@ -172,7 +172,7 @@ def test_a_part_that_two_workers_computed_counts_once(server: ShardServer) -> No
 def test_a_worker_of_an_earlier_epoch_is_refused(server: ShardServer) -> None:
     old = joined(server, epoch=1)
     joined(server, epoch=2)
-    with pytest.raises(RefusedError, match="this is 1"):
+    with pytest.raises(RefusedError, match="this is epoch 1"):
         joined(server, epoch=1)
     push(old, torch.ones(20))  # the worker of epoch 2 has not done this part yet
     assert server.master.shard.step == 1
@@ -289,5 +289,5 @@ def test_a_key_that_others_may_read_is_refused(keys: Path) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         issue_certificate(keys, "worker-0")
     (keys / "authority.key").unlink()
-    with pytest.raises(ConfigError, match="no member of the run"):
+    with pytest.raises(ConfigError, match="not a member of the run"):
         issue_certificate(keys, "worker-1")

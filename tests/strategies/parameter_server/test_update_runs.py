@@ -85,7 +85,7 @@ def test_ordered_sums_have_the_same_bits_at_any_number_of_workers_and_servers(
         (
             "{action: stop, rank: 3, step: 6, point: update:continue}",
             ("strategy.lease=3", "launcher.save_grace=2"),
-            "no sign of life within its lease of 3 s",
+            "no heartbeat within its lease of 3 s",
         ),
     ],
     ids=["killed between updates", "killed between servers", "stopped"],

@@ -1,4 +1,4 @@
-"""The large tensors of a constructor's own from which it makes weights, as from arrays that it has read."""
+"""Large tensors that a constructor computes weights from, such as arrays that it has read from files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from worldsize.strategies.deferred.fakes import CannotDeferError
 
 @final
 class BorrowedTensors:
-    """Tensors that are read again when weights are made from them; so nobody may change them until then."""
+    """Tensors that are read again when weights are made from them, and must not change until then."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[Tensor, int, bytes | None]] = []  # with their versions and digests
 
     def add(self, tensor: Tensor) -> None:
-        """Keep ``tensor``, whose numbers shall stay as they are."""
+        """Keep a reference to ``tensor``, of any shape, whose values must not change."""
         self._tensors.append((tensor, tensor._version, _digest(tensor)))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are kept."""
+        """Return the kept tensors, in their shapes."""
         return [tensor for tensor, *_ in self._tensors]
 
     def check(self) -> None:
@@ -37,9 +37,9 @@ class BorrowedTensors:
 
 
 def _digest(tensor: Tensor) -> bytes | None:
-    """Return a digest of ``tensor`` if others than torch may write to its memory, such as NumPy.
+    """Return a digest of ``tensor`` if code other than torch, such as NumPy, may write to its memory.
 
-    None: torch alone does, and counts versions.
+    None: only torch writes to it, and counts versions.
     """
     if tensor.layout is not torch.strided or tensor.untyped_storage().resizable():
         return None

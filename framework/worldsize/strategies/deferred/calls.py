@@ -1,4 +1,4 @@
-"""The calls of torch by which a constructor sees that its tensors are fakes; operators of ATen do not show them."""
+"""Intercepts calls of torch by which a constructor could notice that its tensors are fakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from worldsize.strategies.deferred.fakes import CannotDeferError, own_attributes
 
 _ADDRESSES = {Tensor.data_ptr, Tensor.__dlpack__, Tensor.numpy, Tensor.__array__}
-_BY_CLASS = {  # compute vectors too, of which rounding depends, if tensors are of a class of their own, as fakes are
+_BY_CLASS = {  # functions that round differently for tensor subclasses, such as fakes
     *(
         linalg.svdvals,
         linalg.eigvals,
@@ -36,16 +36,16 @@ _STORAGES = {Tensor.untyped_storage, Tensor.storage}
 
 @final
 class CallWatcher(TorchFunctionMode):
-    """Lets calls with fakes do what they do with other tensors within its context, or refuses them.
+    """Makes calls with fakes behave as with ordinary tensors within its context, or refuses them.
 
     Args:
-        do: Calls a function with numbers in place of fakes.
+        do: Calls a function with real tensors in place of fakes.
 
     Attributes:
         failure: The first error of a call with fakes, which the constructor may have handled.
 
     Raises:
-        CannotDeferError: within the context, at a call that cannot do the same.
+        CannotDeferError: within the context, at a call that cannot behave the same.
     """
 
     def __init__(self, do: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
@@ -81,7 +81,7 @@ def _has_fake(tree: Any) -> bool:
 
 
 def _with_needs_of(args: Sequence[Any], kwargs: Mapping[str, Any], func: Any) -> Callable[..., Any]:
-    """Return ``func`` for numbers in place of ``args`` and ``kwargs``, which need gradients where those do."""
+    """Return ``func`` for real tensors in place of ``args`` and ``kwargs``, with the same ``requires_grad``."""
     needs = [leaf.requires_grad for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
 
     def call(*numbers: Any, **others: Any) -> Any:
@@ -95,7 +95,7 @@ def _with_needs_of(args: Sequence[Any], kwargs: Mapping[str, Any], func: Any) ->
 
 
 def _depends_on_class(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether ``func`` rounds otherwise if it is given fakes."""
+    """Return whether ``func`` rounds differently if it is given fakes."""
     return func in _BY_CLASS or (
         func in _NORMS and "nuc" in (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, str))
     )
@@ -109,7 +109,7 @@ def _refusal(detail: str) -> CannotDeferError:
 
 
 def _refuse_subclass(caller: FrameType | None) -> None:
-    """Raise CannotDeferError if ``caller`` makes a parameter of another class, which a fake would not be."""
+    """Raise CannotDeferError if ``caller`` makes a parameter of a subclass, which a fake cannot be."""
     if caller is None or caller.f_code is not nn.Parameter.__new__.__code__:
         return
     if (kind := caller.f_locals["cls"]) is not nn.Parameter:
@@ -120,7 +120,7 @@ def _refuse_subclass(caller: FrameType | None) -> None:
 
 
 def _copied(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    """Copy ``fake`` as the tensor that it stands for is copied, without looking whether it has memory."""
+    """Copy ``fake`` like the tensor that it represents, without checking whether it has memory."""
     if id(fake) in memo:
         copied: Tensor = memo[id(fake)]
         return copied

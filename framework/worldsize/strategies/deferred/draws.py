@@ -1,4 +1,4 @@
-"""Random numbers that a constructor asked for and that are not drawn yet."""
+"""Random numbers that a constructor requested and that are not drawn yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AWAY = 997  # numbers: an own state for each pending draw, which a constructor 
 
 @final
 class SeededError(Exception):
-    """The constructor sets a generator of random numbers from which some were still to be drawn, or reads its state."""
+    """The constructor sets a random generator from which numbers are still to be drawn, or reads its state."""
 
 
 @final
@@ -29,8 +29,8 @@ class InitialStates:
     """The states of generators from which a model's tensors are drawn.
 
     Attributes:
-        process: Those of the process's generators.
-        own: That of each other generator.
+        process: States of the process's generators.
+        own: State of each other generator.
     """
 
     process: GeneratorStates
@@ -38,11 +38,11 @@ class InitialStates:
 
     @staticmethod
     def now(own: Mapping[torch.Generator, Tensor] | None = None) -> InitialStates:
-        """Return the states of the process's generators as they are now, and those of ``own`` as given."""
+        """Return the current states of the process's generators, and those of ``own`` (uint8 (n,)) as given."""
         return InitialStates(GeneratorStates.of(_HOST), own or {})
 
     def restore(self) -> None:
-        """Let the generators go on from here."""
+        """Set the generators to these states."""
         for generator, state in self.own.items():
             generator.set_state(state)
         self.process.restore(_HOST)
@@ -52,11 +52,11 @@ class InitialStates:
 class PendingDraws:
     """The draws at the end of ``tape`` that are still to be made.
 
-    Meanwhile their generators stand elsewhere, after each draw at another place, so that it is seen when a constructor
-    sets them, even to where they stood before.
+    Meanwhile their generators are set to arbitrary states, a different one after each draw, to detect a constructor
+    that sets them, even to an earlier state.
 
-    ``at_once``: draw when the constructor does, throw the numbers away, and draw them again when they are needed. It
-    takes more time, and allows a constructor to set generators.
+    ``at_once``: draw when the constructor does, discard the numbers, and draw them again when they are needed. It takes
+    more time, and allows a constructor to set generators.
     """
 
     def __init__(self, tape: Tape, *, at_once: bool) -> None:
@@ -68,10 +68,10 @@ class PendingDraws:
         self._places: set[bytes] = set()  # digests of all states in which generators were kept
 
     def meet(self, generator: torch.Generator) -> None:
-        """Take note of a generator from which the constructor is about to draw.
+        """Record a generator from which the constructor is about to draw.
 
         Raises:
-            SeededError: as :meth:`check` does, or it has been given the state of one that is kept elsewhere.
+            SeededError: as in :meth:`check`, or the generator was given the temporary state of another one.
         """
         self.check()
         if generator not in self._stands:
@@ -81,7 +81,7 @@ class PendingDraws:
             self.seen.setdefault(generator, state)
 
     def note(self, generator: torch.Generator) -> None:
-        """Take note of a draw from ``generator`` that is on the tape now. Raises SeededError as :meth:`meet` does."""
+        """Record a draw from ``generator`` that is now on the tape. Raises SeededError like :meth:`meet`."""
         self.meet(generator)
         if self._at_once:
             self._tape.draw_all()
@@ -93,15 +93,15 @@ class PendingDraws:
         self._places.add(_digest(self._stands[generator]))
 
     def make(self) -> None:
-        """Draw, so that generators stand where the constructor has them. Raises SeededError as :meth:`check` does."""
+        """Draw, so that generators have the states that the constructor expects. Raises SeededError."""
         self.rewind()
         self._tape.draw_all()
 
     def rewind(self) -> Mapping[torch.Generator, Tensor]:
-        """Let generators stand where the first of these draws begins, whoever makes it; return where that is.
+        """Set generators to their states before the first of these draws; return these states, uint8 (n,) each.
 
         Raises:
-            SeededError: as :meth:`check` does.
+            SeededError: as in :meth:`check`.
         """
         self.check()
         begins, self._begins, self._stands = self._begins, {}, {}
@@ -110,13 +110,13 @@ class PendingDraws:
         return begins
 
     def check_kept(self, tensors: Iterable[Tensor]) -> None:
-        """Raise SeededError if one of ``tensors`` is the state of a generator that was kept elsewhere."""
+        """Raise SeededError if one of ``tensors``, of any shape, is a temporary state of a generator."""
         states = [tensor for tensor in tensors if tensor.dtype == torch.uint8 and tensor.nbytes == _STATE_BYTES]
         if any(_digest(state) in self._places for state in states if not state.is_meta):
             raise SeededError
 
     def check(self) -> None:
-        """Raise SeededError if a generator does not stand where it is kept until these draws are made."""
+        """Raise SeededError if a generator does not have the temporary state that it was given."""
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._stands.items()):
             raise SeededError
 

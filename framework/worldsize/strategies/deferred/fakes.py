@@ -1,4 +1,4 @@
-"""The fakes that stand for tensors while a constructor runs: tensors without memory that say they are on the CPU."""
+"""Fake tensors that represent tensors while a constructor runs: they have no memory, and claim to be on the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from worldsize.strategies.deferred.tape import Deferred, Storage
 
 
 class CannotDeferError(Exception):
-    """The constructor does something that cannot be put off.
+    """The constructor does something that cannot be deferred.
 
     Attributes:
-        remedy: What to do so that it can; it ends as a sentence does.
+        remedy: How to change the constructor, as a complete sentence.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -28,7 +28,7 @@ class CannotDeferError(Exception):
 class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes fakes of tensors on the host.
 
-    Torch's own mode also registers a GPU where there is none. Autograd would then keep a thread for it, and a process
+    Torch's own mode also registers a GPU on hosts without one. Autograd would then keep a thread for it, and a process
     with such a thread cannot fork others that use autograd.
     """
 
@@ -39,14 +39,14 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @final
 class FakeStorages:
-    """Numbers the storages of fakes, which tensors that share memory share too."""
+    """Numbers the storages of fakes; tensors that share memory have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, Storage] = {}  # by address
         self._storages: list[torch.UntypedStorage] = []  # else another one might get the address of one that is gone
 
     def describe(self, tensor: Tensor) -> Deferred | None:
-        """Return ``tensor`` as the tape has it; None: its numbers are there."""
+        """Return the description of ``tensor``, of any shape, for the tape; None: its values exist already."""
         if tensor.layout is not torch.strided:  # a sparse one has no storage, and is never deferred
             return None
         storage = self._numbers.get(tensor.untyped_storage()._cdata)
@@ -55,10 +55,10 @@ class FakeStorages:
         return _laid_out(tensor, storage)
 
     def add(self, tensor: Tensor) -> int | None:
-        """Number the storage of ``tensor``; return its length in bytes, or None if it has a number.
+        """Number the storage of ``tensor``, of any shape; return its length in bytes, or None if it has a number.
 
         Raises:
-            CannotDeferError: it is not on the CPU, or sparse.
+            CannotDeferError: the tensor is not on the CPU, or sparse.
         """
         if tensor.layout is not torch.strided:
             raise CannotDeferError(
@@ -78,12 +78,12 @@ class FakeStorages:
         return storage.nbytes()
 
     def in_use(self) -> list[torch.UntypedStorage]:
-        """Return the storages of which there are still tensors."""
+        """Return the storages that still have tensors."""
         return [storage for storage in self._storages if torch._C._storage_Use_Count(storage._cdata) > 1]
 
 
 def with_numbers(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or an ordinary tensor in its memory if it was a fake whose ``data`` has been set to one."""
+    """Return ``tensor``, or if it is a fake whose ``data`` was set, an ordinary tensor of that memory and shape."""
     if (
         not isinstance(tensor, FakeTensor)
         or tensor.layout is not torch.strided
@@ -94,7 +94,7 @@ def with_numbers(tensor: Tensor) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, storage: Storage) -> Deferred:
-    """Return how ``tensor`` lies in ``storage``."""
+    """Describe the layout of ``tensor`` in ``storage``."""
     return Deferred(
         storage,
         tensor.size(),
@@ -107,19 +107,19 @@ def _laid_out(tensor: Tensor, storage: Storage) -> Deferred:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of the numbers that ``tensor`` holds; of a sparse one, those that are not zero."""
+    """Return the bytes of the values of ``tensor``, of any shape; for a sparse tensor, those of its stored values."""
     held = tensor.numel() if tensor.layout is torch.strided else tensor._nnz()
     return held * tensor.element_size()
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is all of its storage."""
+    """Return whether ``tensor``, of any shape, covers all of its storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 @cache
 def own_attributes() -> frozenset[str]:
-    """Return the names of the attributes that a fake has because it is one; the others are the constructor's."""
+    """Return the names of attributes that every fake has; the constructor has set all others."""
     with unset_fake_temporarily():
         fake = HostFakes().from_tensor(torch.empty(0))
     return frozenset({*vars(fake), "_is_param"})

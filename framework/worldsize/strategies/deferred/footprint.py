@@ -1,4 +1,4 @@
-"""What a process keeps in memory of a model before it has its part of it."""
+"""The memory that a process needs for a model until it has its own part of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worldsize.strategies.deferred.tape import Deferred, Tape
 
 _SMALL = 16 * 2**20  # bytes that are not worth a warning
 _PART = 1 / 4  # of the model
-_TEMPORARY = 4  # times the largest tensor: what an initialisation may use beside it
+_TEMPORARY = 4  # temporary memory of an initialisation, in multiples of the largest tensor
 
 
 @final
@@ -24,9 +24,9 @@ class Footprint:
 
     Attributes:
         model: Bytes of the model's tensors.
-        made: Bytes of tensors that are there from the start: the model's, and those from which weights are made.
+        made: Bytes of tensors that exist from the start: the model's, and those from which weights are made.
         largest: Bytes of the largest tensor that is still to be made.
-        at_once: Bytes of what such a tensor is made from, itself included, for the one that needs most.
+        at_once: Most bytes that making one tensor takes, including the tensor itself.
     """
 
     model: int
@@ -39,8 +39,8 @@ class Footprint:
         """Measure a model.
 
         Args:
-            there: The model's tensors that have memory.
-            borrowed: Others from which the model's are made.
+            there: The model's tensors that have memory, of any shapes.
+            borrowed: Other tensors, of any shapes, from which the model's are made.
             waiting: The model's tensors that are still to be made.
             tape: How they are made.
         """
@@ -55,11 +55,11 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """Bytes that a process needs at once, apart from its part of the model."""
+        """Peak bytes of a process, in addition to its part of the model."""
         return self.made + self.at_once
 
     def complaint(self) -> str | None:
-        """Say what makes a process hold much of the model at once, and the remedy; None: nothing does."""
+        """Return why a process holds much of the model at once, and the remedy; None: it does not."""
         together = max(0, self.at_once - _TEMPORARY * self.largest)
         if self.made + together <= max(_SMALL, _PART * self.model):
             return None
@@ -73,11 +73,11 @@ class Footprint:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes of each piece of memory that ``tensors`` are in."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            found[storage._cdata] = 0 if storage.device.type == "meta" else storage.nbytes()
+            sizes[storage._cdata] = 0 if storage.device.type == "meta" else storage.nbytes()
         else:
-            found[id(tensor)] = bytes_of(tensor)
-    return found
+            sizes[id(tensor)] = bytes_of(tensor)
+    return sizes

@@ -1,4 +1,4 @@
-"""A model whose tensors are made when it is known which part of each this process holds."""
+"""A model whose tensors are made once it is known which part of each this process holds."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _all(_: Slot) -> bool:
 @final
 @dataclass(frozen=True)
 class _Refusal:
-    """The reason why a model is made whole, without the traceback, which would keep what the constructor has made.
+    """The reason why a model cannot be deferred, without the traceback, which would keep its tensors alive.
 
     Attributes:
         reason: What the constructor does.
-        remedy: What to do so that it can be put off.
-        nbytes: What it has made until then, and more is to come.
-        is_seeded: Whether it can be put off if draws are made at once, too.
+        remedy: How to change the constructor.
+        nbytes: Bytes of the tensors that it had made by then, a lower bound.
+        is_seeded: Whether it can be deferred if random numbers are drawn twice.
     """
 
     reason: str
@@ -47,7 +47,7 @@ class _Refusal:
     is_seeded: bool
 
     def log(self, level: int) -> None:
-        """Say that the model is made whole."""
+        """Log that every process makes the whole model."""
         _logger.log(
             level,
             "each process makes the whole model, at least %.2f GiB, before it keeps its part, since %s. %s",
@@ -65,8 +65,8 @@ class DeferredModel:
     Attributes:
         model: The model, to be sharded before it is filled.
         tape: How its tensors are made.
-        tensors: What is to be made, by where it goes.
-        begin: Where the generators stand from which they are drawn.
+        tensors: The tensors to be made, by their place.
+        begin: Initial states of the generators from which they are drawn.
     """
 
     model: nn.Module
@@ -76,14 +76,14 @@ class DeferredModel:
 
     @staticmethod
     def build(make: Callable[[], nn.Module], *, warns: bool = True) -> DeferredModel:
-        """Describe the model that ``make`` makes, with its tensors on the meta device.
+        """Describe the model that ``make`` returns, with its tensors on the meta device.
 
-        What cannot be described, such as a constructor that keeps weights elsewhere than in its modules, is made whole.
-        The numbers are the same. ``make`` is called up to three times.
+        A model that cannot be described, for example because its constructor keeps weights outside of its modules, is
+        made completely, with the same values. ``make`` is called up to three times.
 
         Args:
-            make: Makes the model on the CPU.
-            warns: Whether a warning says what it costs if much of the model is whole on each process.
+            make: Returns the model, on the CPU.
+            warns: Whether to warn about the cost if each process makes much of the model.
         """
         level = logging.WARNING if warns else logging.DEBUG
         begin = InitialStates.now()
@@ -95,21 +95,21 @@ class DeferredModel:
             return outcome
         begin.restore()
         outcome.log(level)
-        gc.collect()  # what was made in vain
+        gc.collect()  # tensors of a failed attempt
         return DeferredModel(make(), Tape(), {}, InitialStates.now())
 
     def fill(
         self, device: torch.device, holds: Callable[[Slot], bool] = _all, *, shards: torch.device | None = None
     ) -> None:
-        """Make the tensors one after the other on the host; this process keeps what it holds of each on ``device``.
+        """Make the tensors one by one on the host; this process keeps its own part of each on ``device``.
 
-        Then the generators are where they are when the model is made whole, whatever has been drawn since it was built.
-        Within :func:`filled_with` the tensors have no numbers.
+        Afterwards the random generators have the states that making the whole model would leave, whatever has been
+        drawn since it was built. Within :func:`filled_with` the tensors have no values.
 
         Args:
-            device: Where the tensors are to be.
-            holds: Tells whether this process holds some of the tensor in a place.
-            shards: Where shards are to be; None: on ``device`` too.
+            device: Device of the tensors.
+            holds: Returns whether this process holds a part of the tensor in a place.
+            shards: Device of shards; None: ``device``.
         """
         self.begin.restore()
         devices = Devices(whole=device, shards=shards or device)
@@ -134,7 +134,7 @@ _fakes: ContextVar[FakeTensorMode | None] = ContextVar("_fakes", default=None)
 
 @contextmanager
 def filled_with(mode: FakeTensorMode) -> Iterator[None]:
-    """Let models that are filled within have fakes of ``mode``, which take no memory, as a rehearsal wants them."""
+    """Fill models within the context with fakes of ``mode``, which take no memory, for rehearsals."""
     token = _fakes.set(mode)
     try:
         yield
@@ -148,7 +148,7 @@ def _without_numbers(described: Deferred, mode: FakeTensorMode) -> Tensor:
 
 
 def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) -> DeferredModel | _Refusal:
-    """Run ``make`` with fakes; log at ``level`` what makes much of the model be whole nevertheless."""
+    """Run ``make`` with fakes; log at ``level`` why processes hold much of the model nevertheless."""
     recorder = Recorder(draws_twice=draws_twice)
     dtype, needs_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
@@ -212,10 +212,10 @@ def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
 
 
 def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
-    """Return what stands for ``tensor`` if it is a fake: on the meta device if it is yet to be made.
+    """Return the replacement of ``tensor`` if it is a fake: a meta tensor if it is yet to be made.
 
     Raises:
-        CannotDeferError: it has something that would be lost.
+        CannotDeferError: the tensor has a property that would be lost.
     """
     made = with_numbers(tensor)
     if made is tensor and not is_deferred:

@@ -1,4 +1,4 @@
-"""Watches a model's constructor, and keeps what it does to tensors on a tape instead of doing it."""
+"""Records a model's constructor: its operations on tensors are written to a tape instead of being executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worldsize.strategies.deferred.tape import Deferred, Operation, Storage, Tap
 _aten = torch.ops.aten
 
 _PLAINLY = "Let modules make their weights by torch.nn.init."
-_LEAST = 1 << 16  # bytes of a tensor of zeros or the like; a smaller one is made at once
+_LEAST = 1 << 16  # bytes of a tensor that is not random, such as zeros; a smaller one is made at once
 
 _UNINITIALISED = {_aten.empty.memory_format, _aten.empty_strided.default}
 _RANDOM_FACTORIES = {  # new tensors
@@ -38,7 +38,7 @@ _RANDOM_FACTORIES = {  # new tensors
     _aten.randn_like.default,
     _aten.normal.float_float,
 }
-_RANDOM_IN_PLACE = {  # in place; how many random numbers they take follows from the shape
+_RANDOM_IN_PLACE = {  # in place; the shape determines how many random numbers they draw
     _aten.normal_.default,
     _aten.uniform_.default,
     _aten.exponential_.default,
@@ -50,7 +50,7 @@ _RANDOM_IN_PLACE = {  # in place; how many random numbers they take follows from
     _aten.bernoulli_.float,
 }
 _OVERWRITES = {*_RANDOM_IN_PLACE, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
-_WRITES_BESIDES = {_aten.native_batch_norm.default: ("running_mean", "running_var")}  # as its schema does not say
+_WRITES_BESIDES = {_aten.native_batch_norm.default: ("running_mean", "running_var")}  # missing in its schema
 _AT_ONCE = {_aten.mkldnn_rnn_layer.default}  # returns other tensors if they are fakes
 _DEFERS_ALWAYS = {
     *_UNINITIALISED,
@@ -60,16 +60,16 @@ _DEFERS_ALWAYS = {
 
 @final
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets new tensors be fakes within its context, while ``tape`` gets how to make what they stand for.
+    """Makes new tensors fakes within its context, and records on ``tape`` how to make the real ones.
 
-    Small tensors that are not drawn are made at once, and so is whatever depends on a number that the constructor asks
-    for: then the tensors on which that number depends are made for a moment.
+    Small tensors that are not random are made at once. If the constructor reads a value, the tensors on which it
+    depends are made temporarily.
 
     Args:
         draws_twice: See ``at_once`` of :class:`PendingDraws`.
 
     Raises:
-        CannotDeferError: within the context, at an operation that cannot be put off.
+        CannotDeferError: within the context, at an operation that cannot be deferred.
         SeededError: within the context, see :class:`PendingDraws`.
     """
 
@@ -99,13 +99,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode.__exit__(*failure)
 
     def finish(self, kept: Iterable[Tensor]) -> InitialStates:
-        """Return the states of generators from which the tape is to be drawn, at which they stand now.
+        """Return the initial states of the generators from which the tape draws, and set the generators to them.
 
         Args:
-            kept: The tensors of the model.
+            kept: The tensors of the model, of any shapes.
 
         Raises:
-            CannotDeferError: the constructor did something that the tape does not have.
+            CannotDeferError: the constructor did something that is not on the tape.
             SeededError: as within the context.
         """
         failure = self._refusal or self._calls.failure  # the constructor went on after it
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return InitialStates.now(self._draws.rewind())
 
     def forget(self) -> None:
-        """Let generators other than the process's stand where they did before the constructor drew from them."""
+        """Restore generators other than the process's to their states before the constructor drew from them."""
         for generator, state in self._draws.seen.items():
             generator.set_state(state)
 
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         try:
-            with torch._C.DisableTorchFunction():  # these calls are not the constructor's
+            with torch._C.DisableTorchFunction():  # these calls are not the constructor's own
                 does = self._put_off if self._waits(func, args, kwargs) else self._do
                 return does(func, args, kwargs)
         except Exception as error:  # any: whatever it is, it may be one that other tensors do not raise
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
 
     def _waits(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether ``func`` is put off: it has to do with fakes, or makes a tensor that shall be one."""
+        """Return whether ``func`` is deferred: it takes fakes, or makes a tensor that becomes one."""
         tensors = _tensors((args, kwargs))
         if any(self.fakes.describe(tensor) is not None for tensor in tensors):
             return True
@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return isinstance(shape, Tensor) and shape.layout is torch.strided and shape.nbytes >= _LEAST
 
     def _do(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Do what ``func`` does, with deferred arguments made for a moment."""
+        """Execute ``func``, with its deferred arguments made temporarily."""
 
         def number(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
     def _put_off(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Keep what ``func`` does on the tape; return fakes."""
+        """Record ``func`` on the tape; return fakes."""
         if func in _AT_ONCE:
             return self._do(func, args, kwargs)
         written = _written(func, args, kwargs)
@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._draws.note(generator)
 
     def _kept(self, leaf: Any) -> Any:
-        """Return an argument as the tape keeps it."""
+        """Return an argument in the form that the tape stores."""
         if not isinstance(leaf, Tensor):
             return leaf
         if (described := self.fakes.describe(leaf)) is not None:
@@ -256,13 +256,13 @@ def _is_random(func: Any) -> bool:
 
 
 def _generator(kwargs: Mapping[str, Any]) -> torch.Generator:
-    """Return what a random operator draws from."""
+    """Return the generator of a random operator."""
     generator: torch.Generator = kwargs.get("generator") or torch.default_generator
     return generator
 
 
 def _makes_on_host(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``func`` makes a tensor out of none, on the host."""
+    """Return whether ``func`` is a factory: it makes a tensor on the host without tensor arguments."""
     if not any(argument.name == "device" for argument in func._schema.arguments):
         return False
     return torch.device(kwargs.get("device") or "cpu").type == "cpu"

@@ -1,4 +1,4 @@
-"""The places in a model's modules where its tensors are, and how made tensors get there."""
+"""The places of tensors in a model's modules, and how tensors are put there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slot:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is there now."""
+        """The tensor that is in this place, of any shape."""
         tensor: Tensor = getattr(self.module, self.table)[self.name]
         return tensor
 
@@ -36,7 +36,7 @@ class Slot:
         return self.table != "__dict__"
 
     def set(self, tensor: Tensor) -> None:
-        """Put ``tensor`` there; a module is told if its parameter or buffer changes."""
+        """Put ``tensor``, of the same shape, in this place; a parameter or buffer is set through its module."""
         if self.table == "__dict__":
             vars(self.module)[self.name] = tensor  # a parameter that is kept there is not the module's
         else:
@@ -46,13 +46,13 @@ class Slot:
 @final
 @dataclass(frozen=True)
 class Devices:
-    """The devices on which this process keeps the tensors of its modules; others stay on the host."""
+    """The devices on which this process keeps the tensors of its modules; other tensors stay on the host."""
 
     whole: torch.device
     shards: torch.device
 
     def put(self, made: Tensor, slots: Sequence[Slot]) -> None:
-        """Put this process's part of ``made`` in place of the one tensor that is at ``slots``."""
+        """Put this process's part of ``made``, a full tensor, in place of the tensor that is in all of ``slots``."""
         empty = slots[0].tensor
         if isinstance(empty, DTensor):
             part: Tensor = _part(empty, made, self.shards)
@@ -78,7 +78,10 @@ def slots_of(model: nn.Module) -> Iterator[Slot]:
 
 
 def like(tensor: Tensor, numbers: Tensor, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
-    """Return ``numbers`` as a parameter if ``tensor`` is one, with the attributes of ``tensor`` but ``leave_out``."""
+    """Return ``numbers``, of the same shape, as a copy of ``tensor``: a parameter if it is one, with its attributes.
+
+    Attributes named in ``leave_out`` are not copied.
+    """
     if isinstance(tensor, nn.Parameter):
         numbers = nn.Parameter(numbers, tensor.requires_grad)
     elif tensor.requires_grad:

@@ -1,7 +1,7 @@
-"""The operations of a model's constructor, from which any of its tensors can be made by itself, bit for bit.
+"""The operations of a model's constructor, from which each of its tensors can be made separately, bit for bit.
 
-Random numbers are those of the constructor: it draws from one generator in turn, and so does who makes the tensors. A
-draw that nobody needs, such as a default initialisation that is overwritten, is made and thrown away.
+Random numbers are those of the constructor: they are drawn from the generators in the same order. Numbers that are not
+needed, such as those of a default initialisation that is overwritten, are drawn and discarded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 Storage: TypeAlias = int
-"""The number of a storage: the tensors that share their memory have one."""
+"""The number of a storage; tensors that share memory have the same one."""
 
 
 @final
@@ -27,8 +27,8 @@ class Deferred:
     """A tensor that is not made yet: a view of a storage.
 
     Attributes:
-        is_conj: Whether its numbers are the conjugates of what lies in memory.
-        is_neg: Whether they are the negatives.
+        is_conj: Whether its values are the conjugates of those in memory.
+        is_neg: Whether its values are the negatives of those in memory.
     """
 
     storage: Storage
@@ -40,14 +40,14 @@ class Deferred:
     is_neg: bool = False
 
     def on(self, memory: torch.UntypedStorage) -> Tensor:
-        """Return the tensor, whose numbers lie in ``memory``."""
+        """Return the tensor, in its described shape, with its values in ``memory``."""
         tensor = torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
         torch._C._set_conj(tensor, self.is_conj)
         torch._C._set_neg(tensor, self.is_neg)
         return tensor
 
     def scratch(self) -> Tensor:
-        """Return a tensor of the same layout in memory of its own, with any numbers."""
+        """Return a new tensor of the same shape and layout, with arbitrary values."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
 
@@ -60,11 +60,11 @@ class Operation:
         function: The operator of ATen.
         args: Its arguments, in which a :class:`Deferred` stands for each deferred tensor.
         kwargs: Its keyword arguments.
-        reads: Storages whose numbers decide the result.
+        reads: Storages on whose values the result depends.
         writes: Storages of arguments that it writes to.
         makes: For each tensor that it returns, that tensor if its storage is new, or None.
         default_dtype: The default type of floats when the constructor made the call.
-        generator: What it draws random numbers from; None: it draws none.
+        generator: The generator from which it draws; None: it is not random.
     """
 
     function: Callable[..., Any]
@@ -77,9 +77,9 @@ class Operation:
     generator: torch.Generator | None = None
 
     def run(self, memory: dict[Storage, torch.UntypedStorage], nbytes: Sequence[int]) -> None:
-        """Do it with the storages in ``memory``, to which it adds those that it makes.
+        """Execute the operation with the storages in ``memory``, and add those that it makes.
 
-        ``nbytes``: the length of each storage.
+        ``nbytes`` has the length of each storage, in bytes.
         """
 
         def tensor(leaf: Any) -> Any:
@@ -97,11 +97,11 @@ class Operation:
                 memory[described.storage] = _laid_out(made, described, nbytes[described.storage])
 
     def storages(self) -> set[Storage]:
-        """Return the storages that must be there for it, or that it makes."""
+        """Return the storages that it needs or makes."""
         return {*self.reads, *self.writes, *(made.storage for made in self.makes if made is not None)}
 
     def draw_in_vain(self) -> None:
-        """Draw as many random numbers as :meth:`run` does, and throw them away."""
+        """Draw as many random numbers as :meth:`run`, and discard them."""
 
         def scratch(leaf: Any) -> Any:
             return leaf.scratch() if isinstance(leaf, Deferred) else leaf
@@ -121,12 +121,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _memory(nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-    """Return memory that nothing was written to but what torch fills it with, by its type, to be deterministic."""
+    """Return uninitialized memory; in deterministic mode torch fills it, by its dtype."""
     return torch.empty(-(-nbytes // dtype.itemsize), dtype=dtype).untyped_storage()
 
 
 def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedStorage:
-    """Return the storage of ``made`` as it was described."""
+    """Return the storage of ``made`` in the described layout."""
     if made.dtype != described.dtype:
         raise TypeError(f"a tensor of {described.dtype} was made again in {made.dtype}")
     storage = made.untyped_storage()
@@ -145,22 +145,22 @@ def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedSt
 @final
 @dataclass
 class Tape:
-    """Keeps what a constructor did, in its order, and makes its tensors from that."""
+    """Stores the operations of a constructor, in order, and makes its tensors from them."""
 
     operations: list[Operation] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
-    """The length of each storage."""
+    """The length of each storage in bytes."""
     _writers: dict[Storage, list[int]] = field(default_factory=dict)
     _draws: list[int] = field(default_factory=list)
     _drawn: int = 0
-    """Draws whose random numbers have been taken from their generators."""
+    """Number of draws whose random numbers have been taken from their generators."""
     _wanted: Counter[int] | None = None
-    """For each operation, the tensors still to be made that it decides; None: that is not known yet."""
+    """For each operation, the tensors still to be made that depend on it; None: unknown yet."""
     _states: dict[int, Tensor] = field(default_factory=dict)
-    """The state of its generator in which each past draw began that is still wanted."""
+    """The generator state before each past draw that is still needed."""
 
     def add(self, operation: Operation) -> None:
-        """Append what the constructor did."""
+        """Append an operation of the constructor."""
         index = len(self.operations)
         self.operations.append(operation)
         for storage in {*operation.writes, *(made.storage for made in operation.makes if made is not None)}:
@@ -169,9 +169,9 @@ class Tape:
             self._draws.append(index)
 
     def in_order(self, tensors: Collection[Deferred]) -> list[Deferred]:
-        """Return ``tensors`` in the order in which to make them, so that random numbers are drawn once.
+        """Return ``tensors`` in the order in which random numbers have to be drawn only once.
 
-        Whoever makes others, or in another order, draws some of them twice, with the same values.
+        In any other order, some are drawn twice, with the same values.
         """
         last_draws: dict[Deferred, int] = {}
         self._wanted = Counter()
@@ -183,7 +183,7 @@ class Tape:
         return sorted(last_draws, key=lambda tensor: last_draws[tensor])
 
     def value(self, tensor: Deferred) -> Tensor:
-        """Make ``tensor``, in memory that it shares with no other."""
+        """Make ``tensor``, in its described shape and in separate memory."""
         memory: dict[Storage, torch.UntypedStorage] = {}
         with torch.no_grad():
             for index in self._needed(tensor):
@@ -193,17 +193,17 @@ class Tape:
         return tensor.on(memory[tensor.storage])
 
     def needs(self, tensor: Deferred) -> int:
-        """Return the bytes that :meth:`value` takes for ``tensor``, with what it is made from."""
+        """Return the bytes that :meth:`value` needs for ``tensor``, including those of its inputs."""
         operations = [self.operations[index] for index in self._needed(tensor)]
         storages = {tensor.storage}.union(*(operation.storages() for operation in operations))
         return sum(self.nbytes[storage] for storage in storages)
 
     def draw_all(self) -> None:
-        """Take the random numbers of all draws from the generators, so that they are as the constructor leaves them."""
+        """Draw all remaining random numbers, so that generators end in the states that the constructor leaves."""
         self._draw_before(len(self.operations))
 
     def _needed(self, tensor: Deferred) -> list[int]:
-        """Return the places of the operations that decide ``tensor``, in their order."""
+        """Return the indices of the operations on which ``tensor`` depends, in order."""
         chosen: set[int] = set()
         wanted = [(tensor.storage, len(self.operations))]
         while wanted:
@@ -236,13 +236,13 @@ class Tape:
             del self._states[index]
 
     def _draw_before(self, index: int) -> None:
-        """Make the draws before ``index`` that have not been made."""
+        """Make the outstanding draws before ``index``."""
         while self._drawn < len(self._draws) and (first := self._draws[self._drawn]) < index:
             self._draw(self.operations[first], first)
             self.operations[first].draw_in_vain()
 
     def _draw(self, operation: Operation, index: int) -> None:
-        """Note that the next draw is being made, and where its generator stands if it will be made again."""
+        """Record that the next draw is made, and the state of its generator if it will be made again."""
         assert operation.generator is not None
         if self._is_wanted(index):
             self._states[index] = operation.generator.get_state()

@@ -1,4 +1,4 @@
-"""What a step costs under data × tensor × pipeline parallelism."""
+"""Cost of a step under data × tensor × pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from worldsize.strategies.mesh.layout import Layout
 
 
 def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, stages: int) -> Cost:
-    """Cost of a step of so many ``micro_batches`` a data part, in a pipeline of ``stages``.
+    """Return the cost of a step of ``micro_batches`` per data-parallel part, in a pipeline of ``stages``.
 
-    Tensor: four all-reduces of a block's output for each micro-batch (arXiv 1909.08053, section 3), inside a node.
+    Tensor: four all-reduces of a block's output for each micro-batch, inside a node (Shoeybi et al. 2019, arXiv
+    1909.08053, section 3).
     Pipeline: outputs and their gradients at both edges of a stage.
-    Data: as FSDP, of what a rank holds.
+    Data: FSDP of the rank's part of the model.
     """
     rings, edge = _crossing(layout, cluster)
     held = work.parameter_bytes / (layout.tensor * layout.pipeline)
@@ -28,7 +29,7 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     blocks, near = work.blocks / layout.pipeline, link(cluster, "node")
     reduced = 4 * blocks * count * work.boundary_bytes
     passed = 0.0 if layout.pipeline == 1 else 2 * count * work.boundary_bytes
-    on_cpu = cluster.backend == "gloo"  # whose reduce-scatter is an all-reduce, and hides nothing
+    on_cpu = cluster.backend == "gloo"  # its reduce-scatter is an all-reduce, and does not overlap
     gathers = (2 if layout.pipeline == 1 else 1) + (2 if on_cpu else 1)
     waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, layout.tensor, near)
     if layout.pipeline > 1:
@@ -46,7 +47,7 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
 
 
 def _crossing(layout: Layout, cluster: Cluster) -> tuple[int, int]:
-    """Count the rings along data that leave a node, and its ranks that hand outputs to stages of other nodes."""
+    """Return the number of data-parallel rings that leave a node, and of its ranks that send to stages elsewhere."""
     stage, each = layout.data * layout.tensor, cluster.processes_per_node
     if cluster.nodes == 1:
         return 0, 0

@@ -1,4 +1,4 @@
-"""The place of each rank in a mesh: arithmetic alone."""
+"""Arithmetic of ranks and coordinates in a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AXES = ("pipeline", "data", "tensor")
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes. Rank (p · data + d) · tensor + t: ranks that share a layer's work are neighbours."""
+    """Sizes of the axes. Ranks are (p · data + d) · tensor + t, so that those that share a layer are consecutive."""
 
     pipeline: int
     data: int
@@ -24,11 +24,11 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Ranks of the whole mesh."""
+        """Number of ranks of the mesh."""
         return self.pipeline * self.data * self.tensor
 
     def rank(self, p: int, d: int, t: int) -> int:
-        """Return the rank at part ``p`` of the pipeline, ``d`` of the data and ``t`` of each layer."""
+        """Return the rank with the coordinate (p, d, t) on the axes pipeline, data and tensor."""
         return (p * self.data + d) * self.tensor + t
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
@@ -37,7 +37,7 @@ class Layout:
         return *divmod(rest, self.data), t
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """Return the groups of ranks of each axis: those that differ in that coordinate alone, in its order."""
+        """Return the groups of ranks of each axis: those that differ only in that coordinate, in its order."""
         ps, ds, ts = map(range, self.sizes)
         return {
             "pipeline": [self.across(ps, d, t) for d in ds for t in ts],
@@ -46,5 +46,5 @@ class Layout:
         }
 
     def across(self, ps: range | list[int], d: int, t: int) -> list[int]:
-        """Return the ranks at (d, t) in the parts ``ps`` of the pipeline."""
+        """Return the ranks with coordinates (p, d, t) for each p in ``ps``."""
         return [self.rank(p, d, t) for p in ps]

@@ -1,4 +1,4 @@
-"""The norm of a gradient whose parts lie on a mesh, each counted once."""
+"""The norm of a gradient that is sharded over a mesh; every part counts once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.strategies.clipping import clip_factor
 
 
 def sharded_axes(tensor: Tensor) -> set[str]:
-    """Return the axes of the mesh along which ranks hold different parts of ``tensor``."""
+    """Return the names of the mesh axes along which ``tensor``, of any shape, is sharded."""
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -28,8 +28,8 @@ def sharded_axes(tensor: Tensor) -> set[str]:
 class MeshNorm:
     """Clips by the norm over all ranks of ``world``.
 
-    ``coordinate``: the place of this rank on each axis along which parameters may be sharded; where several ranks hold
-    the same part, the first one counts it. ``spare``: parameters that an earlier stage holds too, and counts.
+    ``coordinate``: coordinate of this rank on each axis along which parameters may be sharded; if several ranks hold
+    the same part, the first one counts it. ``spare``: parameters that an earlier stage also holds, and counts.
     """
 
     def __init__(self, world: World, coordinate: Mapping[str, int], spare: Collection[Tensor] = ()) -> None:
@@ -37,7 +37,7 @@ class MeshNorm:
         self._spare = {id(parameter) for parameter in spare}
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients so that their norm is at most ``limit``; return the norm before, equal on every rank."""
+        """Scale the gradients to a norm of at most ``limit``; return the norm before, a scalar equal on all ranks."""
         trained = [own for own in parameters if own.grad is not None]
         norm = self._norm([local(own.grad) for own in trained if own.grad is not None and self._counts(own)])
         if limit < float("inf") and trained:

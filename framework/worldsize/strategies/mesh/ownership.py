@@ -1,4 +1,4 @@
-"""Tells which ranks of a pipeline hold which tensors, by name: dividing a module puts others in their place."""
+"""Determines which ranks of a pipeline hold which tensors, by name, since dividing a module replaces its tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _place(model: nn.Module, name: str) -> Place:
 
 @final
 class Ownership:
-    """Knows which ranks of a pipeline hold each tensor of a model.
+    """Records which ranks of a pipeline hold each tensor of a model.
 
-    ``ranks``: these, by the tensor's first name; a tensor of no stage is the first rank's.
+    ``ranks`` has the ranks by the tensor's first name; a tensor of no stage belongs to the first rank.
 
-    Made before the model is divided; its tensors may be on the meta device. ``stages``: their layers; stage s is on
-    rank s mod ``pipeline``, this is rank ``p``.
+    It is made before the model is divided; tensors may be on the meta device. ``stages``: the layers of each stage;
+    stage s is on rank s mod ``pipeline``. ``p``: this rank.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[nn.Module]], *, pipeline: int, p: int) -> None:
@@ -63,7 +63,7 @@ class Ownership:
                     self._places[name] = (module, key)
 
     def holds(self, module: nn.Module, key: str) -> bool:
-        """Tell whether this rank holds what ``module`` of the model has as ``key``, before :meth:`leave_others`."""
+        """Return whether this rank holds the tensor ``key`` of ``module``. Call it before :meth:`leave_others`."""
         return (module, key) not in self._others
 
     def check_sharded_once(self) -> None:
@@ -76,7 +76,7 @@ class Ownership:
                 )
 
     def tied(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the parameters that several ranks of the pipeline hold, by these ranks, in one order everywhere."""
+        """Return the parameters that several ranks of the pipeline hold, by these ranks, in the same order on all."""
         names_by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(self._parameters):
             if len(self.ranks[name]) > 1:
@@ -84,16 +84,16 @@ class Ownership:
         return names_by_ranks
 
     def parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
-        """Return those of the named parameters that this rank holds, as they are now."""
+        """Return those of the named parameters that this rank holds, after the model is divided."""
         return [getattr(*self._places[name]) for name in names if name in self._places]
 
     def spare(self) -> list[nn.Parameter]:
-        """Return this rank's parameters that an earlier rank holds too."""
+        """Return this rank's parameters that an earlier rank also holds."""
         names = [name for group in self.tied().values() for name in group]
         return self.parameters([name for name in names if self.ranks[name][0] != self._p])
 
     def leave_others(self) -> None:
-        """Put empty tensors on the meta device in place of what other ranks hold, in the divided model."""
+        """Replace the tensors that other ranks hold by meta tensors, in the divided model."""
         empty: dict[str, Tensor] = {}
         for name, first in self._aliases.items():
             module, key = _place(self._model, name)

@@ -1,4 +1,4 @@
-"""Divides a whole model, so that each rank of a mesh is left with its part."""
+"""Divides a model over a mesh, so that each rank keeps its part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sharding:
 
 
 def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Divide the layers below ``roots`` over the tensor axis, then what each rank has over the data axis."""
+    """Divide the layers below ``roots`` over the tensor axis, then shard each rank's part over the data axis."""
     mine = [module for root in roots for module in root.modules()]
     if mesh["tensor"].size() > 1:
         _divide_layers(recipe, model, mine, mesh["tensor"])
@@ -54,7 +54,7 @@ def _divide_layers(recipe: Recipe, model: nn.Module, mine: Collection[nn.Module]
     plan = plan_of(recipe, model, ranks=mesh.size())
     styles: dict[TensorStyle, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
     held = {name: styles[style]() for name, style in plan.items() if model.get_submodule(name) in mine}
-    # every rank has built the same model: nothing need be sent
+    # every rank has built the same model, so nothing needs to be sent
     parallelize_module(model, mesh, held, src_data_rank=None)
     for name in held:
         time = time_column if plan[name] == "column" else time_row
@@ -65,7 +65,7 @@ def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, Ten
     """Return how the layers of ``model`` divide over ``ranks`` ranks.
 
     Raises:
-        ConfigError: the recipe does not say it, or a layer's features do not divide over so many.
+        ConfigError: the recipe has no plan, or a layer's features are not divisible by ``ranks``.
     """
     plan = recipe.tensor_plan(model)
     if not plan:
@@ -76,7 +76,7 @@ def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, Ten
 
 
 def check_divides(recipe: Recipe) -> None:
-    """Raise ConfigError if ``recipe`` does not define what tensor parallelism asks of it."""
+    """Raise ConfigError if ``recipe`` does not define what tensor parallelism needs."""
     if type(recipe).tensor_plan is Recipe.tensor_plan:
         raise _undivided(recipe)
 
@@ -98,7 +98,7 @@ def _check_features(name: str, module: nn.Module, style: TensorStyle, ranks: int
 
 
 def keep_held(optimizer: Optimizer) -> None:
-    """Take parameters on the meta device, which other ranks update, out of the optimizer's groups."""
+    """Remove meta parameters, which other ranks update, from the optimizer's groups."""
     for group in optimizer.param_groups:
         held = [not parameter.is_meta for parameter in group["params"]]
         for key in group.keys() & {"params", "param_names"}:
@@ -106,7 +106,7 @@ def keep_held(optimizer: Optimizer) -> None:
 
 
 def step_apart(optimizer: Optimizer) -> None:
-    """Let a step see DTensors and plain tensors in groups of their own: no kernel takes both at once."""
+    """Separate DTensors and plain tensors into different groups during a step, since no kernel takes both."""
     whole: list[list[dict[str, Any]]] = []
 
     def separate() -> None:

@@ -1,4 +1,4 @@
-"""Cuts a chain of layers into the stages of a pipeline."""
+"""Divides a chain of layers into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 from worldsize.core import ConfigError, Recipe
 
-Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which evens out the others
+Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which balances the others
 
 
 def balanced(weights: Sequence[int], stages: int) -> list[range]:
-    """Cut ``weights`` into contiguous, nonempty parts, of which the heaviest is as light as can be."""
+    """Divide ``weights`` into contiguous, nonempty parts so that the heaviest part is as light as possible."""
 
     @cache
     def best(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:
-        """Divide the layers from ``start`` on over ``left`` stages: what they cost, and where they end."""
+        """Divide the layers from ``start`` on into ``left`` stages; return their cost, and their ends."""
         if left == 1:
             return (total := sum(weights[start:]), total**2), (len(weights),)
         options = []
@@ -31,7 +31,7 @@ def balanced(weights: Sequence[int], stages: int) -> list[range]:
 
 
 def check_pipelines(recipe: Recipe) -> None:
-    """Raise ConfigError if ``recipe`` does not define what a pipeline asks of it."""
+    """Raise ConfigError if ``recipe`` does not define what a pipeline needs."""
     for method, misses in (
         ("layers", "is not divided into layers"),
         ("model_inputs", "does not say what its model takes"),
@@ -41,10 +41,11 @@ def check_pipelines(recipe: Recipe) -> None:
 
 
 def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:
-    """Return the layers of each stage: balanced by parameters, or beginning anew at each layer of ``split``.
+    """Return the layers of each stage, balanced by parameters, or with stages that begin at the layers ``split``.
 
     Raises:
-        ConfigError: the recipe does not define what a pipeline needs, has too few layers, or none where ``split`` says.
+        ConfigError: the recipe does not define what a pipeline needs, has too few layers, or ``split`` leaves a stage
+            empty.
     """
     check_pipelines(recipe)
     chain = list(recipe.layers(model))

@@ -1,4 +1,4 @@
-"""Passes a tensor of any shape from a stage to the next: evaluation's last batch is smaller than the others."""
+"""Sends tensors of any shape between stages, since the last batch of an evaluation is smaller than the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADER = 10  # dtype, dimensions, and up to eight sizes
 
 
 def send(tensor: Tensor, group: ProcessGroup, to: int) -> None:
-    """Send ``tensor`` to rank ``to`` of ``group``, which must :func:`receive` it."""
+    """Send ``tensor``, of any shape up to 8 dimensions, to rank ``to`` of ``group``, which must :func:`receive`."""
     header = torch.zeros(_HEADER, dtype=torch.int64)
     header[0], header[1] = _DTYPES.index(tensor.dtype), tensor.ndim
     header[2 : 2 + tensor.ndim] = torch.tensor(tensor.shape)
@@ -21,7 +21,7 @@ def send(tensor: Tensor, group: ProcessGroup, to: int) -> None:
 
 
 def receive(group: ProcessGroup, source: int, device: torch.device) -> Tensor:
-    """Receive on ``device`` what rank ``source`` of ``group`` sends by :func:`send`."""
+    """Receive, on ``device``, the tensor that rank ``source`` of ``group`` sends by :func:`send`, in its shape."""
     header = torch.empty(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
     dtype, dimensions, *sizes = header.tolist()

@@ -1,6 +1,6 @@
 """Runs micro-batches through the stages of a pipeline by torch's schedules, and evaluation through the same stages.
 
-The schedules split numbers of micro-batches, not their data: a stage looks up the rest by the number.
+The schedules split indices of micro-batches, not their data: a stage looks up the data by the index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCHEDULES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Tied:
-    """Parameters that the same stages use; ``group``: the ranks that hold these parts of them."""
+    """Parameters that several stages share; ``group``: the ranks that hold the same part of them."""
 
     parameters: Sequence[nn.Parameter]
     group: ProcessGroup
@@ -46,8 +46,8 @@ class Tied:
 class Pipeline(GradientReducer):
     """Runs a step's micro-batches through the stages of a pipeline.
 
-    ``stages``: this rank's, of ``total`` that go around the ranks of ``group``; ``copies``: the ranks that hold
-    the same stages and train other data.
+    ``stages``: this rank's stages, of ``total`` that are distributed round-robin over ``group``; ``copies``: the ranks
+    with the same stages and other data.
     """
 
     stages: Sequence[Stage]
@@ -68,7 +68,7 @@ class Pipeline(GradientReducer):
         return self.stages[-1].index == self.total - 1
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
-        """Run the schedule; the stages go backward by themselves, and ``backward`` is for models in one piece."""
+        """Run the schedule. ``backward`` is not called, since the stages run their own backward passes."""
         count = len(batches)
         for stage in self.stages:
             stage.begin(batches)
@@ -97,7 +97,7 @@ class Pipeline(GradientReducer):
         return _SCHEDULES[self.kind](given, count, loss_fn=loss, scale_grads=False)
 
     def _agree(self) -> None:
-        """Sum the gradients of tied parameters over their stages; average buffers that the data have changed."""
+        """Sum the gradients of tied parameters over their stages, and average buffers over data-parallel ranks."""
         for tied in self.tied:
             for parameter in tied.parameters:
                 if parameter.grad is None:
@@ -132,7 +132,7 @@ class Pipeline(GradientReducer):
         ]
 
     def _agreed_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str]]:
-        """Return whether losses are weighted, and the names of their metrics: a recipe does not change its mind."""
+        """Return whether losses are weighted, and the names of their metrics; both are the same in every step."""
         form: list[Any] = [(records[0].is_weighted, sorted(records[0].metrics)) if records else None]
         dist.broadcast_object_list(form, group=self.group, group_src=self._last)
         agreed: tuple[bool, list[str]] = form[0]
@@ -144,7 +144,7 @@ class Pipeline(GradientReducer):
         return (self.total - 1) % self.group.size()
 
     def output(self, batch: Batch) -> Tensor | None:
-        """Return the model's output for a batch of evaluation on the rank of the last stage, and None on the others."""
+        """Return the model's output for an evaluation batch, in the model's shape; None except on the last stage."""
         rank, size = self.group.rank(), self.group.size()
         output: Tensor | None = None
         for stage in self.stages:

@@ -1,4 +1,4 @@
-"""Builds what one rank of a mesh holds: its part of the model, the optimizer of that part, and its replica."""
+"""Builds one rank of a mesh: its part of the model, the optimizer of that part, and its replica."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rank:
         """Build this rank's replica; all ranks of the mesh must call it."""
         mesh = init_device_mesh(self.context.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
         is_first = self.context.world.rank == 0
-        deferred = DeferredModel.build(self.recipe.model, warns=is_first)  # no process holds all of it
+        deferred = DeferredModel.build(self.recipe.model, warns=is_first)  # no process holds the whole model
         return self._piece(deferred, mesh) if self.schedule.stages == 1 else self._stages(deferred, mesh)
 
     @property
@@ -63,13 +63,13 @@ class Rank:
         return MeshNorm(self.context.world, axes, spare)
 
     def _whole_state(self, model: nn.Module) -> Mapping[str, object]:
-        """Return the state of the optimizer of the whole ``model``, on the meta device; no random number is used up."""
+        """Return the optimizer state of the whole ``model``, on the meta device, without drawing random numbers."""
         with generators_kept(self.context.world.device):
             state: Mapping[str, object] = meta_state(self.recipe, model)["optimizer"]
             return state
 
     def _train_state(self, model: nn.Module, whole: Mapping[str, object]) -> TrainState:
-        """Make the optimizer of this rank's part; ``whole`` is its state as one rank would hold it."""
+        """Make the optimizer of this rank's part; ``whole`` is its unsharded state."""
         optimizer = self.recipe.optimizer(model)
         keep_held(optimizer)
         step_apart(optimizer)
@@ -136,10 +136,10 @@ class Rank:
         ]
 
     def _group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Return the group of these ranks of the pipeline at this rank's place on the other axes, if it is a member.
+        """Return the group of these pipeline ranks at this rank's coordinate on the other axes, if it is a member.
 
-        Its members alone create it. All ranks must create equally many groups in this way, since torch names them by
-        their number: one that is no member creates a group of itself.
+        Only members create the group. All ranks must create the same number of groups in this way, since torch names
+        groups by a counter: a rank that is not a member creates a group of itself.
         """
         own = self.context.world.rank
         members = self.layout.across(list(ranks), self._coordinate["data"], self._coordinate["tensor"])
@@ -150,7 +150,7 @@ class Rank:
 @final
 @dataclass(frozen=True)
 class _Clipping(GradientReducer):
-    """The reducer ``inner``, which clips by the norm of the whole mesh."""
+    """Wraps the reducer ``inner``, and clips by the norm over the whole mesh."""
 
     inner: GradientReducer
     norm: MeshNorm

@@ -20,9 +20,9 @@ from worldsize.strategies.synchronous import SynchronousReplica
 
 @final
 class PipelineReplica(Replica):
-    """A synchronous replica whose batches of evaluation, too, pass from stage to stage.
+    """A synchronous replica whose evaluation batches also pass from stage to stage.
 
-    ``data``: the world as ranks with the same stages see it, one a part of the data.
+    ``data``: the world of the ranks with the same stages, one for each data-parallel part.
     """
 
     def __init__(self, recipe: Recipe, data: World, inner: SynchronousReplica, pipeline: Pipeline) -> None:

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: its kind, its stages, and the numbers of micro-batches that it takes."""
+"""The schedule of a pipeline: its kind, its stages, and the allowed numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Kind = Literal["gpipe", "1f1b", "interleaved"]
 @final
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The options of :class:`~worldsize.strategies.mesh.strategy.Mesh` that say how its pipeline runs.
+    """The pipeline options of :class:`~worldsize.strategies.mesh.strategy.Mesh`.
 
     Raises:
-        ConfigError: they do not go together.
+        ConfigError: the options are incompatible.
     """
 
     ranks: int

@@ -1,4 +1,4 @@
-"""One stage of a pipeline, for a recipe that knows of no stages."""
+"""One stage of a pipeline, for recipes that are written without stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @final
 class KnownOutput(nn.Module):
-    """Stands for the model where the stages have computed its output already: returns it, once."""
+    """Replaces the model whose output the stages have computed: returns that output, once."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class KnownOutput(nn.Module):
 class Stage(nn.Module):
     """Consecutive layers of the model; those of the first stage take ``Recipe.model_inputs``.
 
-    The first stage draws random numbers from the stream of the micro-batch, so that what the recipe draws before the
-    model is what it is without a pipeline. Each other stage has a stream of its own: with one for all, dropout would
-    draw the same mask in each.
+    The first stage uses the random stream of the micro-batch, so that the recipe draws the same numbers before the
+    model as without a pipeline. Each other stage has its own stream, since otherwise dropout would draw the same mask
+    in each.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Stage(nn.Module):
         self._inputs: tuple[Any, ...] | None = None
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Begin a step of these micro-batches; the passes that follow name theirs by its number."""
+        """Begin a step of these micro-batches; later passes refer to them by index."""
         self._batches = batches
 
     def listen(self) -> None:
-        """Let each pass take its micro-batch's number from its arguments.
+        """Register a hook with which each pass takes its micro-batch's index from its arguments.
 
-        This hook has to be the first one, which sees the number while it is on the CPU.
+        It must be the first hook, which sees the index while it is on the CPU.
         """
         self.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
 
@@ -73,7 +73,7 @@ class Stage(nn.Module):
         return (), {}
 
     def feed(self, batch: Batch) -> None:
-        """Let the next pass of the first stage compute ``batch``."""
+        """Set the input of the next pass of the first stage."""
         self._inputs = self._recipe.model_inputs(batch)
 
     def forward(self, *hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Data × tensor × pipeline parallelism: the strategy's description, and what it makes in a process."""
+"""Data × tensor × pipeline parallelism as a strategy."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 class Mesh(Strategy):
     """``data`` × ``tensor`` × ``pipeline`` processes (Narayanan et al. 2021, arXiv 2104.04473).
 
-    ``data``: parts of the batch, over which the model is sharded as by FSDP (None: what the others leave).
-    ``tensor``: ranks that share each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053), of one node.
-    ``pipeline``: ranks along the layers, in which a micro-batch is one logical rank. ``schedule``: "gpipe" (Huang et
-    al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved" (arXiv 2104.04473), where each
-    rank has ``stages_per_rank`` stages (None: 2). ``split``: the layers with which stages but the first begin (None:
-    balanced by parameters). ``micro_batches``: a data part's logical ranks where the run does not say (None: 2 ×
-    pipeline). ``reshard_after_forward`` (None: unless there is a pipeline, which would gather for each micro-batch).
+    ``data``: number of data-parallel parts, over which the model is sharded as by FSDP (None: as many as there are
+    processes for). ``tensor``: number of ranks of a node that share each layer (Megatron, Shoeybi et al. 2019, arXiv
+    1909.08053). ``pipeline``: number of ranks along the layers; a micro-batch is one logical rank. ``schedule``:
+    "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved" (arXiv
+    2104.04473), where each rank has ``stages_per_rank`` stages (None: 2). ``split``: the first layers of all stages but
+    the first (None: balanced by parameters). ``micro_batches``: default number of logical ranks of a data-parallel part
+    (None: 2 × pipeline). ``reshard_after_forward`` as in FSDP (None: unless there is a pipeline, which would gather for
+    each micro-batch).
     """
 
     averages_weights = True
@@ -68,12 +69,12 @@ class Mesh(Strategy):
         super().__post_init__()
         if self.reduce == "ordered":
             raise ConfigError(
-                "strategy.reduce=ordered: a layer that is divided over ranks sums in another order than a whole one. "
+                "strategy.reduce=ordered: a layer that is divided over ranks sums in a different order. "
                 "Set reproducibility=deterministic (the same bits on the same mesh), or strategy=fsdp."
             )
         if self.reduce != "flat":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
-        _ = self._pipeline  # options that do not go together are an error here, before any process starts
+        _ = self._pipeline  # incompatible options are an error here, before any process starts
 
     @property
     def _pipeline(self) -> PipelineSchedule:
@@ -106,10 +107,10 @@ class Mesh(Strategy):
             stages_of(recipe, model, self._pipeline.stages, self.split)
 
     def layout(self, processes: int) -> Layout:
-        """Return the mesh of so many processes.
+        """Return the mesh of ``processes`` processes.
 
         Raises:
-            ConfigError: they do not divide into it.
+            ConfigError: the number of processes does not fit the sizes of the mesh.
         """
         rest = self.tensor * self.pipeline
         data = self.data or processes // rest
@@ -126,7 +127,7 @@ class Mesh(Strategy):
         if cluster.processes_per_node % self.tensor:
             raise ConfigError(
                 f"strategy.tensor={self.tensor} does not divide the {cluster.processes_per_node} processes of a node, "
-                "and ranks that share layers would talk across nodes. Set strategy.tensor to a divisor of them."
+                "and ranks that share layers would communicate between nodes. Set strategy.tensor to a divisor of them."
             )
         return {"worker": Role(processes=cluster.processes)}
 

@@ -1,4 +1,4 @@
-"""Measures what the ranks of a mesh wait for inside PyTorch's tensor and pipeline parallelism."""
+"""Measures the waits of a mesh's ranks inside PyTorch's tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from worldsize.collectives.step_timer import mark, phase
 
 
 def time_column(layer: nn.Module) -> None:
-    """Measure the all-reduce of the gradient of the inputs of a layer that is divided by its output features.
+    """Measure the all-reduce of input gradients of a layer that is divided by its output features.
 
-    Call it after ``parallelize_module``, whose own hook has to run before this one.
+    Call it after ``parallelize_module``, whose own hook must run before this one.
     """
     layer.register_forward_pre_hook(_time_gradient)
 
 
 def _time_gradient(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    """The inputs are distributed tensors by now; the backward of that step is what sums their gradients."""
+    """Hook the backward pass that sums gradients of the inputs, which are DTensors by now."""
     for tensor in args:
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(lambda _: mark("communication"))
@@ -30,13 +30,13 @@ def _time_gradient(layer: nn.Module, args: tuple[Any, ...]) -> None:
 def time_row(layer: nn.Module) -> None:
     """Measure the all-reduce of the output of a layer that is divided by its input features.
 
-    Call it after ``parallelize_module``, whose own hook has to run before this one.
+    Call it after ``parallelize_module``, whose own hook must run before this one.
     """
     layer.register_forward_hook(_wait_for_output)
 
 
 def _wait_for_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Wait here instead of in the next operation, which nearly always follows at once: the residual connection."""
+    """Wait here rather than in the next operation, usually the residual connection, which follows immediately."""
     if isinstance(output, AsyncCollectiveTensor):
         with phase("communication"):
             output.trigger_wait()  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def _wait_for_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> No
 
 @final
 class TimedStage(PipelineStage):
-    """A stage whose passes count as computing; what a schedule does between them is waiting for neighbour stages."""
+    """A stage whose passes count as computing; between them the schedule waits for neighbour stages."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with phase("compute"):

@@ -1,4 +1,4 @@
-"""The cost of averaging parameters over workers now and then."""
+"""The cost of averaging parameters over workers periodically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from worldsize.cost.cluster import across, all_reduce_seconds, ring_share, whole
 
 
 def averaging_cost(work: Workload, cluster: Cluster, *, every: int) -> Cost:
-    """Return the cost, for each step, of an all-reduce of the parameters once in ``every`` steps, hidden by nothing."""
+    """Return the cost per step of an all-reduce of the parameters once in ``every`` steps, without overlap."""
     sent = 2 * ring_share(cluster.processes) * work.parameter_bytes / every
     seconds = all_reduce_seconds(work.parameter_bytes, cluster) / every
     return Cost(whole_bytes(work), sent, across(cluster, sent), seconds, exposed_seconds=seconds, same=False)

@@ -1,4 +1,4 @@
-"""Averages flat rows of numbers over workers, and counts the bytes that cross the network."""
+"""Averages flat tensors over workers, and counts the bytes sent."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ Begun = Callable[[], Callable[[], Tensor]]
 
 
 class Exchange(ABC):
-    """Averages in float32 or wider, with the same bits on every worker; a worker that is alone sends nothing."""
+    """Averages in at least float32, with the same bits on every worker; a single worker sends nothing."""
 
     def __init__(self, world: World) -> None:
         self.group, self.size, self.device = world.group, world.size, world.device
 
     def begin(self, row_n: Tensor) -> Begun:
-        """Send the first half; the first call of the result sends the second half, the next one waits for the mean.
+        """Start to average ``row_n``, of shape (n,), which may be overwritten.
 
-        Every worker must make its calls in the same order; ``row_n`` is taken over.
+        The first call of the result sends the second half of the exchange; its result waits for the mean (n,). Every
+        worker must make these calls in the same order.
         """
         return (lambda: lambda: row_n) if self.group is None else self._begin(row_n)
 
@@ -35,12 +36,12 @@ class Exchange(ABC):
 
     @abstractmethod
     def sent(self, numel: int) -> int:
-        """Return the bytes that leave each worker for a row of ``numel`` float32 numbers."""
+        """Return the bytes that each worker sends to average ``numel`` float32 numbers."""
 
 
 @final
 class Exact(Exchange):
-    """An all-reduce in float32, which needs no second half."""
+    """An all-reduce in float32, which has no second half."""
 
     def _begin(self, row_n: Tensor) -> Begun:
         work = dist.all_reduce(row_n, group=self.group, async_op=True)
@@ -56,24 +57,24 @@ class Exact(Exchange):
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in the precision in which sums are kept: at least float32."""
+    """Convert ``tensor`` to the dtype of sums, at least float32, in the same shape."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Copy ``tensors`` one after the other into a row [n] on ``device``, at least float32."""
+    """Concatenate ``tensors`` of any shapes to one (n,) on ``device``, at least float32."""
     return torch.cat([wide(tensor.detach()).flatten().to(device) for tensor in tensors])
 
 
 def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Divide ``row_n`` into views of the shapes of ``like``."""
+    """Split ``row_n``, of shape (n,), into views with the shapes of ``like``."""
     parts = torch.split(row_n, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def mean_of(tree: Any, exchange: Exchange) -> Any:
-    """Return ``tree`` with the mean over workers in place of every floating-point tensor, and all else as it is."""
-    leaves, spec = tree_flatten(tree)  # in the order of its keys: where a number lies decides how it is added up
+    """Return ``tree`` with every floating-point tensor replaced by its mean over workers."""
+    leaves, spec = tree_flatten(tree)  # in the order of keys, since the position of a number affects its rounding
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     tensors = [leaves[place] for place in places]
     if tensors:

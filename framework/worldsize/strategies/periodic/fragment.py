@@ -1,4 +1,4 @@
-"""Parameters that workers agree on at once, by an outer optimizer step."""
+"""Parameters that workers synchronize together, by an outer optimizer step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from worldsize.strategies.periodic.exchange import Begun, Exchange, flat, split_
 
 @final
 class Fragment:
-    """Parameters that workers exchange together, and what all workers agreed on last.
+    """Parameters that workers exchange together, and their last synchronized values.
 
-    ``own`` are this worker's, changed in place. SGD with Nesterov momentum moves what was agreed by outer gradients:
-    the mean over workers of what was agreed minus what each has come to.
+    ``own`` are this worker's parameters, changed in place. SGD with Nesterov momentum updates the synchronized values
+    by the outer gradient: their difference from each worker's parameters, averaged over workers (DiLoCo, Douillard et
+    al. 2023, arXiv 2311.08105).
     """
 
     def __init__(self, own: Sequence[Tensor], exchange: Exchange, *, lr: float, momentum: float) -> None:
@@ -26,31 +27,31 @@ class Fragment:
         self._optimizer = SGD(self._agreed, lr=lr, momentum=momentum, nesterov=momentum > 0)
         self._numel = sum(tensor.numel() for tensor in own)
         self._momentum = momentum > 0
-        self._begun: Begun | None = None  # the first half of an exchange on its way
+        self._begun: Begun | None = None  # the first half of an exchange in flight
         self._arriving: Callable[[], Tensor] | None = None  # its second half: waits for the mean
         self.restart()
 
     def restart(self) -> None:
-        """Take what this worker has, which is what all have, for agreed."""
+        """Use this worker's parameters, which are equal on all workers, as the synchronized values."""
         for agreed, tensor in zip(self._agreed, self._own, strict=True):
             agreed.data.copy_(tensor)
-            if self._momentum:  # zeros are what SGD itself begins with
+            if self._momentum:  # SGD itself begins with zeros
                 self._optimizer.state[agreed] = {"momentum_buffer": wide(tensor.detach()).mul(0)}
         self._begun, self._arriving = None, None
 
     def send(self) -> int:
-        """Begin to exchange outer gradients, and return the bytes that this worker sends."""
+        """Start to exchange outer gradients, and return the bytes that this worker sends."""
         device = self._exchange.device
         self._begun = self._exchange.begin(flat(self._agreed, device).sub_(flat(self._own, device)))
         return self._exchange.sent(self._numel)
 
     def relay(self) -> None:
-        """Begin the second half of the exchange, if one is on its way."""
+        """Start the second half of the exchange, if one is in flight."""
         if self._begun is not None:
             self._arriving, self._begun = self._begun(), None
 
     def _mean(self) -> Tensor | None:
-        """Wait for the outer gradient and return it, flat; None: none is on its way."""
+        """Wait for the outer gradient and return it, a tensor (n,); None: no exchange is in flight."""
         self.relay()
         if self._arriving is None:
             return None
@@ -59,7 +60,7 @@ class Fragment:
         return mean_n
 
     def apply(self, mix: float = 0.0) -> None:
-        """Take the outer step; this worker's parameters become ``mix`` × what they are + (1 − mix) × what is agreed."""
+        """Take the outer step, then set parameters to ``mix`` × themselves + (1 − mix) × synchronized values."""
         if (mean_n := self._mean()) is None:
             return
         self._arriving = None
@@ -71,7 +72,7 @@ class Fragment:
             tensor.detach().copy_(agreed.detach() if mix == 0 else wide(tensor.detach()).lerp(agreed.detach(), 1 - mix))
 
     def state(self, *, in_flight: bool) -> StateDict:
-        """Return the state, the same on every worker. ``in_flight``: with what is on its way, which is waited for."""
+        """Return the state, equal on all workers. ``in_flight``: including the exchange in flight, which is awaited."""
         momentum = [self._optimizer.state[agreed]["momentum_buffer"] for agreed in self._agreed if self._momentum]
         state: StateDict = {"agreed": [agreed.detach() for agreed in self._agreed], "momentum": momentum}
         if not in_flight:
@@ -81,7 +82,7 @@ class Fragment:
         return {**state, "is_coming": mean_n is not None, "incoming": incoming}
 
     def load(self, state: StateDict) -> None:
-        """Take what :meth:`state` gave; a mean that was on its way then has arrived."""
+        """Load what :meth:`state` returned; a mean that was then in flight has arrived."""
         for agreed, value in zip(self._agreed, state["agreed"], strict=True):
             agreed.data.copy_(value)
         for agreed, value in zip(self._agreed, state["momentum"], strict=False):

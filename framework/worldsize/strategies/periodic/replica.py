@@ -1,4 +1,4 @@
-"""A worker that trains alone and now and then comes together with the others."""
+"""A worker that trains independently and synchronizes with the others periodically."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from worldsize.strategies.periodic.exchange import Exact, mean_of
 
 
 class OuterOptimizer(ABC):
-    """Brings workers that train apart together: it is told of every step, and decides when they exchange what."""
+    """Synchronizes independent workers: it is called after every step, and decides what they exchange, and when."""
 
     sent_bytes: int = 0
-    """Bytes that each worker has sent for exchanges since the run began."""
+    """Bytes that each worker has sent in exchanges since the run began."""
 
     @abstractmethod
     def after(self, step: int) -> None:
-        """Exchange what is due after this worker's step number ``step``, counted from 1."""
+        """Make the exchanges that are due after this worker's step number ``step``, counted from 1."""
 
     def restart(self) -> None:  # noqa: B027 - some keep nothing
-        """Begin from the model as it is now: it has been loaded, the same on every worker."""
+        """Restart from the present model, which has been loaded and is equal on all workers."""
 
     def state(self) -> StateDict:
-        """Return what is remembered between exchanges, the same on every worker."""
+        """Return the state kept between exchanges, equal on all workers."""
         return {}
 
     def load(self, state: StateDict) -> None:  # noqa: B027 - some keep nothing
-        """Take what :meth:`state` gave."""
+        """Load what :meth:`state` returned."""
 
 
 @final
 class PeriodicSyncReplica(Replica):
-    """Lets ``inner`` train alone, and ``outer`` bring it together with the other workers.
+    """Trains ``inner`` independently, and synchronizes it with the other workers by ``outer``.
 
-    The model of the state is the mean over workers, and so is the optimizer's: what any other strategy goes on from.
-    Part ``strategy`` has every worker's own besides, from which the same strategy goes on to the last bit.
+    The saved model and optimizer are means over workers, from which any other strategy can resume. The part
+    ``strategy`` also has each worker's own state, from which the same strategy resumes bit for bit.
     """
 
     def __init__(self, inner: ModelReplica, world: World, outer: OuterOptimizer) -> None:
         self._inner, self._world, self._outer = inner, world, outer
         self._exact = Exact(world)
-        self._taken = 0  # steps, since training began or went on from a model alone
+        self._taken = 0  # steps since training began or resumed from a model alone
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(micro_batches)
@@ -60,7 +60,7 @@ class PeriodicSyncReplica(Replica):
         return result
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        """Evaluate the mean model, so that it does not matter which worker evaluates what."""
+        """Return the metrics of the mean model, so that it does not matter which worker evaluates which batch."""
         with self._mean_model():
             return self._inner.evaluate(batches)
 
@@ -86,7 +86,7 @@ class PeriodicSyncReplica(Replica):
         }
 
     def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what worker 0 has."""
+        """Return the values of worker 0."""
         sent = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
         if self._world.group is not None:
             for figure in sent.values():
@@ -96,7 +96,7 @@ class PeriodicSyncReplica(Replica):
     def load(self, state: StateDict) -> None:
         kept = state["strategy"]
         self._taken, self._outer.sent_bytes = kept["taken"], kept["sent_bytes"]
-        if self._taken == 0:  # another strategy has saved it, or as many other workers
+        if self._taken == 0:  # saved by another strategy, or by another number of workers
             self._inner.load(state)
             self._outer.restart()
             return
@@ -106,11 +106,11 @@ class PeriodicSyncReplica(Replica):
         self._outer.load(kept["outer"])
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the bytes that each worker has sent since the run began, but for evaluations and checkpoints."""
+        """Return the bytes that each worker has sent since the run began, without evaluations and checkpoints."""
         return {"sent_bytes": self._outer.sent_bytes}
 
 
-_MOVING = ("scale", "_growth_tracker")  # of a gradient scaler: what its steps change
+_MOVING = ("scale", "_growth_tracker")  # entries of a gradient scaler's state that change
 
 
 def _figures(scaler: StateDict) -> dict[str, Tensor]:

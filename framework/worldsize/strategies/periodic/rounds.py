@@ -1,4 +1,4 @@
-"""Decides when fragments are exchanged: all at once, or one after the other and in the background."""
+"""Schedules the exchange of fragments: all at once, or one after the other in the background."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from worldsize.core import Range, StateDict
 from worldsize.strategies.periodic.fragment import Fragment
 from worldsize.strategies.periodic.replica import OuterOptimizer
 
-# of Nesterov SGD of outer gradients
+# learning rate of Nesterov SGD with outer gradients
 OuterRate = Annotated[float, Range(above=0, hint="0.7 is usual, 1 with no momentum averages")]
 OuterMomentum = Annotated[float, Range(least=0, below=1, hint="0.9 is usual")]
 
@@ -18,8 +18,8 @@ OuterMomentum = Annotated[float, Range(least=0, below=1, hint="0.9 is usual")]
 class Rounds(OuterOptimizer):
     """Exchanges fragments in turn, each once in ``inner_steps`` steps.
 
-    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; what comes back is applied ``delay`` steps
-    later, of which the first half is there for the first half of the exchange.
+    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; the result is applied ``delay`` steps later.
+    The second half of the exchange starts after half of the delay.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The base of strategies under which workers train apart, whatever they exchange when they meet."""
+"""Base class of strategies with workers that train independently and synchronize periodically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.strategies.train_state import OptimizedModel
 
 @dataclass(frozen=True)
 class PeriodicSyncStrategy(Strategy):
-    """Abstract: each worker takes ``inner_steps`` optimizer steps on its share of the batches, as if it were alone."""
+    """Abstract: each worker takes ``inner_steps`` optimizer steps on its part of the batches between exchanges."""
 
     trains_multi_update = True
 
@@ -41,11 +41,11 @@ class PeriodicSyncStrategy(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)
-        # an outer gradient means nothing where workers began at different points
+        # an outer gradient is meaningless if workers start at different points
         make_equal(model, world.group)
         inner = alone(recipe, model, context)
         return PeriodicSyncReplica(inner, world, self.outer(recipe, inner.train_state, world))
 
     @abstractmethod
     def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
-        """Make what brings this worker, which trains ``train_state``, together with the others."""
+        """Make the outer optimizer that synchronizes this worker, which trains ``train_state``, with the others."""
