@@ -54,7 +54,7 @@ class Link:
         return self._received()
 
     def look(self) -> Tensor:
-        """Return where the centre is, without pulling it."""
+        """Return the centre, a tensor (n,), without pulling it."""
         self._channel.send(Header(Operation.LOOK))
         return self._received()
 

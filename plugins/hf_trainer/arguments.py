@@ -158,10 +158,10 @@ def _batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
     A device's micro-batch is a logical rank's; so what is accumulated needs as many logical ranks.
     """
     of_a_device = arguments.per_device_train_batch_size
-    whole = of_a_device * arguments.gradient_accumulation_steps
-    if run.batch_size % whole:
-        return {"batch_size": whole, "logical_ranks": _ranks(whole // of_a_device, run)}
-    return {"logical_ranks": _ranks(run.batch_size // of_a_device, run, run.batch_size // whole)}
+    accumulated = of_a_device * arguments.gradient_accumulation_steps
+    if run.batch_size % accumulated:
+        return {"batch_size": accumulated, "logical_ranks": _ranks(accumulated // of_a_device, run)}
+    return {"logical_ranks": _ranks(run.batch_size // of_a_device, run, run.batch_size // accumulated)}
 
 
 def _ranks(least: int, run: RunValues, devices: int = 1) -> int | None:

@@ -26,9 +26,9 @@ class TrainerLoss:
         self._smoother_shifts = _is_causal(trainer.model)
 
     def mean(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
-        """Return the loss of the batch by itself, the number of labels that it is the mean of, and the model's outputs.
+        """Return the mean loss of the batch, its number of labels (two scalars), and the model's outputs.
 
-        The number is None where the Trainer counts nothing: then the gradient is that of the mean of means.
+        The number is None if the Trainer counts no labels; the gradient is then that of the mean over micro-batches.
         """
         if self._is_own_method:
             loss, outputs = self._trainer.compute_loss(model, dict(batch), return_outputs=True)
@@ -71,7 +71,7 @@ class TrainerLoss:
 
 
 def weighed(mean: Tensor, count: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the sum over all labels and their number, so that a step's loss is the mean over those of all ranks."""
+    """Return the sum over labels and their number, two scalars, so that a step takes the mean over all ranks."""
     return mean if count is None else (mean * count.clamp(min=1), count)
 
 

@@ -99,7 +99,7 @@ class PredictionMetrics(StateMetric):
         return "cat"
 
     def compute(self, state: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Call ``compute_metrics``; names lose the prefix ``eval_``, which the Trainer puts before all of them.
+        """Call ``compute_metrics`` with predictions (samples, ...); names lose the Trainer's prefix ``eval_``.
 
         Raises:
             ConfigError: it returns something else than a number for a name.
@@ -155,9 +155,9 @@ def _concatenated(batches: Sequence[Tensor]) -> Tensor:
     if len(widths) < 2:
         return torch.cat(list(batches))
     rows = sum(len(batch) for batch in batches)
-    whole = batches[0].new_full((rows, max(widths), *batches[0].shape[2:]), _PADDING)
+    padded = batches[0].new_full((rows, max(widths), *batches[0].shape[2:]), _PADDING)
     first = 0
     for batch in batches:
-        whole[first : first + len(batch), : batch.shape[1]] = batch
+        padded[first : first + len(batch), : batch.shape[1]] = batch
         first += len(batch)
-    return whole
+    return padded

@@ -123,7 +123,7 @@ class HFTrainer(Recipe):
         return dict(trainer._get_collator_with_removed_columns(trainer.data_collator)(samples))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the Trainer's loss; where it counts labels, their sum and number, over which a step takes the mean."""
+        """Return the Trainer's mean loss, a scalar; if it counts labels, the sum over labels and their number."""
         mean, count, _ = self._loss.mean(model, batch)
         return weighed(mean, count)
 

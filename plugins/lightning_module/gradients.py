@@ -43,12 +43,12 @@ class Gradients:
         self._gradients[name] = _Gradient()
 
     def add(self, loss: Tensor, names: Collection[str]) -> None:
-        """Add the gradient of ``loss`` to those of the optimizers ``names``."""
+        """Add the gradient of ``loss``, a scalar, to those of the optimizers ``names``."""
         for name in names:
             self._gradients[name].losses.append(loss)
 
     def taken(self, name: str) -> Tensor:
-        """Return the loss by whose gradient an optimizer steps now; that of others may be lost by it.
+        """Return the loss, a scalar, with whose gradient an optimizer steps now; other gradients may be lost.
 
         Raises:
             ConfigError: there is no such loss.
@@ -125,7 +125,7 @@ class Gradients:
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the tensors at which a backward pass of ``loss`` adds up gradients."""
+    """Return the leaf tensors, of any shapes, at which a backward pass of ``loss``, a scalar, accumulates gradients."""
     leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
     nodes, seen = [loss.grad_fn], set()
     while nodes:

@@ -29,12 +29,12 @@ class CollatedSamples(Dataset[Any]):
 
     @property
     def lengths(self) -> Tensor | None:
-        """Return the lengths of samples for ``length_balanced``, if the data set knows them."""
+        """Return the lengths of samples, a tensor (samples,), for ``length_balanced``, if the dataset has them."""
         lengths: Tensor | None = getattr(self._dataset, "lengths", None)
         return lengths
 
     def load_batch(self, indices: Tensor) -> Any:
-        """Load samples as a DataLoader does, and make a batch of them."""
+        """Load the samples with ``indices`` (batch,) like a DataLoader, and collate them to a batch."""
         places = indices.tolist()
         if hasattr(self._dataset, "__getitems__"):
             return self._collate(self._dataset.__getitems__(places))

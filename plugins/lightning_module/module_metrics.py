@@ -45,7 +45,7 @@ class ModuleMetric(StateMetric):
         self._parts = sorted(metric._reductions)
 
     def inputs(self, metric: Any, logged: str) -> tuple[Tensor, ...]:
-        """Return the name by which the module logs ``metric``, empty if it does not, and the state of a batch."""
+        """Return the name under which the module logs ``metric`` (empty if it does not), and its state tensors."""
         code = logged.encode()
         if len(code) > _LONGEST:
             raise ConfigError(f"self.log({logged!r}, ...) names a metric of more than {_LONGEST} bytes. Shorten it.")
@@ -53,7 +53,7 @@ class ModuleMetric(StateMetric):
         return name, *(_whole(getattr(metric, part)) for part in self._parts)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Return the state that :meth:`inputs` has read."""
+        """Return the state that :meth:`inputs` has read, with tensors in their shapes."""
         return dict(zip((_NAME, *self._parts), inputs, strict=True))
 
     def reduction(self, name: str) -> StateReduction:
@@ -61,7 +61,7 @@ class ModuleMetric(StateMetric):
         return "max" if name == _NAME else self._merging.reduction(name)
 
     def compute(self, state: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Compute the metric, under the name that the module logs."""
+        """Compute the metric from tensors with the shapes of :meth:`state`; return it under the module's name."""
         logged = bytes(state[_NAME].tolist()).rstrip(b"\0").decode()
         return {logged: self._merging.compute({part: state[part] for part in self._parts})} if logged else {}
 

@@ -29,7 +29,7 @@ class StepLog:
         self._batch, self._samples, self._sums, self.objects = batch, None, {}, {}
 
     def taken(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return what was logged since, by name, and keep nothing."""
+        """Return and clear the values logged since the last call, by name: (sum, count), two scalars."""
         sums, self._sums, self._batch = self._sums, {}, None
         return sums
 
@@ -89,7 +89,7 @@ def training_metrics(logged: Metrics) -> Metrics:
 
 
 def mean_over(batch: Any, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mean over ``batch`` as a sum and its count of samples."""
+    """Return a mean over ``batch``, a scalar, as (sum, count of samples), two scalars."""
     samples = torch.tensor(float(samples_of(batch)), dtype=torch.float64, device=mean.device)
     return mean.detach().double() * samples, samples
 

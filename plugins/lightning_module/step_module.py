@@ -107,7 +107,7 @@ def takes_index(method: Any) -> bool:
 def evaluation_metrics(
     model: StepModule, name: str, batch: Any, *, step: int, metrics: Mapping[str, ModuleMetric]
 ) -> Mapping[str, tuple[Tensor, ...]]:
-    """Evaluate one batch by the step ``name`` of the module: what it logs, or the loss that it returns.
+    """Evaluate one batch by the module's step ``name``: the values that it logs, or its loss, as (sum, count).
 
     Raises:
         ConfigError: it neither logs nor returns anything.
@@ -126,7 +126,7 @@ def evaluation_metrics(
 
 
 def loss_of(output: Any, name: str) -> Tensor:
-    """Return the loss that a step has returned, by itself or as ``{"loss": ...}``.
+    """Return the loss, a scalar, that a step has returned, alone or as ``{"loss": ...}``.
 
     Raises:
         ConfigError: there is none.

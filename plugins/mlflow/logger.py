@@ -44,10 +44,10 @@ class MLflow:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
         self._client = MlflowClient(tracking_uri=tracking_uri)
         place = _experiment(self._client, experiment)
-        found = self._client.search_runs([place], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
-        self._last = _last_steps(self._client, found[0]) if found else {}  # what earlier attempts have logged
-        if found:
-            self._run = found[0].info.run_id
+        runs = self._client.search_runs([place], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
+        self._last = _last_steps(self._client, runs[0]) if runs else {}  # logged by earlier attempts
+        if runs:
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
         tags = {_TAG: run_id, "mlflow.source.git.commit": manifest["code"]["commit"], "worldsize.group": group}
@@ -88,8 +88,8 @@ class MLflow:
 
 def _experiment(client: MlflowClient, name: str) -> str:
     """Return the id of the experiment; make it if there is none."""
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id if found else client.create_experiment(name))
+    experiment = client.get_experiment_by_name(name)
+    return str(experiment.experiment_id if experiment else client.create_experiment(name))
 
 
 def _last_steps(client: MlflowClient, run: Run) -> dict[str, int]:

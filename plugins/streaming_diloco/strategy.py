@@ -81,7 +81,7 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
 
 
 def partition(model: nn.Module, blocks: Sequence[nn.Module], each: int) -> list[list[Tensor]]:
-    """Divide the trained parameters into fragments; what is in no block comes last.
+    """Divide the trained parameters, of any shapes, into fragments; those in no block come last.
 
     A parameter that blocks share is where it is met first.
     """

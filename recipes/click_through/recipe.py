@@ -103,7 +103,7 @@ class ClickThrough(Recipe):
         return F.binary_cross_entropy_with_logits(model(counts, categories), labels)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return the log loss, and the mean prediction and mean label, whose ratio is 1 for a calibrated model."""
+        """Return the log loss, mean prediction and mean label (their ratio is 1 if calibrated), as (sum, count)."""
         counts, categories, labels = batch
         logits, count = model(counts, categories).float(), torch.tensor(len(labels))
         loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").double().sum()

@@ -144,13 +144,16 @@ class HFCausalLM(Recipe):
         return Windows(tokens[: first // self.context * self.context], self.context)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy of all predicted tokens in nats, and their number."""
+        """Return the summed cross entropy of all predicted tokens in nats, and their number, two scalars.
+
+        A batch of token ids is (batch, sequence); its logits are (batch, sequence, vocabulary).
+        """
         inputs_bt, targets_bt = batch
         nats = F.cross_entropy(_logits(model, inputs_bt), targets_bt.flatten(), ignore_index=IGNORED, reduction="sum")
         return nats, (targets_bt != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return the mean cross entropy of a token in nats; its exponential is the perplexity."""
+        """Return the cross entropy per token in nats as (sum, count); its exponential is the perplexity."""
         inputs_bt, targets_bt = batch
         logits = _logits(model, inputs_bt).float()
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()

@@ -51,8 +51,8 @@ def read(split: str, limit: int | None = None) -> Tensor:
     """
     modules = sources()
     chosen = sorted((name for name in modules if is_test(name) == (split == "test")), key=_hash)
-    whole = b"".join(modules[name].read_bytes() + b"\0" for name in chosen)
-    return torch.from_numpy(numpy.frombuffer(whole[:limit], dtype=numpy.uint8).copy())
+    text = b"".join(modules[name].read_bytes() + b"\0" for name in chosen)
+    return torch.from_numpy(numpy.frombuffer(text[:limit], dtype=numpy.uint8).copy())
 
 
 def _hash(name: str) -> bytes:

@@ -68,14 +68,17 @@ class StdlibLM(Recipe):
         return Windows(text[: len(text) // self.context * self.context], self.context)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy of all predicted bytes in nats, and their number."""
+        """Return the summed cross entropy of all predicted bytes in nats, and their number, two scalars.
+
+        A batch of bytes is (batch, sequence); its logits are (batch, sequence, 256).
+        """
         _, targets_bt = batch
         logits = model(*self.model_inputs(batch)).flatten(0, 1)
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="sum")
         return nats, (targets_bt != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return bits per byte: the cross entropy in base 2 over every predicted byte."""
+        """Return bits per byte, the cross entropy in base 2 of predicted bytes, as (sum, count)."""
         _, targets_bt = batch
         logits = model(*self.model_inputs(batch)).float().flatten(0, 1)
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()

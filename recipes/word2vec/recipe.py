@@ -135,7 +135,7 @@ class Word2Vec(Recipe):
         return -(F.logsigmoid(scores[:, 0]) + F.logsigmoid(-scores[:, 1:]).sum(1)).mean()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return the share of held-out pairs that score higher than their center with a word of similar frequency."""
+        """Return, as (sum, count), how many held-out pairs score above the center with a similarly frequent word."""
         center_b, context_b, _ = batch
         rival_b = context_b ^ 1
         rival_b = torch.where(rival_b < len(self.counts), rival_b, context_b - 1)
@@ -144,7 +144,7 @@ class Word2Vec(Recipe):
         return {"accuracy": (ahead.sum(), torch.tensor(len(center_b)))}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """List the five nearest words, by cosine similarity, of some frequent words."""
+        """List the five nearest words, by cosine similarity of embeddings (words, dim), of some frequent words."""
         vectors_wd = F.normalize(model["inner.weight"].float(), dim=1)
         names = list(self.counts)
         ids = {word: number for number, word in enumerate(names)}

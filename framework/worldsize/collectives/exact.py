@@ -116,7 +116,7 @@ def accumulated(values_n: Tensor) -> Tensor:
     """Add float64 values (..., n) over their last dimension exactly, on their device.
 
     Returns:
-        int64 (..., 69): the limbs of each sum, lowest first, then the counts of values that are infinite, minus
+        int64, shape (..., 69): the limbs of each sum, lowest first, then the counts of values that are infinite, minus
         infinite and NaN. Accumulators can be added up as long as they hold fewer than 2³¹ values in all.
     """
     bits = values_n.view(torch.int64)

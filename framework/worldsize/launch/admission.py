@@ -82,7 +82,7 @@ class Admission:
         self._selector.close()
 
     def arrivals(self, *, deadline: float) -> Iterator[tuple[RemoteAgent, Message]]:
-        """Give every agent that is admitted until ``deadline``, with the facts of its host."""
+        """Yield every agent that is admitted until ``deadline``, in monotonic seconds, with the facts of its host."""
         while (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(min(left, self._drop_late())):
                 if key.fileobj is self._listener:

@@ -35,13 +35,13 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
 def _private_bytes() -> int:
     """Return the bytes of memory that this process shares with no other and with no file."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-    assert found is not None, "Linux has said it since 4.5"
-    return int(found[1]) * 1024
+    match = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    assert match is not None, "Linux has had this field since 4.5"
+    return int(match[1]) * 1024
 
 
 def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
-    """Explain why the part of a rank, one of so many ``processes`` of a node, is too large, if it is."""
+    """Explain why ``memory_bytes`` of a rank do not fit, if they do not; a node has ``processes`` ranks."""
     needed = forecast.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
@@ -121,7 +121,7 @@ def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | No
 
 
 def price_per_million(forecast: Forecast, batch_size: int, price_per_hour: float) -> float:
-    """Price of a million samples, on nodes that cost ``price_per_hour`` together."""
+    """Return the price of a million samples, if all nodes together cost ``price_per_hour``, in its currency."""
     return forecast.step_seconds / 3600 * price_per_hour / batch_size * 1e6
 
 

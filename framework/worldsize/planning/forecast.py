@@ -24,7 +24,7 @@ class Forecast:
 
     @property
     def efficiency(self) -> float:
-        """Share of a step that computes."""
+        """Fraction of a step that is compute, 0 to 1."""
         return self.compute_seconds / self.step_seconds if self.step_seconds else 1.0
 
 

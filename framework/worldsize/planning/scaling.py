@@ -44,7 +44,7 @@ class Point:
 
 
 def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
-    """Evaluate the lines of ``timing/``, by rank, of the steps that all have.
+    """Evaluate the lines of ``timing/`` (seconds, by rank) for the steps that all ranks have.
 
     A step is as long as on the rank where it is longest; a phase is the mean over ranks. The first fifth of the steps
     is left out.
@@ -63,7 +63,7 @@ def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Interquartile range of the values."""
+    """Return the interquartile range of ``seconds``, in seconds."""
     low, _, high = statistics.quantiles(seconds, n=4)
     return high - low
 

@@ -155,7 +155,10 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def tensor_ulps(one: Tensor, other: Tensor) -> int:
-    """The largest distance of two elements in values of their own dtype; for integers, their difference."""
+    """Return the largest distance between elements of two tensors of the same shape, in units in the last place.
+
+    For integers it is their difference.
+    """
     if not one.numel():
         return 0
     if not one.is_floating_point():

@@ -240,7 +240,7 @@ def assert_no_worse(what: str, actual: float, expected: float, tolerance: float)
 
 
 def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Fail unless both have the same names and every tensor the same bits."""
+    """Fail unless both have the same names, and every tensor has the same shape and bits."""
     assert actual.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not different, f"other bits: {', '.join(different)}"

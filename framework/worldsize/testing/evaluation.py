@@ -15,7 +15,7 @@ from worldsize.data.fetch import Collate
 def evaluate(
     replica: Replica, dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
 ) -> Mapping[str, float]:
-    """Return the metrics of the whole ``dataset``; no sample counts twice, however it divides over ranks."""
+    """Return the metrics of the whole ``dataset``; every sample counts once, however many ranks there are."""
     return replica.evaluate(
         EvaluationBatches(lambda: evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))
     )

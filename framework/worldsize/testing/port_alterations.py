@@ -297,7 +297,7 @@ def _tried(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterat
 
 
 def relative(loss: float, expected: float) -> float:
-    """Return the difference of two numbers: absolute below 1, relative above it."""
+    """Return the difference of two losses: absolute if ``expected`` is below 1, relative above it."""
     difference = abs(loss - expected) / max(1.0, abs(expected))
     return difference if difference == difference else float("inf")
 

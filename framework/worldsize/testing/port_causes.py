@@ -44,7 +44,7 @@ def shown_difference(step: int, loss: float, expected: float, tolerance: float) 
 
 
 def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> str | None:
-    """Say which tensor of the weights differs first, and by how much; None: they are the same.
+    """Describe the first tensor of the weights that differs, and by how much; None: all are the same.
 
     A reference with names of its own is compared in the order of its tensors, if their shapes are the same.
     """

@@ -96,7 +96,7 @@ def context_of(world: World, config: PortConfig) -> RunContext:
 
 
 def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
-    """Return the whole model on rank 0, in its own order, and after it the averaged weights, called ``ema/<name>``."""
+    """Return the full weights on rank 0, in the model's order and shapes, then averaged ones, named ``ema/<name>``."""
     state = replica.state()
     averages = state.get("ema", {}).get("weights", {})
     whole = {**state["model"], **{f"ema/{name}": average for name, average in averages.items()}}
@@ -105,7 +105,7 @@ def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
 
 
 def mean_of(losses: Sequence[Tensor] | Sequence[float]) -> float:
-    """Return the mean of a step's losses."""
+    """Return the mean of a step's losses, which are scalars, or pairs of a sum and a weight of shape (2,)."""
     return math.fsum(map(float, losses)) / len(losses)
 
 

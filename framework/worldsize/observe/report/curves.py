@@ -53,7 +53,7 @@ def metric_names(lines: Iterable[Line]) -> list[str]:
 
 
 def thinned(values: Sequence[float]) -> Numbers:
-    """Reduce values to at most ``_POINTS`` means of neighbours."""
+    """Reduce values, of one loss or metric, to at most ``_POINTS`` means of neighbours."""
     array = np.asarray(values, dtype=np.float64)
     return means(array[:, None], at_most=_POINTS)[:, 0] if array.size else array
 

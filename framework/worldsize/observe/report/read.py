@@ -70,7 +70,7 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics from the end of the run, else from the last evaluation."""
+        """Metrics at the end of the run, or if it has not ended, of the last evaluation."""
         metrics = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
         return {name: number(value) for name, value in metrics.items()}
 
@@ -127,7 +127,7 @@ def _group(run: Path) -> str:
 
 
 def number(value: Any) -> float:
-    """Convert to a float, NaN if it is none; ``metrics.jsonl`` writes infinities and NaN as words."""
+    """Convert a value of ``metrics.jsonl``, which has infinities and NaN as words, to a float; NaN if it is none."""
     try:
         converted = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -136,5 +136,5 @@ def number(value: Any) -> float:
 
 
 def column(lines: Iterable[Line], key: str) -> list[float]:
-    """Return the numbers under ``key``, one for each line; NaN where a line has none."""
+    """Return the numbers under ``key``, one for each line; NaN for lines without it."""
     return [number(line.get(key)) for line in lines]

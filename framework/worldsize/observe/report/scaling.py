@@ -71,7 +71,7 @@ class Point:
 
     @property
     def error(self) -> float:
-        """Error of the prediction, relative to what was measured: 0.1 is 10% too slow."""
+        """Relative error of the predicted seconds: 0.1 means that the prediction is 10% too slow."""
         return self.predicted_seconds / (self.step_seconds or math.nan) - 1
 
 

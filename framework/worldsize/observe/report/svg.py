@@ -61,7 +61,7 @@ def plain(text: str, *, at_most: int = 60) -> str:
 
 
 def draw(title: str, paint: Callable[[Axes], None], *, height: float = 210.0) -> Markup:
-    """Draw what ``paint`` puts on axes as an ``svg`` element, equal for equal data.
+    """Draw the axes that ``paint`` fills as an ``svg`` element, the same for the same data.
 
     Raises:
         WorldsizeError: matplotlib is not installed.

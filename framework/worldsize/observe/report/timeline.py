@@ -48,7 +48,7 @@ class Timeline:
 
     @property
     def ticks(self) -> list[float]:
-        """Seconds at quarters of the run, from 0 to its end."""
+        """Seconds since the start at the quarters of the run, from 0 to its end."""
         return [self.seconds * quarter / 4 for quarter in range(5)]
 
 

@@ -75,7 +75,7 @@ def folder(findings: Findings) -> Iterator[Check]:
 
 
 def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
-    """Check for room for two checkpoints: while one is written, the one before is kept."""
+    """Check that the disk has ``needed_bytes``, enough for two checkpoints: one is kept while another is written."""
     for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
         if free >= needed_bytes:

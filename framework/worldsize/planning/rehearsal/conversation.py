@@ -33,7 +33,7 @@ class Exchange:
     source: int | None
 
     def end(self, outputs: Sequence[Tensor]) -> None:
-        """Write the answers into what the call has filled."""
+        """Write the answers into the ``outputs`` of the call, tensors of any shapes."""
         if not self.answers or not outputs or not readable(outputs):
             return
         each = len(outputs) // len(self.answers)

@@ -53,12 +53,12 @@ def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
                 by_group[call.group].setdefault(each.rank, []).append(call)
     ended = {each.rank for each in ranks if each.error is not None}
     present = [each.rank for each in ranks]
-    found = [
+    differences = [
         (_moment(difference, ranks), difference)
         for group, calls in by_group.items()
         for difference in _parting(group, {rank: calls.get(rank, []) for rank in present if rank in group.ranks}, ended)
     ]
-    return [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
+    return [difference for _, difference in sorted(differences, key=lambda pair: pair[0])]
 
 
 def _parting(group: Group, calls: Mapping[int, Sequence[Call]], ended: set[int]) -> Iterator[Difference]:

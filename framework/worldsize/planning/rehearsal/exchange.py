@@ -68,12 +68,12 @@ class Words(NamedTuple):
 
 
 def readable(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether tensors hold numbers."""
+    """Return whether tensors, of any shapes, hold values rather than being fakes."""
     return not any(isinstance(each, FakeTensor) or each.is_meta or each.device.type != "cpu" for each in tensors)
 
 
 def words_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Words | None:
-    """Return what small tensors or objects of any size hold; None: they are large, or hold nothing."""
+    """Return the values of small tensors, of any shapes, or of objects; None: they are large, or fakes."""
     if not readable(tensors):
         return None
     is_whole = not any(each.is_floating_point() or each.is_complex() for each in tensors)
@@ -92,9 +92,9 @@ class Said:
     words: Mapping[Place, Mapping[int, Words]] = field(default_factory=dict)
 
     def by_all(self, place: Place, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Return the tensors of every member in ``call``, in the order of the group; None: nothing is known of them.
+        """Return the tensors of every member in ``call``, in group order and in the shapes of ``mine``; None: unknown.
 
-        A member of which nothing is known, or that called something else there, is taken to have ``mine``.
+        A member that is unknown, or that called something else there, is assumed to have ``mine``.
         """
         known = self.words.get(place)
         if known is None:
@@ -105,7 +105,7 @@ class Said:
     def by_one(
         self, place: Place, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
     ) -> list[Tensor] | None:
-        """Return the tensors of ``rank`` in ``call``, or one ``part`` of them; None: nothing is known of it."""
+        """Return ``rank``'s tensors in ``call``, or a ``part`` of them, in the shapes of ``like``; None: unknown."""
         words = self.words.get(place, {}).get(rank)
         if words is not None and part is not None:
             words = words._replace(tensors=words.tensors[part : part + 1])
@@ -145,9 +145,9 @@ def _read(words: Words | None, call: str, like: Sequence[Tensor]) -> list[Tensor
 
 
 def combined(operation: str, reduction: str, heard: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Return what a call gives each member, for each of its tensors: the sum, or all after each other.
+    """Return each member's result of a call: for every tensor the sum, of the same shape, or the concatenation.
 
-    None: it reduces in a way that is not known here.
+    None: the reduction is unknown.
     """
     columns = list(zip(*heard, strict=True))
     if operation in ("all_gather", "gather"):

@@ -33,7 +33,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self, owns: Callable[[FakeTensor], bool] | None = None) -> Iterator[None]:
-        """Follow what is made within; ``owns`` tells which fakes are the rank's tensors; None: they are real."""
+        """Track tensors of any shape made inside; ``owns``: whether a fake belongs to the rank; None: no fakes."""
         self._owns = owns
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)

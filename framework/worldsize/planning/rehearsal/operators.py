@@ -112,17 +112,17 @@ class Operator:
         return int(self.given.get("tag", 0)) if self.name in MESSAGES else 0
 
     def inputs(self) -> list[Tensor]:
-        """Return what this rank puts in."""
+        """Return this rank's inputs, in their shapes."""
         if self.name in ("barrier", "monitored_barrier"):
             return []
         return _tensors(self.args[1 if self.func.namespace == "c10d" and self.name in _SECOND else 0])
 
     def outputs(self, result: Any) -> list[Tensor]:
-        """Return what the call has filled."""
+        """Return the outputs that the call fills, in their shapes."""
         return _tensors(self.args[0] if self.func.namespace == "c10d" else result)
 
     def shown(self) -> list[Tensor]:
-        """Return the tensors on which members have to agree: a scatter's outputs, since the root alone has inputs."""
+        """Return the tensors whose shapes members compare: a scatter's outputs, since only its root has inputs."""
         return self.outputs(None) if self.name == "scatter" else self.inputs()
 
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -154,16 +154,16 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _group_of(values: Iterable[Any]) -> ProcessGroup:
     """Return the group among the arguments of an operator: an object, or its name."""
-    found: ProcessGroup | None = None
+    group: ProcessGroup | None = None
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            found = ProcessGroup.unbox(value)
+            group = ProcessGroup.unbox(value)
         elif isinstance(value, str) and value not in _REDUCTIONS:
-            found = torch._C._distributed_c10d._resolve_process_group(GroupName(value))
+            group = torch._C._distributed_c10d._resolve_process_group(GroupName(value))
         elif isinstance(value, ProcessGroup):
-            found = value
-    assert found is not None, "a collective has a group"
-    return found
+            group = value
+    assert group is not None, "a collective has a group"
+    return group
 
 
 def _reduction(given: Mapping[str, Any]) -> str:

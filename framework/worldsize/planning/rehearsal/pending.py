@@ -44,7 +44,7 @@ class PendingCalls:
         return self._numbers.get(work)
 
     def making(self, tensor: Tensor) -> int | None:
-        """Return the number of the call that makes ``tensor``; None: none does."""
+        """Return the number of the pending call that fills ``tensor``, of any shape; None: none does."""
         return self._made.pop(tensor.untyped_storage()._cdata, None)
 
     def source(self, work: Work) -> int:

@@ -125,20 +125,20 @@ def mismatches(ranks: Sequence[Rehearsed]) -> list[str]:
     Ranks that were not rehearsed, or that an error has ended, are taken to receive what they are sent.
     """
     sent, received = _messages(ranks, "send"), _messages(ranks, "recv")
-    whole = {each.rank for each in ranks if each.error is None}
+    succeeded = {each.rank for each in ranks if each.error is None}
     from_any = Counter({(route[0], *route[2:]): len(own) for route, own in received.items() if route[1] == _ANY})
-    found = []
+    unmatched = []
     for route, own in sent.items():
         (group, giver, taker, tag), taken = route, received.get(route, [])
         wrong = (pair for pair in zip(own, taken, strict=False) if pair[0].form != pair[1].form)
         for gift, take in islice(wrong, 1):
-            found.append(f"rank {giver}: {_gives(gift)}. rank {taker}: receives {take.form} at {take.site}.")
+            unmatched.append(f"rank {giver}: {_gives(gift)}. rank {taker}: receives {take.form} at {take.site}.")
         left = own[len(taken) :]
         for_any = min(len(left), from_any[group, taker, tag])
         from_any[group, taker, tag] -= for_any
-        if len(left) > for_any and taker in whole:
-            found.append(f"rank {giver}: {_gives(left[for_any])}, which never receives it.")
-    return found
+        if len(left) > for_any and taker in succeeded:
+            unmatched.append(f"rank {giver}: {_gives(left[for_any])}, which never receives it.")
+    return unmatched
 
 
 def _gives(gift: Call) -> str:
@@ -147,11 +147,11 @@ def _gives(gift: Call) -> str:
 
 def _messages(ranks: Sequence[Rehearsed], operation: str) -> dict[_Route, list[Call]]:
     """Return the messages that were sent or received, by sender and receiver; ``_ANY``: it may come from any."""
-    found: dict[_Route, list[Call]] = defaultdict(list)
+    messages: dict[_Route, list[Call]] = defaultdict(list)
     for each in ranks:
         for call in each.calls:
             if call.operation == operation:
                 peer = _ANY if call.peer is None else call.peer
                 ends = (each.rank, peer) if operation == "send" else (peer, each.rank)
-                found[call.group, *ends, call.tag].append(call)
-    return found
+                messages[call.group, *ends, call.tag].append(call)
+    return messages

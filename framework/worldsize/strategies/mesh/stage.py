@@ -87,7 +87,7 @@ class Stage(nn.Module):
         return output.contiguous()
 
     def loss(self, output: Tensor, number: Tensor) -> Loss:
-        """Return the loss of micro-batch ``number``, whose ``output`` the last stage has computed."""
+        """Return the loss of the micro-batch with index ``number``, a scalar, given the last stage's ``output``."""
         batch = self._batches[int(number)]
         seed_generators(batch.seed, self._device)  # the recipe draws what it drew on the first stage
         with autocast(self._device, self._precision):

@@ -20,7 +20,7 @@ def run_server(pending: PendingServer, context: RunContext, *, bound: float, row
 
     Args:
         pending: The server.
-        context: The run as this process knows it.
+        context: The context of the run.
         bound: The number of clocks that the fastest worker may be ahead of the slowest.
         rows: How rows of tables are dealt to the servers and kept.
 

@@ -31,7 +31,7 @@ def tables_of(train_state: TrainState, rule: RowRule, shard: int) -> list[Rows]:
 
 
 def empty_rows(train_state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Make the state of tables without rows."""
+    """Make the state of tables without rows: ids (0,) and rows (0, width), by table."""
     return {
         each.table.name: {
             "ids": torch.empty(0, dtype=torch.int64),
@@ -48,7 +48,7 @@ def _update_of(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
 
 
 def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
-    """Join the rows of all shards, ordered by id."""
+    """Join the rows of all shards, ordered by id: ids (n,) and rows (n, width), by table."""
     joined = {}
     for name in states[0]:
         ids_n = torch.cat([state[name]["ids"] for state in states])

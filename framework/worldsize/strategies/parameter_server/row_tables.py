@@ -198,7 +198,7 @@ class Rows:
         return {"rows": self.store.count, "evicted": self.store.evicted, "missed": self.missed, "hottest": often}
 
     def state(self) -> dict[str, Tensor]:
-        """Copy all rows, ordered by id, with their optimizer's state."""
+        """Return copies of all rows, ordered by id, with their optimizer's state: ids (n,) and rows (n, width)."""
         ids_n, rows_nw = self.store.by_id()
         return {"ids": ids_n, "rows": rows_nw}
 
