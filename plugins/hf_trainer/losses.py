@@ -80,7 +80,7 @@ def _overrides_compute_loss(trainer: Any) -> bool:
 
 
 def _takes_count(model: Any) -> bool:
-    """Tell whether the Trainer hands the number of labels to the model."""
+    """Return whether the Trainer hands the number of labels to the model."""
     if hasattr(model, "accepts_loss_kwargs"):
         return bool(model.accepts_loss_kwargs)
     parameters = inspect.signature(model.forward).parameters.values()
@@ -88,7 +88,7 @@ def _takes_count(model: Any) -> bool:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Tell whether the first label of each sequence predicts nothing: the model shifts them for its loss."""
+    """Return whether the first label of each sequence predicts nothing: the model shifts them for its loss."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     is_pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

@@ -17,7 +17,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def has_metrics(trainer: Any) -> bool:
-    """Tell whether ``Trainer.evaluate()`` would call ``compute_metrics``."""
+    """Return whether ``Trainer.evaluate()`` would call ``compute_metrics``."""
     return (
         trainer.compute_metrics is not None
         and trainer.eval_dataset is not None

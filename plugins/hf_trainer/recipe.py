@@ -148,7 +148,7 @@ class HFTrainer(Recipe):
 
 
 def _is_table(dataset: Any) -> bool:
-    """Tell whether a data set is a ``datasets.Dataset``; that package need not be installed."""
+    """Return whether a data set is a ``datasets.Dataset``; that package need not be installed."""
     from transformers.utils.import_utils import is_datasets_available
 
     if not is_datasets_available():

@@ -113,7 +113,7 @@ class Gradients:
         return reasons
 
     def _reach(self, loss: Tensor, name: str) -> Literal["yes", "no", "unknown"]:
-        """Tell whether the gradient of ``loss`` at the parameters of an optimizer may be another than zero.
+        """Return whether the gradient of ``loss`` at the parameters of an optimizer may be another than zero.
 
         Parameters that are not the model's, such as those that FSDP gathers, may be anyone's.
         """

@@ -108,7 +108,7 @@ def _overridden(value: Any, base: str, *, manual: bool = False) -> Iterator[str]
 
 
 def _signatures(module: Any) -> Iterator[str]:
-    """Say which arguments of training_step worldsize does not have."""
+    """Return which arguments of training_step worldsize does not have."""
     for name in inspect.signature(module.training_step).parameters:
         if name in ("dataloader_iter", "optimizer_idx", "hiddens"):
             yield (
@@ -118,7 +118,7 @@ def _signatures(module: Any) -> Iterator[str]:
 
 
 def _clips(module: Any) -> Iterator[str]:
-    """Say which methods of a module under manual optimization clip gradients, which are not there yet."""
+    """Return which methods of a module under manual optimization clip gradients, which are not there yet."""
     known = base_of(module, "LightningModule")
     assert known is not None
     own = [kind for kind in type(module).__mro__ if not _is_lightning(kind) and issubclass(kind, known)]
@@ -132,7 +132,7 @@ def _clips(module: Any) -> Iterator[str]:
 
 
 def _metrics(module: nn.Module) -> Iterator[str]:
-    """Say which metrics share their states."""
+    """Return which metrics share their states."""
     for name, part in module.named_modules():
         if type(part).__module__.split(".")[0] == "torchmetrics" and not is_metric(part):
             yield (

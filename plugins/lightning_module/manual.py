@@ -93,7 +93,7 @@ class ManualStep:
         self._toggled = None
 
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
-        """Note that a loss goes backward; its gradient is taken when an optimizer steps by it.
+        """Record that a loss goes backward; its gradient is taken when an optimizer steps by it.
 
         Raises:
             ConfigError: it is no scalar, or more is asked for than its gradient.

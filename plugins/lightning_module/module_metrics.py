@@ -16,7 +16,7 @@ _NAME = "logged name"  # the part of a state that has it
 
 
 def is_metric(part: object) -> bool:
-    """Tell whether ``part`` is a metric of torchmetrics, which need not be installed."""
+    """Return whether ``part`` is a metric of torchmetrics, which need not be installed."""
     return any(f"{kind.__module__}.{kind.__name__}" == "torchmetrics.metric.Metric" for kind in type(part).__mro__)
 
 

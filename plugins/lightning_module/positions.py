@@ -49,7 +49,7 @@ class Positions:
         return step - 1 - -(-self.epoch(step) * self.samples // self.batch_size)
 
     def ends_epoch(self, step: int) -> bool:
-        """Tell whether ``step`` draws the last sample of an epoch."""
+        """Return whether ``step`` draws the last sample of an epoch."""
         return self.finished_epochs(step) > self.finished_epochs(step - 1)
 
     @property

@@ -151,7 +151,7 @@ class LightningProgram:
 
 
 def _overrides(owner: Any, name: str) -> bool:
-    """Tell whether a program has a method of its own, of its class or of the object."""
+    """Return whether a program has a method of its own, of its class or of the object."""
     base = base_of(owner, "LightningModule") or base_of(owner, "LightningDataModule")
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 

@@ -44,7 +44,7 @@ class RunFacts:
         )
 
     def at(self, step: int, stage: str) -> None:
-        """Say which step comes next, counted from 1, and the name of the method that takes it."""
+        """Return which step comes next, counted from 1, and the name of the method that takes it."""
         self._step, self._stage = step, stage
 
     @property

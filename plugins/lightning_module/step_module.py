@@ -98,7 +98,7 @@ class StepModule(nn.Module):
 
 
 def takes_index(method: Any) -> bool:
-    """Tell whether a step takes the number of the batch too."""
+    """Return whether a step takes the number of the batch too."""
     parameters = inspect.signature(method).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)

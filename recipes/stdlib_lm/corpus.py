@@ -39,7 +39,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def is_test(name: str) -> bool:
-    """Tell whether a file is tested on: one in ten, by a hash of its path, so that no file depends on the others."""
+    """Return whether a file is tested on: one in ten, by a hash of its path, so that no file depends on the others."""
     return _hash(name)[0] < 26
 
 

@@ -155,7 +155,7 @@ def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
 
 
 def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
-    """Give a tensor without rows as many rows as were saved, for tables that grow as they are used."""
+    """Return a tensor with as many rows as were saved, in place of one without rows: tables grow as they are used."""
     grows = (
         saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
     )

@@ -1,4 +1,4 @@
-"""What there is to choose from: options and plugins, where each comes from and what it says of itself."""
+"""Lists the options and plugins to choose from: where each comes from, and its description."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _places(flags: Namespace) -> list[Path]:
 
 
 def _null_option(flags: Namespace, word: str) -> str:
-    """Say which options the group has that ``word``, as ``logger=null``, sets to null."""
+    """Return which options the group has that ``word``, as ``logger=null``, sets to null."""
     group = word.lstrip("+").removesuffix("=null")
     options = {option for conf in _places(flags) for name, option, _ in options_in(conf) if name == group}
     if "none" in options:
@@ -135,7 +135,7 @@ def hydra_of_first_point(flags: Namespace, words: Sequence[str]) -> DictConfig |
 
 
 def brings_files(arguments: Sequence[str]) -> bool:
-    """Tell whether the words choose an option that may say how Hydra runs, as an experiment's file can."""
+    """Return whether the words choose an option that may say how Hydra runs, as an experiment's file can."""
     flags, _ = get_args_parser().parse_known_args(list(arguments))
     keys = [key for word in flags.overrides if (key := _choice(word)) is not None]
     groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)} - {*GROUPS}

@@ -70,7 +70,7 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
 
 
 def wants_sweep(arguments: Sequence[str]) -> bool:
-    """Tell whether the words, or a file that they choose, ask Hydra for the runs of a sweep instead of one run."""
+    """Return whether the words, or a file that they choose, ask Hydra for the runs of a sweep instead of one run."""
     flags, _ = get_args_parser().parse_known_args(list(arguments))
     if flags.multirun or any(word.startswith("hydra.mode=") for word in arguments):
         return True
@@ -79,7 +79,7 @@ def wants_sweep(arguments: Sequence[str]) -> bool:
 
 
 def is_side_by_side(arguments: Sequence[str]) -> bool:
-    """Tell whether the words, or a file, choose joblib as launcher, whose processes are children of this one."""
+    """Return whether the words, or a file, choose joblib as launcher, whose processes are children of this one."""
     if "hydra/launcher=joblib" in (word.lstrip("+") for word in arguments):
         return True
     own = _hydra_by_files(arguments)

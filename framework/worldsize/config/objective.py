@@ -1,4 +1,4 @@
-"""What a search over configurations, such as Optuna's, is told of each run: the metric that ``sweep.metric`` names."""
+"""Returns the value of a run to a search over configurations, such as Optuna's: the metric ``sweep.metric``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
 
 
 def is_search() -> bool:
-    """Tell whether the run is one of a sweep whose sweeper goes by the values of runs."""
+    """Return whether the run is one of a sweep whose sweeper goes by the values of runs."""
     hydra = HydraConfig.get()
     return str(hydra.mode).endswith("MULTIRUN") and "direction" in hydra.sweeper
 

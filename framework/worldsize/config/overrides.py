@@ -1,4 +1,4 @@
-"""What a word of the command line says of the configuration. Imports nothing heavy."""
+"""Parses the overrides of a command line. Imports nothing heavy."""
 
 from __future__ import annotations
 

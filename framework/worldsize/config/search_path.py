@@ -85,7 +85,7 @@ def _note(places: dict[str, Path], name: str, place: Path) -> None:
 
 
 def make_importable(folders: Iterable[Path]) -> None:
-    """Put roots on the import path, behind what is there; ``recipes`` and ``plugins`` are namespace packages."""
+    """Append roots to the import path; ``recipes`` and ``plugins`` are namespace packages."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)

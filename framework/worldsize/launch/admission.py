@@ -32,7 +32,7 @@ class _Candidate:
         self._received = bytearray()
 
     def advance(self) -> Admitted | None:
-        """Take what has come; return who is there once that is proven. Raises OSError."""
+        """Process received bytes; return the agent once it is authenticated. Raises OSError."""
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
             if not data:
@@ -52,7 +52,7 @@ class _Candidate:
 
 @final
 class Admission:
-    """Lets agents in side by side, so that a connection that is silent, slow or a stranger's holds up no other.
+    """Admits agents concurrently, so that a silent, slow or foreign connection does not delay the others.
 
     A context: when it ends, connections that have not been admitted are closed.
 
@@ -60,7 +60,7 @@ class Admission:
         listener: The first host's port.
         key: What an agent must prove to have.
         ranks: The nodes that are expected.
-        silence: Seconds without a sign of life after which an agent that was admitted is lost.
+        silence: Seconds without a heartbeat after which an agent that was admitted is lost.
     """
 
     def __init__(self, listener: socket.socket, key: RunKey, ranks: range, *, silence: float) -> None:

@@ -1,4 +1,4 @@
-"""A connection between two agents that have proven to belong to one run, and the signs of life that cross it."""
+"""A connection between two authenticated agents of a run, and the heartbeats on it."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ class RemoteAgent:
     outcome: Outcome | None = None
 
     def announce_end(self, code: int) -> None:
-        """Tell it that the run has ended with the exit code ``code``."""
+        """Tell the other agent that the run has ended with the exit code ``code``."""
         with suppress(OSError):
             self.connection.send(over=code)

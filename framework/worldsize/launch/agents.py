@@ -29,7 +29,7 @@ from worldsize.world.scratch import private_folder
 @final
 @dataclass(frozen=True)
 class Lead(NodeLauncher, Launcher):
-    """The agent of the first host: a launcher for whoever runs the attempts, which all hosts take part in."""
+    """The agent of the first host: a launcher whose attempts run on all hosts."""
 
     node: Node = field(default_factory=Node)
     others: Sequence[RemoteAgent] = ()
@@ -129,7 +129,7 @@ def _network(plan: Plan, address: str) -> dict[str, str]:
 
 
 def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
-    """Let the ranks of all hosts meet in a store that the first host's agent serves, in torch's own variables."""
+    """Point the ranks of all hosts to a store that the first host's agent serves, by torch's own variables."""
     store = {
         "MASTER_ADDR": first,
         "MASTER_PORT": str(port),
@@ -153,7 +153,7 @@ class Follower:
         self._is_lost = False  # the first host is gone, and with it every attempt that it has announced
 
     def follow(self) -> int:
-        """Take part in every attempt until the first host says how the run ended; return the exit code.
+        """Take part in every attempt until the first host reports the end of the run; return the exit code.
 
         Raises:
             WorldsizeError: the first host is gone.

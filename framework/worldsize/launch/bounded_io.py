@@ -1,4 +1,4 @@
-"""Receives from a socket whose other end may be anybody: so many bytes at most, and all of them by one deadline."""
+"""Receives from untrusted peers: a limited number of bytes, all of them before one deadline."""
 
 from __future__ import annotations
 

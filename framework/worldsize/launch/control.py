@@ -33,7 +33,7 @@ class Resizable(Protocol):
 @final
 @dataclass
 class _Request:
-    """A request of which a part may have come."""
+    """A request that may have been received only in part."""
 
     connection: socket.socket
     text: bytearray = field(default_factory=bytearray)
@@ -83,7 +83,7 @@ class Control:
         return [self._listener, *self._requests], seconds
 
     def answer(self, ready: socket.socket) -> None:
-        """Take what has come at one of these sockets; once it is a whole request, do what it asks and answer."""
+        """Read from one of these sockets; once a request is complete, execute and answer it."""
         if ready is self._listener:
             self._accept()
         elif ready in self._requests:

@@ -51,7 +51,7 @@ def _signal_name(number: int) -> str:
 def outcome_of(
     deciding: Sequence[Ending], failed: Sequence[Ending], silent: Sequence[Ending], *, signum: int
 ) -> Outcome:
-    """Say how a gang ended.
+    """Describe how a gang ended.
 
     ``deciding``: the processes whose end is the run's end; ``failed``: those that failed by themselves; ``silent``:
     those that still lived when the others had ended; ``signum``: the last signal that asked for an end, 0 if none did.

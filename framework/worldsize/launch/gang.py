@@ -95,7 +95,7 @@ class Gang(Job):
         return self._outcome(silent, signum)
 
     def _ask_to_save(self, signals: Signals, control: Control | None) -> None:
-        """Ask all to save and to end, once; the next signal or the grace ends the wait."""
+        """Ask all processes once to save and end; the next signal or the grace period ends the wait."""
         grace = self._graces.interrupt if signals.seen[0] == signal.SIGINT else self._graces.save
         self.cancel()
         self._join(signals, control, asked=1, deadline=time.monotonic() + grace)

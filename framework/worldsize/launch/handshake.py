@@ -43,7 +43,7 @@ class NotOfThisRunError(ConnectionError):
 
 
 class Turn(NamedTuple):
-    """A step of a handshake: ``send`` these bytes, then ``receive`` so many."""
+    """A step of a handshake: send the bytes ``send``, then receive ``receive`` bytes."""
 
     send: bytes
     receive: int

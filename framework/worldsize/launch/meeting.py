@@ -43,7 +43,10 @@ def gather(node: Node, port: int, key: RunKey, *, patience: float, silence: floa
 def arrivals(
     node: Node, port: int, key: RunKey, *, patience: float, silence: float
 ) -> list[tuple[RemoteAgent, Message]]:
-    """Do as :func:`gather`, but return whoever came in time. Raises WorldsizeError if the port is taken."""
+    """Do the same as :func:`gather`, but return the hosts that connected in time.
+
+    ``patience`` and ``silence`` are in seconds. Raises WorldsizeError if the port is taken.
+    """
     expected = range(1, node.count)
     agents: dict[int, tuple[RemoteAgent, Message]] = {}
     connections: list[AgentConnection] = []

@@ -1,4 +1,4 @@
-"""The processes of a gang: who lives, who has ended, and who is started again or gone on without."""
+"""The processes of a gang: which are alive, which have ended, and which are restarted or dropped."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Members:
         return {member.process.sentinel: member for member in self.current if member not in self.ended}
 
     def note_end(self, member: Member) -> None:
-        """Take note that the process has ended; start it again if it may die alone, and the run is not about to end."""
+        """Record that the process has ended; start it again if it may die alone, and the run is not about to end."""
         member.process.join()
         self.ended.append(member)
         is_ending = any(self._is_deciding(each) and not each.failed for each in self.ended)

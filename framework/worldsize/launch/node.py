@@ -38,7 +38,7 @@ class NodeLauncher(LaunchMethod):
     grace: Annotated[float, GRACE] = 1.0  # seconds that a failed gang has to write its errors before it is killed
     interrupt_grace: Annotated[float, GRACE] = 1.0  # seconds that a run has to save after Ctrl-C
     save_grace: Annotated[float, GRACE] = 30.0  # and after SIGTERM or SIGUSR1
-    node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a sign of life after which a host is lost
+    node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a heartbeat after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
     def start_node(self, plan: Plan, node: Node, rendezvous: Rendezvous) -> Gang:

@@ -1,4 +1,4 @@
-"""The key of a run: whoever can read it is one of the run's hosts."""
+"""The secret key of a run, by which its hosts authenticate each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunKey:
 
 
 def write_key(run_dir: Path) -> None:
-    """Give the run a key if it has none yet; only the run's user may read it."""
+    """Create the run's key if it has none yet; only the run's user may read it."""
     with suppress(FileExistsError):
         descriptor = os.open(run_dir / _FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:

@@ -82,7 +82,7 @@ class Slurm(NodeLauncher, BatchLauncher):
         return self._script(plan.cluster, [plan])
 
     def state(self, job: str) -> str | None:
-        """Ask for Slurm's word for the job, e.g. PENDING; None if it has ended."""
+        """Return Slurm's state of the job, e.g. PENDING; None if it has ended."""
         try:
             shown = _ask(["scontrol", "show", "job", "--oneliner", job])
         except WorldsizeError as error:

@@ -27,7 +27,7 @@ class Torchrun(BatchLauncher):
         write_key(plan.run_dir)
 
     def submit(self, plan: Plan) -> None:
-        """Leave it to a person to start the commands, which are shown."""
+        """Start nothing: a person starts the commands that are shown."""
         self.write(plan)
 
     def state(self, job: str) -> str | None:

@@ -1,1 +1,1 @@
-"""Listeners and views: what is told about a run while it trains and when it has ended."""
+"""Listeners and views: reports about a run while it trains and after it has ended."""

@@ -1,4 +1,4 @@
-"""Writes ``events.jsonl``: what happened to a run beside its steps, a line each."""
+"""Writes ``events.jsonl``: the events of a run other than steps, one per line."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class SlowLinkSearch:
         return 2 if self._suspected else 1
 
     def is_due(self, done: StepDone) -> bool:
-        """Tell whether all ranks should measure their links now, after ``done``, and have the result judged."""
+        """Return whether all ranks should measure their links now, after ``done``, and have the result judged."""
         if done.exposed_seconds is None or not self._fills_a_window(done):
             return False
         self._recent.append(done)

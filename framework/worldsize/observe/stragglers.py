@@ -89,12 +89,12 @@ class Stragglers:
         return new
 
     def _is_time(self) -> bool:
-        """Tell whether there are enough fresh steps to spend the fraction of a millisecond that judging takes."""
+        """Return whether there are enough fresh steps to spend the fraction of a millisecond that judging takes."""
         steps = sum(map(len, self._fresh))
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 
     def _take(self, step: int) -> None:
-        """Add the fresh steps, which lie evenly between the last one that is known and ``step``."""
+        """Add the fresh steps, evenly spaced between the last known one and ``step``."""
         fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
         numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
         kept = _kept(fresh.shape[1])

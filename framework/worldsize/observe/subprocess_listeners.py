@@ -131,7 +131,7 @@ class _ListenerProcess:
         return bool(self._unsent)
 
     def close(self) -> None:
-        """Let the process see the end of what is sent."""
+        """Close the pipe, so that the process sees the end of the events."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self.sender)

@@ -1,4 +1,4 @@
-"""Each rank's own times, in a file of its own."""
+"""Writes the times of each rank to a separate file."""
 
 from __future__ import annotations
 

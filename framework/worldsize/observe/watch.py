@@ -108,7 +108,7 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
 
 
 def damage_of(watched: Watched) -> str:
-    """Say how many lines could not be read."""
+    """Describe how many lines could not be read."""
     return f"{watched.damaged} damaged lines of the run's files were left out"
 
 

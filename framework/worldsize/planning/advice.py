@@ -1,4 +1,4 @@
-"""What follows from forecasts, in words: the best and why, what does not fit, what a changed batch asks for."""
+"""Explains forecasts in words: the best choice and why, what does not fit, and what a changed batch requires."""
 
 from __future__ import annotations
 

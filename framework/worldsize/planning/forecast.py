@@ -43,7 +43,7 @@ def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forec
 
 
 def accumulated(work: Workload, micro_batches: float) -> Workload:
-    """``work``, of one micro-batch, for a rank that has so many in a step: it updates once, and communication hides
+    """Return ``work``, of one micro-batch, for ``micro_batches`` of them in a step: one update, and communication hides
     behind the last one only. Fewer than one: the rank has a part of the model.
     """
     once = work.update_seconds * min(1.0, micro_batches)

@@ -1,1 +1,1 @@
-"""What a run folder holds, and the only code that reads and writes it."""
+"""Run folders, and the only code that reads and writes them."""

@@ -1,4 +1,4 @@
-"""Makes a sentence of whatever goes wrong where the files of a run are read, which others may have written."""
+"""Turns errors of reading a run's files, which other users may have written, into one-sentence messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from worldsize.errors import WorldsizeError
 
 @contextmanager
 def reading(run: Path) -> Iterator[None]:
-    """Blame the record of ``run`` for an error that what is in it has led to.
+    """Convert errors inside the context to an error about the record of ``run``.
 
     Raises:
-        WorldsizeError: a file cannot be read, or holds what no run writes.
+        WorldsizeError: a file cannot be read, or has contents that no run writes.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Goodput: how much of a run's time went into steps that count (Google, "ML Productivity Goodput", 2024)."""
+"""Goodput: the fraction of a run's time spent on useful steps (Google, "ML Productivity Goodput", 2024)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 
 def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Account for the time of a manifest's attempts: seconds in all and useful, and what each restart cost.
+    """Return the total and useful seconds of a manifest's attempts, and the cost of each restart.
 
-    Useful is the time between the first step and the end of an attempt, less the part of its steps that were done
-    again. A restart costs the steps that it lost, and seconds to recover: from the end of one attempt to the first
-    completed step of the next.
+    Useful time is from the first step of an attempt to its end, without steps that were repeated later. A restart costs
+    the steps that it lost, and the seconds from the end of one attempt to the first completed step of the next.
     """
     known = [each for each in attempts if each["steps"] and each["first_step_at"]]
     total = attempts[-1]["end_at"] - attempts[0]["start_at"]
@@ -28,7 +27,7 @@ def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _useful(attempt: Mapping[str, Any], upto: int) -> float:
-    """Seconds of ``attempt`` that went into steps up to ``upto``."""
+    """Return the seconds of ``attempt`` spent on steps up to ``upto``."""
     first, last = attempt["steps"]
     seconds: float = attempt["end_at"] - attempt["first_step_at"]
     return seconds * (upto - first) / (last - first) if last > first else 0.0

@@ -1,4 +1,4 @@
-"""Files with a JSON object a line, read while they grow and whatever has become of them."""
+"""Reads files with one JSON object per line, also while they grow or if they are damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 def row_of(line: bytes) -> Row | None:
-    """Parse a line; None if it is no JSON object."""
+    """Parse a line; return None if it is not a JSON object."""
     try:
         row = parse(line, at_most=_LONGEST)
     except ValueError:
@@ -29,15 +29,15 @@ def row_of(line: bytes) -> Row | None:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number as we write it: infinities and NaN are words."""
+    """Return whether a value is a JSON number or one of the words for infinities and NaN."""
     return type(value) in (int, float) or value in ("nan", "inf", "-inf")
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """Yield each line from byte ``start`` on that has an end, and the byte at which the next one begins.
 
-    There are none if there is no such file. A last line without an end is being written, or was when its writer was
-    killed. A line of more than 16 MiB is passed over, and an empty one, which no row is, stands for it.
+    A missing file has no lines. A last line without a line end is skipped: it is being written, or its writer was
+    killed. A line of more than 16 MiB is replaced by an empty one, which is never valid.
 
     Raises:
         OSError: the file cannot be read, or is no regular one.
@@ -61,9 +61,9 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
 
 
 def drop_lines(path: Path, *, is_valid: Callable[[Row], bool], is_kept: Callable[[Row], bool]) -> None:
-    """Drop the lines whose row is not to be kept, by way of a new file.
+    """Rewrite the file with only the lines whose row ``is_kept``.
 
-    A last line that was cut off, and lines that are damaged, are dropped too; the latter with a warning.
+    An incomplete last line is dropped, and so are damaged lines, with a warning.
     """
     kept, end, damaged = 0, 0, 0  # kept: bytes before the first line that is dropped
     later: list[bytes] = []  # lines that are kept after it
@@ -89,7 +89,7 @@ def drop_lines(path: Path, *, is_valid: Callable[[Row], bool], is_kept: Callable
 
 
 def last_line(path: Path, *, within: int) -> bytes:
-    """Return the last line as far as it lies in the last ``within`` bytes; empty if it has no end.
+    """Return the part of the last line in the last ``within`` bytes; empty if the line is incomplete.
 
     Raises:
         OSError: the file cannot be read, or is no regular one.
@@ -102,14 +102,14 @@ def last_line(path: Path, *, within: int) -> bytes:
 
 @final
 class Rows:
-    """The objects in a file, in order; lines that are none, or none that ``is_valid``, are left out and counted.
+    """Iterates over the objects in a file; lines that are not valid objects are skipped and counted.
 
-    A file of more than ``at_most`` lines is thinned: every k-th line is parsed, besides the last one and those that
-    contain ``keep``, so that neither time nor memory grows with a long run.
+    Of a file with more than ``at_most`` lines only every k-th line is parsed, and the last one, and those that contain
+    ``keep``, so that neither time nor memory grows with the length of a run.
 
     Attributes:
-        damaged: lines left out so far
-        every: k, known once the reading has begun
+        damaged: number of lines skipped so far
+        every: k, known once iteration has begun
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Holds a value to a JSON Schema, as far as that says of what type each field is and within which bounds."""
+"""Checks types and bounds of a value against a JSON Schema."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def check(value: Any, schema: Mapping[str, Any], name: str = "") -> None:
-    """Check the fields that are there; patterns, and fields that are required, are left to whoever reads them.
+    """Check the fields that are present; patterns and required fields are not checked.
 
     Args:
-        value: what JSON stands for.
-        schema: may say type, enum, const, anyOf, properties, additionalProperties, items, minItems, maxItems, minimum
+        value: the decoded JSON value.
+        schema: may use type, enum, const, anyOf, properties, additionalProperties, items, minItems, maxItems, minimum
             and maximum.
-        name: the dotted place of the value; empty: it is the whole.
+        name: the dotted key of the value; empty: the top level.
 
     Raises:
-        ValueError: it names the field.
+        ValueError: a field is invalid; the message names it.
     """
     if not _is_of_type(value, schema):
         raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, which is of the wrong type")

@@ -1,4 +1,4 @@
-"""The lock that a launching process holds on its run folder for as long as it lives."""
+"""The lock that a launching process holds on its run folder while it lives."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _held: dict[Path, int] = {}
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run's lock within the context; the kernel releases it when the process ends, however it ends.
 
-    A POSIX record lock (``lockf``), not ``flock``: forked workers must not inherit it, or a run whose
-    launcher was killed would look alive until its last process has ended.
+    It is a POSIX record lock (``lockf``), not ``flock``: forked workers must not inherit it, or a run whose launcher
+    was killed would seem alive until its last process has ended.
 
     Raises:
-        WorldsizeError: a process holds it already, or the file system has no locks.
+        WorldsizeError: a process holds the lock already, or the file system has no locks.
     """
     if _is_own(run_dir):
         raise WorldsizeError(f"the run {run_dir} is being trained by this process. Wait for it.")
@@ -62,7 +62,7 @@ def _refusal(run_dir: Path, error: OSError) -> WorldsizeError:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process holds the run's lock; True as well where the file system cannot tell."""
+    """Return whether a process holds the run's lock; also True if the file system cannot tell."""
     if _is_own(run_dir):
         return True
     if not (run_dir / _NAME).exists():
@@ -76,9 +76,9 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def holder_of(run_dir: Path) -> int | None:
-    """Return the process on this host that holds the run's lock, as the kernel knows it; None if there is none.
+    """Return the process on this host that holds the run's lock, according to the kernel; None if there is none.
 
-    What the run folder says of it may be what another user has written there.
+    A process id in the run folder could have been written by another user.
     """
     if _is_own(run_dir):
         return os.getpid()

@@ -25,12 +25,12 @@ _SEALS = re.compile(r'\n  "(digest|signature)": (?:"([0-9a-f]*)"|null),?(?=\n)')
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
-    """Write the manifest whole or not at all, and return it as it was written.
+    """Write the manifest atomically, and return it as written.
 
-    A temporary file beside it is written, synced, then renamed.
+    A temporary file is written, synced, then renamed.
 
-    Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. It is signed if it is
-    this user's ``own``: to note something in another user's record must not make that record one's own.
+    Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. It is signed only if it
+    is this user's ``own``: a note in another user's record must not turn it into one's own.
     """
     facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
     digest = _digest(facts)
@@ -60,9 +60,9 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _digest_of_text(text: str) -> str:
-    """Return the digest of a manifest's text as it was written: without the lines of ``digest`` and ``signature``.
+    """Return the digest of a manifest's text without the lines of ``digest`` and ``signature``.
 
-    To write the parsed manifest anew would take several milliseconds, which is too long for a list of many runs.
+    Serializing the parsed manifest again would take several milliseconds, too long for a list of many runs.
     """
     rest = _SEALS.sub("", text)
     if rest.endswith(",\n}\n"):  # a line that is left out was the last one
@@ -71,7 +71,7 @@ def _digest_of_text(text: str) -> str:
 
 
 class _Fields(dict[str, Any]):
-    """A mapping out of a manifest; a key that it lacks is an error of the record, not of the program."""
+    """A mapping of a manifest; a missing key is an error of the record, not of the program."""
 
     def __missing__(self, key: str) -> NoReturn:
         raise WorldsizeError(f"the record lacks the field {key!r}. It is damaged; take it from a copy of the run.")
@@ -80,10 +80,10 @@ class _Fields(dict[str, Any]):
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest, and check its digest and the types of its fields.
 
-    Whoever asks it for a field that it lacks gets a WorldsizeError.
+    Access to a missing field of the result raises WorldsizeError.
 
     Raises:
-        WorldsizeError: it is missing, not JSON, of a newer schema, or not as worldsize wrote it.
+        WorldsizeError: the manifest is missing, not JSON, of a newer schema, or was edited.
     """
     try:
         text = read_regular(path, at_most=LARGEST).decode()
@@ -110,9 +110,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _own(text: str) -> dict[str, Any] | None:
-    """Parse the text of a manifest of this schema that this user has signed; None: it is another.
+    """Parse the text of a manifest of this schema that this user has signed; None: it is not.
 
-    What this user's worldsize has written is held to nothing more, which takes a multiple of parsing it.
+    A signed manifest is not validated further, since validation takes several times as long as parsing.
     """
     lines = _SEALS.findall(text)
     seals = dict(lines)
@@ -133,7 +133,7 @@ def _schema() -> Mapping[str, Any]:
 
 
 def is_own(manifest: Mapping[str, Any]) -> bool:
-    """Whether this user has written the manifest: a key that only that user can read made its signature."""
+    """Return whether this user has written the manifest: it is signed with a key that only this user can read."""
     signature = manifest.get("signature")
     return isinstance(signature, str) and _is_signature(signature, manifest["digest"])
 
@@ -144,7 +144,7 @@ def _is_signature(signature: str, digest: str) -> bool:
 
 
 def _signature(digest: str) -> str | None:
-    """HMAC-SHA-256 (RFC 2104) of a manifest's digest; None where the user's key can be neither read nor made."""
+    """Return the HMAC-SHA-256 (RFC 2104) of a manifest's digest; None if the user has no key and none can be made."""
     key = _key()
     return hmac.new(key, digest.encode(), hashlib.sha256).hexdigest() if key else None
 
@@ -159,7 +159,7 @@ def _key() -> bytes | None:
 
 
 def _create(path: Path) -> None:
-    """Create the key whole or not at all: of two runs that start at once, one key wins."""
+    """Create the key atomically: if two runs start at once, one key wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one line a logged step and one an evaluation; strict JSON, readable while it grows."""
+"""``metrics.jsonl``: one line per logged step and per evaluation; strict JSON, readable while it grows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONAL = ("facts", "metrics", "compute_seconds", "communication_seconds", "up
 class JsonLines:
     """Appends each event to ``path`` and flushes, so that others can follow the file.
 
-    What an earlier attempt wrote of steps that are about to be done again is taken out.
+    Lines of an earlier attempt about steps that will be repeated are removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ def _told(event: StepDone) -> dict[str, Any]:
 
 
 def is_metric(row: Row) -> bool:
-    """Return whether a row says what each line of ``metrics.jsonl`` says of a step or of an evaluation."""
+    """Return whether a row has the required fields of a step or an evaluation in ``metrics.jsonl``."""
     if type(row.get("step")) is not int or row["step"] < 0:
         return False
     metrics = row.get("metrics", {} if row.get("event") == "step" else None)
@@ -76,19 +76,19 @@ def _is_positive(value: Any) -> bool:
 
 
 def is_timing(row: Row) -> bool:
-    """Return whether a row says what each line of a rank's ``timing`` file says: its step, and seconds by name."""
+    """Return whether a row has the required fields of a rank's ``timing`` file: its step, and seconds by name."""
     return type(row.get("step")) is int and row["step"] >= 0 and all(map(is_number, row.values()))
 
 
 def metric_rows(path: Path, *, at_most: int | None = None) -> Rows:
-    """Read ``metrics.jsonl``; of a file of more than ``at_most`` lines, all evaluations and every k-th step."""
+    """Read ``metrics.jsonl``; if it has more than ``at_most`` lines, all evaluations and every k-th step."""
     return Rows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
 def rewind(path: Path, step: int, *, evaluated: bool = True) -> None:
-    """Drop the lines of what comes after ``step``, and those that are damaged; see :func:`drop_lines`.
+    """Drop damaged lines and those after ``step``; see :func:`drop_lines`.
 
-    With ``evaluated`` unset the evaluation that belongs to the step goes too.
+    With ``evaluated=False`` the evaluation after the step is also dropped.
     """
     drop_lines(path, is_valid=is_metric, is_kept=lambda row: _is_before(row, step, evaluated))
 
@@ -99,7 +99,7 @@ def _is_before(row: Row, step: int, evaluated: bool) -> bool:
 
 
 def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
-    """Return whether the last line says that nothing comes after ``step``; lines are in the order of their steps.
+    """Return whether the last line is at or before ``step``; lines are in the order of their steps.
 
     The launching process has read them all, and dropped those that were damaged, when the attempt began.
     """
@@ -118,13 +118,13 @@ def evaluations(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def last_metrics(path: Path) -> dict[str, float]:
-    """Return the metrics of the last evaluation that was logged; nothing if there was none."""
+    """Return the metrics of the last logged evaluation; empty if there was none."""
     logged = evaluations(path)
     return logged[-1][1] if logged else {}
 
 
 def metrics_digest(path: Path) -> str:
-    """SHA-256 of what the lines say of the computation; times are left out."""
+    """Return the SHA-256 of all values that depend only on the computation; times are left out."""
     digest = hashlib.sha256()
     for row in metric_rows(path):
         computed = {key: row[key] for key in _COMPUTED if key in row}

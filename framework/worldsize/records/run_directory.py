@@ -45,19 +45,19 @@ class RunDirectory:
         self.control = path / "control"  # names the socket at which the launching process takes requests
 
     def servers(self, attempt: int) -> Path:
-        """The folder in which servers and their clients find each other; for the eyes of the run's user alone."""
+        """The folder in which servers and their clients find each other; only the run's user may read it."""
         return self.path / "servers" / f"attempt_{attempt}"
 
     def log(self, role: str, rank: int) -> Path:
-        """The file that takes the output of one process, ``rank`` within its role."""
+        """The file with the output of one process, ``rank`` within its role."""
         return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.log"
 
     def error(self, role: str, rank: int) -> Path:
-        """The file in which a process that fails says why."""
+        """The file to which a failing process writes its error."""
         return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.error.json"
 
     def listener_lock(self, name: str) -> Path:
-        """The file at which the listeners of that name, one an attempt, take turns."""
+        """The lock file of the listeners of that name, one per attempt."""
         return self.path / "logs" / f"{name}.lock"
 
     def nccl_logs(self, host: str) -> Path:
@@ -90,7 +90,7 @@ def make_folder_of(file: Path, run: RunDirectory) -> None:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether there is no such file for certain: a file server that does not answer has not deleted it."""
+    """Return whether the file certainly does not exist; False if the file server does not answer."""
     try:
         path.stat()
     except OSError as error:
@@ -99,7 +99,7 @@ def is_missing(path: Path) -> bool:
 
 
 def private(folder: Path) -> Path:
-    """Make ``folder`` for this user's eyes alone, and its parent if there is none; return it."""
+    """Make ``folder``, readable only by this user, and its parent if it is missing; return it."""
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
@@ -107,13 +107,13 @@ def private(folder: Path) -> Path:
 
 
 def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
-    """A folder that no other launch has, ``name`` apart; nothing is created."""
+    """Return a run folder with a unique name, unless ``name`` is given; nothing is created."""
     unique = f"{datetime.now():%Y-%m-%d_%H%M%S}_{secrets.token_hex(3)}"
     return RunDirectory(root.resolve() / recipe / (name or unique))
 
 
 def runs_below(root: Path) -> list[RunDirectory]:
-    """List the runs in a folder, at whatever depth, by name; what lies inside of a run is not looked at."""
+    """List the runs in a folder, at any depth, by name; folders inside a run are not searched."""
     runs = []
     for folder, inside, files in os.walk(root):
         if RunDirectory.MANIFEST in files:
@@ -124,12 +124,12 @@ def runs_below(root: Path) -> list[RunDirectory]:
 
 @contextmanager
 def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
-    """Create the folder exclusively; if its filling fails, nothing of it is left.
+    """Create the folder exclusively, and remove it if the block fails.
 
-    A private one is for the eyes of this user alone.
+    Only this user may read a private folder.
 
     Raises:
-        ConfigError: it exists, or cannot be written.
+        ConfigError: the folder exists, or cannot be written.
     """
     before = _existing_parent(run.path)
     try:

@@ -1,4 +1,4 @@
-"""The record of a run: what its folder says of it, kept by the one process that holds its lock.
+"""The record of a run in its folder, written only by the process that holds its lock.
 
 Only this module reads and writes ``run_manifest.json``, ``overrides.yaml`` and ``result.json``, and writes
 ``config.yaml``, which :mod:`worldsize.config.recorded` reads.
@@ -40,7 +40,7 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.E
 @final
 @dataclass(frozen=True)
 class RunView:
-    """The record of a run, for those who only look."""
+    """A read-only view of the record of a run."""
 
     directory: RunDirectory
     manifest: Manifest
@@ -67,10 +67,10 @@ class RunView:
 
     @property
     def job(self) -> str | None:
-        """The last job that the run was submitted as.
+        """The last scheduler job of the run.
 
         Raises:
-            WorldsizeError: a scheduler's command would take its name for an option.
+            WorldsizeError: its name could be mistaken for an option of a command.
         """
         jobs = self.manifest.get("jobs")
         name = str(jobs[-1]["id"]) if jobs else None
@@ -80,10 +80,10 @@ class RunView:
 
 
 def view(path: Path) -> RunView:
-    """Read the run whose folder, or manifest, is ``path``.
+    """Read the run whose folder or manifest is ``path``.
 
     Raises:
-        WorldsizeError: its manifest is missing, of a newer worldsize, or was edited.
+        WorldsizeError: its manifest is missing, from a newer worldsize, or was edited.
     """
     is_manifest = path.name == RunDirectory.MANIFEST or is_file(path)
     directory = RunDirectory((path.parent if is_manifest else path).resolve())
@@ -91,9 +91,9 @@ def view(path: Path) -> RunView:
 
 
 def look(directory: RunDirectory) -> RunView:
-    """Read a run that others may be writing; one that says "running" but is not locked is amended to "killed".
+    """Read a run that another process may be writing; if it is "running" but not locked, amend it to "killed".
 
-    A manifest that cannot be written, by this user or on a full disk, is returned as it is.
+    A manifest that cannot be written, for lack of permission or space, is returned unchanged.
     """
     manifest = read_manifest(directory.manifest)
     if _says_running(manifest) and not is_locked(directory.path):
@@ -118,18 +118,18 @@ def write_configuration(directory: RunDirectory, *, config: str, overrides: str 
 
 
 def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
-    """Leave what came of the training, for the record to take in when the attempt ends; called by rank 0."""
+    """Write the results of training, which the record includes when the attempt ends; called by rank 0."""
     directory.result.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def read_result(directory: RunDirectory) -> dict[str, Any]:
-    """Read what came of the last attempt, with the numbers as they were computed; the manifest has NaN as text."""
+    """Read the results of the last attempt, with numbers as computed; the manifest has NaN as text."""
     result: dict[str, Any] = json.loads(directory.result.read_text())
     return result
 
 
 def note_job(directory: RunDirectory, name: str) -> None:
-    """Note that a scheduler has taken the run as the job ``name``; without the lock, which the job may hold already."""
+    """Record that a scheduler runs it as the job ``name``; without the lock, which the job may hold already."""
     manifest = read_manifest(directory.manifest)
     job = {"id": name, "submitted": _now()}
     jobs = [*manifest.get("jobs", ()), job]
@@ -138,7 +138,7 @@ def note_job(directory: RunDirectory, name: str) -> None:
 
 @contextmanager
 def writing(directory: RunDirectory) -> Iterator[None]:
-    """Raise RunFolderError in place of an error that says that the run's folder is gone or cannot be written."""
+    """Convert errors inside the context that the run's folder is gone or cannot be written to RunFolderError."""
     try:
         yield
     except OSError as error:
@@ -156,14 +156,14 @@ def writing(directory: RunDirectory) -> Iterator[None]:
 
 
 def _reserve(directory: RunDirectory) -> None:
-    """Take room on the disk, unless it is taken: bytes that no file system can compress away."""
+    """Reserve space on the disk with incompressible bytes, unless it is reserved."""
     if not directory.reserve.exists():
         directory.reserve.write_bytes(os.urandom(_RESERVED_BYTES))
 
 
 @final
 class RunRecord:
-    """The record of a run in the hands of its only writer; see :func:`opened`."""
+    """The record of a run, for its only writer; see :func:`opened`."""
 
     def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack) -> None:
         self.directory = directory
@@ -175,7 +175,7 @@ class RunRecord:
     def manifest(self) -> Manifest:
         """The manifest as it was last read or written.
 
-        It is read again only if another process wrote it: whoever submits a job notes it without the lock.
+        It is read again only if another process wrote it, such as one that submitted a job, which needs no lock.
         """
         if self._version != (version := self._version_on_disk()):
             self._manifest, self._version = read_manifest(self.directory.manifest), version
@@ -198,17 +198,17 @@ class RunRecord:
         return self._own
 
     def adopt(self) -> None:
-        """Take over another user's record, whose code this user has agreed to run: from now on it is signed anew."""
+        """Adopt another user's record, whose code this user has agreed to run; from now on this user signs it."""
         self._own = True
 
     def amend(self, manifest: Manifest, *, config: str, overrides: str) -> None:
-        """Let the record say that the run goes on with another configuration."""
+        """Record that the run resumes with another configuration."""
         with writing(self.directory):
             write_configuration(self.directory, config=config, overrides=overrides)
             self._write(manifest)
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int) -> int:
-        """Note that an attempt begins, on this host and ``others``; return its number."""
+        """Record that an attempt begins, on this host and ``others``; return its number."""
         job = job_of(os.environ)
         self._attempt = {
             "number": len(self.attempts) + 1,
@@ -232,7 +232,7 @@ class RunRecord:
         return len(self.attempts)
 
     def end_attempt(self, outcome: Outcome) -> None:
-        """Note how the attempt ended, and what came of it."""
+        """Record how the attempt ended, and its results."""
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
         if self.directory.transport.exists():
@@ -245,7 +245,7 @@ class RunRecord:
         write_result(self.directory, results)
 
     def give_up(self) -> None:
-        """Note, if the folder takes that much, that the attempt has failed because it takes no more."""
+        """Record, if there is space for it, that the attempt failed because the folder cannot be written."""
         with suppress(OSError, WorldsizeError):
             self.directory.reserve.unlink(missing_ok=True)
             if self._attempt is not None:
@@ -255,7 +255,7 @@ class RunRecord:
                 self._write(_with_end(manifest, **ended))
 
     def close(self) -> None:
-        """Release the lock, for another process to take."""
+        """Release the lock."""
         self._lock.close()
 
     def _write(self, manifest: Manifest) -> None:
@@ -269,10 +269,10 @@ class RunRecord:
 
 @contextmanager
 def opened(directory: RunDirectory) -> Iterator[RunRecord]:
-    """Open the record of a run to write it. An attempt that was killed, and could not say so, is noted as such.
+    """Open the record of a run for writing. An attempt that was killed is recorded as such.
 
     Raises:
-        WorldsizeError: there is no such run, or a process holds its lock already.
+        WorldsizeError: the run does not exist, or a process holds its lock already.
     """
     with ExitStack() as lock:
         is_run = is_file(directory.manifest)
@@ -305,13 +305,13 @@ def _with_end(manifest: Manifest, **facts: Any) -> dict[str, Any]:
 
 
 def _last_written(folder: Path) -> float:
-    """Return the Unix time at which the run last wrote, as far as a date can say it."""
+    """Return the Unix time in seconds at which the run last wrote, limited to the year 9999."""
     last = max(file.stat().st_mtime for file in folder.rglob("*") if is_file(file))
     return min(max(last, 0.0), _LATEST)
 
 
 def _rewind_metrics(directory: RunDirectory) -> None:
-    """Take out of the metrics what came after the newest checkpoint: it will be computed again."""
+    """Remove metrics after the newest checkpoint, since these steps will be repeated."""
     from worldsize.checkpoints.format import complete, read, step_of
     from worldsize.records.metrics import rewind
 
@@ -323,7 +323,7 @@ def _rewind_metrics(directory: RunDirectory) -> None:
 
 
 def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """Return what rank 0 wrote, or only the exit reason if the run did not get so far; and the checkpoints' digests."""
+    """Return rank 0's results, or only the exit reason if there are none, and the checkpoints' digests."""
     from worldsize.checkpoints.format import COMPLETE, complete
 
     digests = {path.name: (path / COMPLETE).read_text().strip() for path in complete(directory.checkpoints)}

@@ -159,7 +159,7 @@ _DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "
 
 
 def orders_differ(then: int, now: int, manifest: Mapping[str, Any]) -> bool:
-    """Tell whether two versions of the order of samples may differ for the data that ``manifest`` records.
+    """Return whether two versions of the order of samples may differ for the data that ``manifest`` records.
 
     Versions 1 and 2 differ for more than 2²² samples, which take at least as many bytes.
     """

@@ -26,7 +26,7 @@ _GOOGLE = re.compile(r"\bAIza[\w-]{35}\b")
 
 
 def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | None:
-    """Say why the file ``path`` is not to be copied into a run folder; None: nothing shows that it is private.
+    """Return why the file ``path`` is not to be copied into a run folder; None: nothing shows that it is private.
 
     ``name``: relative to its project, with which the patterns of ``include`` are compared, that overrule this. Of
     Python's sources no name shows anything: ``secret_sharing.py`` is a module.

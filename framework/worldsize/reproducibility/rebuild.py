@@ -136,7 +136,7 @@ def _framework() -> tuple[Path, ...]:
 
 
 def to_be_installed(lock: Lock) -> list[str]:
-    """Say what ``lock`` would install, and from where.
+    """Describe what ``lock`` would install, and from where.
 
     What is here already in the same version stands in one line for all that come from the same places.
 

@@ -48,7 +48,7 @@ class CommonOperation(IntEnum):
     REFUSED = 3  # a message: the reason; the connection ends
     DONE = 4  # acknowledges a request; no payload
     MESSAGE = 5  # JSON
-    HEARTBEAT = 6  # a sign of life; not answered
+    HEARTBEAT = 6  # a heartbeat; not answered
     SHARE = 7  # not answered; three file descriptors follow, see worldsize.transport.shared_memory
 
 

@@ -55,7 +55,7 @@ def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
 
 
 def _servers_of(line: Line) -> Sequence[Line]:
-    """Return what a line tells of each server; nothing if one of them is told of as no strategy does."""
+    """Return the facts about each server in a line; nothing if they have an unknown form."""
     facts = line.get("facts")
     listed = facts.get("servers") if isinstance(facts, dict) else None
     return listed if isinstance(listed, list) and all(map(_is_load, listed)) else []

@@ -47,7 +47,7 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
 
 
 def _check_shown(record: Record) -> None:
-    """Ask a run for all that a page of several shows of it, so that one whose record lacks some is refused alone."""
+    """Read everything that a page about several runs shows of one, so that an incomplete record is refused alone."""
     manifest = record.manifest
     _ = (
         typed(record),

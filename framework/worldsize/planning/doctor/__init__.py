@@ -1,1 +1,1 @@
-"""What an examination of a cluster has found, judged: pure functions of facts."""
+"""Judges the facts of a cluster's examination: pure functions."""

@@ -1,4 +1,4 @@
-"""What the hosts and processes of a cluster find out about it and share: JSON files in the run's folder."""
+"""Findings that the hosts and processes of a cluster share: JSON files in the run's folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_facts(folder: Path, name: str) -> Facts:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was found out about a cluster."""
+    """All findings about a cluster."""
 
     nodes: int  # that the cluster should have
     hosts: Mapping[int, Facts]  # by node

@@ -1,4 +1,4 @@
-"""Checks of each host by itself, and of all hosts against the first."""
+"""Checks each host alone, and all hosts against the first."""
 
 from __future__ import annotations
 

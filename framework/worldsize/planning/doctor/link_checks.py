@@ -94,7 +94,7 @@ def _red(findings: Findings, tier: str, nodes: Sequence[int], links: Measured, p
 
 
 def _over(findings: Findings, tier: str, nodes: Sequence[int]) -> str:
-    """Say by which interfaces the bytes went."""
+    """Describe which interfaces carried the bytes."""
     used = [f"{_interface(findings, node)}" for node in nodes if _interface(findings, node)]
     return f" over {', '.join(dict.fromkeys(used))}" if tier == "network" and used else ""
 

@@ -85,7 +85,7 @@ def _other(facts: Facts) -> str:
 
 
 def others(facts: Facts, used: str | None) -> str:
-    """List the interfaces of a host beside the one that is used."""
+    """List the interfaces of a host other than the one in use."""
     named = [f"{name} {each['address']}" for name, each in facts["interfaces"].items() if name not in (used, "lo")]
     return ", ".join(named)
 

@@ -61,7 +61,7 @@ class Call:
 
     @property
     def is_message(self) -> bool:
-        """Tell whether it is between two ranks."""
+        """Return whether it is between two ranks."""
         return self.operation in MESSAGES
 
     @property
@@ -75,7 +75,7 @@ class Call:
 
 @final
 class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every collective of torch.distributed that is called within, whoever calls it.
+    """Records every collective of torch.distributed that is called inside.
 
     Args:
         heard: What the other ranks have said in an earlier rehearsal, which they are taken to say again.
@@ -174,7 +174,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._waits_for(len(self.calls) - 1)
 
     def _waits_for(self, number: int | None) -> None:
-        """Note that the rank waits for its call ``number``, unless it has done so before."""
+        """Record that the rank waits for its call ``number``, unless it has done so before."""
         if number is not None:
             self.waits.setdefault(number, len(self.calls))
 

@@ -1,4 +1,4 @@
-"""Lets a rank say its small tensors in each call, and hear what others have said there in an earlier rehearsal."""
+"""Records a rank's small tensors in each call, and replays those of other ranks from an earlier rehearsal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Conversation:
         self._from_any: Counter[Group] = Counter()
 
     def begun(self, call: str, group: Group, operator: Operator, site: str, *, is_object: bool) -> Exchange:
-        """Say what this rank puts into ``call``, and find out what it gets."""
+        """Describe what this rank puts into ``call``, and find out what it gets."""
         mine = dist.get_rank()
         place = self._place(group, operator, mine)
         with _disable_current_modes():
@@ -112,7 +112,7 @@ class Conversation:
 
 
 def _says(operator: Operator, place: int, *, is_object: bool) -> bool:
-    """Tell whether the member at ``place`` has something to say; objects that it is to get do not count."""
+    """Return whether the member at ``place`` has something to say; objects that it is to get do not count."""
     if operator.name in (*_ALL_SAY, "send"):
         return True
     is_root = operator.root == place

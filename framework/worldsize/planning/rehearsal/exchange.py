@@ -112,7 +112,7 @@ class Said:
         return _read(words, call, like)
 
     def has_news(self, ranks: Collection[int]) -> bool:
-        """Tell whether any of ``ranks`` would hear something else than what it says itself."""
+        """Return whether any of ``ranks`` would hear something else than what it says itself."""
         return any(
             len({known.get(rank) for rank in place.ranks if rank in ranks}) > 1
             for place, known in self.words.items()

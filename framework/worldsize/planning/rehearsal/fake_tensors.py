@@ -43,7 +43,7 @@ class FakeTensors:
             )
 
     def owns(self, tensor: FakeTensor) -> bool:
-        """Tell whether the rank has ``tensor``: it is not one of those by which DTensor finds out global shapes."""
+        """Return whether the rank has ``tensor``: it is not one of those by which DTensor finds out global shapes."""
         return tensor.fake_mode is self.mode and self.mode.depth < 2
 
     def of(self, data: Any) -> Any:

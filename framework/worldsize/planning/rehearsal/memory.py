@@ -62,7 +62,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.log.see(leaf.untyped_storage())
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Tell whether the rank computes with it: it is no fake by which torch finds out the sizes of others."""
+        """Return whether the rank computes with it: it is no fake by which torch finds out the sizes of others."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return False
         if isinstance(tensor, FakeTensor):

@@ -77,7 +77,7 @@ def rehearse(
 
 
 def _asks_again(rehearsed: Sequence[Rehearsed], said: Said) -> bool:
-    """Tell whether any rank may call something else once it has heard the others."""
+    """Return whether any rank may call something else once it has heard the others."""
     if said.has_news({each.rank for each in rehearsed}):
         return True
     has_failed = any(each.error is not None for each in rehearsed)

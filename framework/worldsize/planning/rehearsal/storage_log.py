@@ -51,7 +51,7 @@ class StorageLog:
         self._trained: int | None = None  # changes before the evaluation
 
     def see(self, storage: UntypedStorage) -> None:
-        """Note that a storage is there, with the size that it has now."""
+        """Record a storage and its present size."""
         address = storage._cdata
         if address in self._foreign:
             return
@@ -71,7 +71,7 @@ class StorageLog:
             self._foreign[address] = weakref.ref(storage, lambda _: self._foreign.pop(address, None))
 
     def knows(self, storage: UntypedStorage) -> bool:
-        """Tell whether the storage has been seen."""
+        """Return whether the storage has been seen."""
         return storage._cdata in self._numbers
 
     def _freed(self, address: int, _: object) -> None:
@@ -80,7 +80,7 @@ class StorageLog:
         self._changes.append((number, -self._sizes.pop(number, 0)))
 
     def label(self, part: str, tensors: Iterable[Any]) -> None:
-        """Say what the storages of ``tensors`` are for, unless that has been said."""
+        """Describe what the storages of ``tensors`` are for, unless that has been said."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 number = self._numbers.get(local(tensor).untyped_storage()._cdata)
@@ -88,11 +88,11 @@ class StorageLog:
                     self._labels.setdefault(number, part)
 
     def begin_training(self) -> None:
-        """Note that the replica is built here."""
+        """Record that the replica is built here."""
         self._built = len(self._changes)
 
     def begin_evaluation(self) -> None:
-        """Note that training ends here, the first time that it is called."""
+        """Record that training ends here, the first time that it is called."""
         self._trained = self._trained or len(self._changes)
 
     def building_peak(self) -> Peak:

@@ -1,4 +1,4 @@
-"""What one rank sends in a step: the bytes of its collectives, as rings send them."""
+"""The bytes that one rank sends in a step, if its collectives are rings."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def deadlock(ranks: Sequence[Rehearsed]) -> Deadlock | None:
 
 @final
 class _Play:
-    """The ranks at work: how far each has come, and which calls it has made."""
+    """The progress of the ranks, and the calls that each has made."""
 
     def __init__(self, ranks: Sequence[Rehearsed]) -> None:
         self.scripts = {each.rank: _script(each) for each in ranks}

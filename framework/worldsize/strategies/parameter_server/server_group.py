@@ -49,7 +49,7 @@ class PendingServer:
         succession: Waits until this server is master; run it before :meth:`serve`.
         dialer: Connects this process to the other servers.
         listener: The socket at which this server will accept connections.
-        lease: Seconds without a sign of life after which a standby is given up.
+        lease: Seconds without a heartbeat after which a standby is given up.
         has_standby: Whether a standby will connect.
     """
 
