@@ -1,0 +1,133 @@
+"""The states of foreign iterables as bytes: JSON, in which all that JSON does not know is tagged. No pickle."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from worldsize.checkpoints.shards import DTYPES
+from worldsize.errors import CheckpointError, ConfigError
+from worldsize.strict_json import parse
+
+_DEEPEST = 100  # levels of a state
+_LARGEST = 1 << 30  # bytes of a state
+_KINDS = "biufcSUmM"  # of NumPy's dtypes: all that are no references to Python's objects
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HELD = (
+    "A state is made of None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and of dicts, lists, "
+    "tuples and sets of these."
+)
+
+
+def encode(state: Any) -> bytes:
+    """Write ``state`` as bytes, which :func:`decode` reads.
+
+    Raises:
+        ConfigError: it has something that cannot be written; the message names its place and type.
+    """
+    return json.dumps(_encoded(state, "state", 0), allow_nan=False, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Any:
+    """Read what :func:`encode` has written.
+
+    Raises:
+        CheckpointError: the bytes are something else.
+    """
+    try:
+        return _decoded(parse(data, at_most=_LARGEST, deepest=4 * _DEEPEST, finite=False))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, binascii.Error) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the state of the training stream is damaged ({kind}).") from None
+
+
+def _encoded(node: Any, path: str, depth: int) -> Any:
+    """Return ``node`` in JSON's own types; subclasses are refused, as they would come back as something else."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"the training stream's state is nested more than {_DEEPEST} deep at {path[:200]}. {_HELD}")
+    kind = type(node)
+    if node is None or kind in (bool, int, str):
+        return node
+    if kind is float:
+        return node if math.isfinite(node) else {"$float": str(node)}
+    if kind is list:
+        return [_encoded(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]
+    if kind is dict:
+        return _mapping(node, path, depth + 1)
+    if kind is tuple:
+        return {"$tuple": [_encoded(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]}
+    if kind in (set, frozenset):
+        children = [_encoded(child, f"{path}{{...}}", depth + 1) for child in node]
+        return {f"${kind.__name__}": sorted(children, key=json.dumps)}
+    if kind in (bytes, bytearray):
+        return {f"${kind.__name__}": _text(node)}
+    if isinstance(node, Tensor) and node.layout == torch.strided and node.dtype in _NAMES:
+        return {"$tensor": [_NAMES[node.dtype], list(node.shape), _text(_bytes_of(node))]}
+    if kind is numpy.ndarray and node.dtype.kind in _KINDS:
+        return {"$array": [node.dtype.str, list(node.shape), _text(node.tobytes())]}
+    if isinstance(node, numpy.generic) and node.dtype.kind in _KINDS:
+        return {"$scalar": [node.dtype.str, _text(node.tobytes())]}
+    raise ConfigError(
+        f"the training stream's state cannot be saved: {path} is a {kind.__module__}.{kind.__qualname__}. {_HELD}"
+    )
+
+
+def _mapping(node: Mapping[Any, Any], path: str, depth: int) -> Any:
+    children = [(key, _encoded(child, f"{path}[{key!r}]", depth)) for key, child in node.items()]
+    if all(type(key) is str and not key.startswith("$") for key, _ in children):
+        return dict(children)
+    return {"$items": [[_encoded(key, f"a key of {path}", depth), child] for key, child in children]}
+
+
+def _decoded(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_decoded(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    if len(node) != 1 or not next(iter(node)).startswith("$"):
+        return {key: _decoded(child) for key, child in node.items()}
+    ((tag, value),) = node.items()
+    match tag, value:
+        case "$float", "inf" | "-inf" | "nan":
+            return float(value)
+        case "$items", list():
+            return {_decoded(key): _decoded(child) for key, child in value}
+        case "$tuple" | "$set" | "$frozenset", list():
+            return {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag](map(_decoded, value))
+        case "$bytes" | "$bytearray", str():
+            return _binary(value) if tag == "$bytes" else bytearray(_binary(value))
+        case "$tensor", [str(name), list(shape), str(text)]:
+            flat = torch.frombuffer(bytearray(_binary(text)), dtype=torch.uint8) if text else torch.empty(0).byte()
+            return flat.view(DTYPES[name]).reshape(shape)
+        case "$array", [str(name), list(shape), str(text)]:
+            return numpy.frombuffer(bytearray(_binary(text)), _dtype(name)).reshape(shape)
+        case "$scalar", [str(name), str(text)]:
+            return numpy.frombuffer(_binary(text), _dtype(name))[0]
+    raise ValueError(f"{tag[:40]} of {str(value)[:40]}")
+
+
+def _dtype(name: str) -> numpy.dtype[Any]:
+    dtype = numpy.dtype(name)
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"dtype {name[:40]}")
+    return dtype
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _binary(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
