@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from worldsize.checkpoints.format import HYPERPARAMETERS, Checkpoint, complete, read, verify
+from worldsize.checkpoints.format import HYPERPARAMETERS, STREAMS, Checkpoint, complete, read, verify
 from worldsize.checkpoints.shards import DTYPES
 from worldsize.checkpoints.storage import Reader
 from worldsize.checkpoints.tree import join, ordered_like, split
@@ -86,7 +86,7 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     Raises:
         CheckpointError: names, shapes or dtypes differ; then nothing has been written.
     """
-    ignore = [*ignore, *_unfit(checkpoint, template)]
+    ignore = [*ignore, STREAMS, *_unfit(checkpoint, template)]  # who reads a stream asks for its own readers' states
     tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
     saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
     tensors = {name: _sized(tensor, saved.get(name)) for name, tensor in tensors.items()}
@@ -162,12 +162,23 @@ def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
     return tensor.new_empty(saved["shape"]) if grows and saved else tensor
 
 
-def read_tensors(checkpoint: Checkpoint, part: str) -> dict[str, Tensor]:
-    """Return the full tensors of one top-level part of the state, by their names in it, with the saved shapes."""
-    described = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(f"{part}/")}
+def read_tensors(checkpoint: Checkpoint, part: str, *, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return the full tensors of one top-level part of the state, by their names in it, with the saved shapes.
+
+    Args:
+        checkpoint: The checkpoint.
+        part: Name of the part.
+        only: Names of the tensors to read; None: all of the part.
+    """
+    prefix = f"{part}/"
+    described = {
+        name: facts
+        for name, facts in checkpoint.tensors.items()
+        if name.startswith(prefix) and (only is None or name.removeprefix(prefix) in only)
+    }
     tensors = {name: torch.empty(facts["shape"], dtype=DTYPES[facts["dtype"]]) for name, facts in described.items()}
     state_dict_loader.load(dict(tensors), storage_reader=Reader(checkpoint), no_dist=True)
-    return {name.removeprefix(f"{part}/"): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Tensor]) -> Iterator[str]:

@@ -71,13 +71,17 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._pending: Future[CheckpointSaved | None] | None = None
 
-    def save(self, state: StateDict, *, step: int, facts: Mapping[str, Any]) -> list[CheckpointSaved]:
+    def save(
+        self, state: StateDict, *, step: int, facts: Mapping[str, Any], streams: Mapping[str, Tensor] | None = None
+    ) -> list[CheckpointSaved]:
         """Wait for the previous save, start the next one, and return the events of the previous one.
 
         Args:
             state: The state; its tensors, of any shapes, are copied before the call returns.
             step: The step after which it is saved.
             facts: Plain values of the caller to store with it.
+            streams: Tensors on the CPU, of the part "streams", that only this rank has. They are not copied, and other
+                ranks do not know their shapes.
 
         Raises:
             CheckpointError: the previous save failed on some rank.
@@ -87,7 +91,7 @@ class Saver:
         tensors, values = split(state)
         if self._names != tensors.keys():
             self._names, self._partly = set(tensors), partly_held(tensors, self._world)
-        mine = self._copied(dict(written_here(tensors, self._partly, self._world)))
+        mine = {**self._copied(dict(written_here(tensors, self._partly, self._world))), **(streams or {})}
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
         self._pending = self._thread.submit(self._write, mine, head, step, _outline(tensors))
         return ended
