@@ -25,6 +25,7 @@ EVERYTHING = (
     "worldsize.core.recipe",
     "worldsize.core.state_metric",
     "worldsize.core.strategy",
+    "worldsize.core.streams",
     "worldsize.errors",
     "worldsize.testing.contract",
     "worldsize.testing.hosts",

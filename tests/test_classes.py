@@ -34,7 +34,7 @@ FOREIGN = {  # attributes of objects that are not ours, which their libraries as
     *("grad", "param_groups", "iter", "p_memory_dict", "deterministic", "benchmark", "simulate_uniform_ranks"),  # torch
     *("_opt_called", "trainer"),  # torch's schedules look at the one, modules of Lightning have the other
     *("minimum_version", "check_hostname", "verify_mode", "handlers", "propagate", "stdout", "stderr", "epilog"),
-    *("value", "caption", "overflow", "keep_trailing_newline"),  # shared memory of processes, rich, jinja2
+    *("value", "caption", "overflow", "keep_trailing_newline", "_worker_info"),  # shared memory, rich, jinja2, torch
 }
 
 

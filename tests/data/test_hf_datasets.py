@@ -198,14 +198,18 @@ def test_a_stream_trains_as_under_a_data_loader_of_torch(make: Callable[[Path], 
     same_losses(recipe, plain_loop(recipe, batches), CONFIG)
 
 
-def test_processes_train_a_stream_as_one_plain_loop_does() -> None:
-    """A whole pass, so that torch's DataLoader takes its batches from the stream itself."""
+@pytest.mark.parametrize("shards", [1, 2])
+def test_processes_train_a_stream_as_one_plain_loop_does(shards: int) -> None:
+    """A whole pass, so that torch's DataLoader takes its batches from the stream itself, or from its two halves."""
     steps = ROWS // BATCH
-    recipe = Sentences(sentences().to_iterable_dataset(num_shards=2))
+    recipe = Sentences(sentences().to_iterable_dataset(num_shards=shards))
     config = PortConfig(batch_size=BATCH, steps=steps, micro_batches=2)
 
     def batches() -> Iterable[Batch]:
-        return DataLoader(recipe.dataset, batch_size=BATCH, collate_fn=padded)
+        if shards == 1:
+            return DataLoader(recipe.dataset, batch_size=BATCH, collate_fn=padded)
+        halves = [DataLoader(recipe.dataset.shard(2, half), batch_size=BATCH // 2, collate_fn=list) for half in (0, 1)]
+        return (padded(first + second) for first, second in zip(*halves, strict=True))
 
     same_losses(recipe, plain_loop(recipe, batches), config, strategy=DDP(), processes=2, tolerance=1e-5)
 

@@ -27,7 +27,7 @@ from worldsize.strict_json import parse
 
 SCHEMA_VERSION = 2
 STREAMS = "streams"  # positions of the readers of the training stream, a tensor each (data/streams.py)
-PARTS = ("model", "optimizer", "schedule", "scaler", "ema", STREAMS)  # parts of the state that can be ignored when loading
+PARTS = ("model", "optimizer", "schedule", "scaler", "ema", STREAMS)  # of the state, can be ignored when loading
 HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, of optimizer and schedule
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")

@@ -64,6 +64,7 @@ from worldsize.core.strategy import (
     Strategy,
     Workload,
 )
+from worldsize.core.streams import ShardedStream, StatefulStream
 from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
 
 __all__ = [
@@ -116,9 +117,11 @@ __all__ = [
     "RunEnded",
     "RunFailed",
     "RunStarted",
+    "ShardedStream",
     "StateDict",
     "StateMetric",
     "StateReduction",
+    "StatefulStream",
     "StepDone",
     "StepResult",
     "StepTiming",

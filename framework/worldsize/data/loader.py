@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,10 +17,9 @@ from worldsize.core import Batch, ConfigError, MicroBatch
 from worldsize.data.balanced import Balanced
 from worldsize.data.fetch import Collate, fetch, is_iterable, to_device
 from worldsize.data.order import Order
-from worldsize.data.streams import streamed
+from worldsize.data.reader_process import begin_worker
+from worldsize.data.streams import TrainingStream
 from worldsize.reproducibility.seeds import seed_generators, stream
-from worldsize.world.parent import die_with_parent
-from worldsize.world.preemption import SIGNALS
 
 _CPU = torch.device("cpu")
 
@@ -79,13 +77,15 @@ def micro_batches(
     """Yield this process's micro-batches of step ``first + 1`` and of every later one, without end.
 
     Args:
-        workers: processes that load map-style data ahead; 0 loads in this process.
+        workers: processes that load map-style data ahead, of which a stream takes one; 0 loads in this process.
         collate: makes a batch of a list of samples.
     """
     if order.balanced and is_iterable(dataset):
         raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
     if is_iterable(dataset):
-        batches: Iterable[Batch] = streamed(dataset, order, first, collate)
+        source = dataset if isinstance(dataset, TrainingStream) else TrainingStream(dataset)
+        pinned = device.type == "cuda"
+        batches: Iterable[Batch] = source.batches(order, first, collate, workers=workers, pinned=pinned)
     else:
         batches = _drawn(_Fetcher(dataset, order, collate), first, device, workers)
     tagged = (
@@ -113,16 +113,10 @@ def _drawn(fetcher: _Fetcher, first: int, device: torch.device, workers: int) ->
         batch_sampler=requests,  # type: ignore[arg-type]  # a request stands for its list of indices
         collate_fn=_as_it_is,
         num_workers=workers,
-        worker_init_fn=partial(_begin_worker, os.getpid()),
+        worker_init_fn=partial(begin_worker, os.getpid()),
         pin_memory=device.type == "cuda",
     )
     return loader
-
-
-def _begin_worker(parent: int, _: int) -> None:
-    die_with_parent(parent)
-    for number in SIGNALS:  # they may reach every process; this one is needed until the training process ends
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Batch) -> Batch:

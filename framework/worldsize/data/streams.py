@@ -1,31 +1,299 @@
-"""Reads data that have no index: whatever can only be iterated over."""
+"""Reads data that have no index: whatever can only be iterated over.
+
+A stream that can be divided (:class:`ShardedStream`) is read by each process only for the logical ranks that it
+carries, one reader each. Of any other, every process reads the whole, and keeps its samples. Either way, what a step
+sees follows from the step and the logical rank, and so does the state of each reader at its end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice, repeat
-from typing import Any
+import inspect
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Any, NamedTuple, final
 
-from worldsize.core import Batch, ConfigError
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from worldsize.checkpoints.format import STREAMS, Checkpoint
+from worldsize.checkpoints.load import read_tensors
+from worldsize.core import Batch, ConfigError, ShardedStream
+from worldsize.data.endless import EndlessReader
 from worldsize.data.fetch import Collate
 from worldsize.data.order import Order
+from worldsize.data.reader_process import begin_reader
+from worldsize.reproducibility.seeds import seed_generators, stream
+
+_logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_WHOLE = "whole"  # the reader of a stream that is not divided
+_REMEMBERED = 64  # steps that may be read ahead of the one that is saved
+_PROGRESS = 10.0  # seconds between two lines that say how many samples have been skipped
+
+States = Mapping[str, bytes]  # of readers, by their names
 
 
-def streamed(dataset: Iterable[Any], order: Order, first: int, collate: Collate) -> Iterator[Batch]:
-    """Read the whole stream in every process, again and again, and yield what is of its logical ranks."""
-    endless = chain.from_iterable(map(_nonempty, repeat(dataset)))
-    samples = islice(endless, first * order.batch_size, None)
-    while True:
-        whole = list(islice(samples, order.batch_size))
+class _Step(NamedTuple):
+    number: int
+    batches: list[Batch]  # of this process's logical ranks
+    states: States | None  # at the step's end; None: they are asked for before the next step is read
+
+
+@final
+class TrainingStream:
+    """A stream of training samples with its place in a run.
+
+    Args:
+        dataset: What the recipe returns.
+        checkpoint: Where the run goes on; None: at its beginning, or without the states of the stream.
+        speaks: Whether this process says what reading costs; one is enough.
+    """
+
+    def __init__(self, dataset: Iterable[Any], *, checkpoint: Checkpoint | None = None, speaks: bool = False) -> None:
+        self._dataset, self._checkpoint, self._speaks = dataset, checkpoint, speaks
+        self._remembered: deque[_Step] = deque(maxlen=_REMEMBERED)
+        self._reading: _Reading | None = None  # in this process
+
+    def batches(
+        self, order: Order, first: int, collate: Collate, *, workers: int = 0, pinned: bool = False
+    ) -> Iterator[Batch]:
+        """Yield the batches of step ``first + 1`` and of every later one, of each logical rank of this process.
+
+        Args:
+            workers: 0 reads in this process; otherwise one process reads ahead, since more would change the order.
+            pinned: Whether what it reads goes to page-locked memory, from which it is copied to a GPU.
+
+        Raises:
+            ConfigError: the stream is empty, cannot be read by a process of its own, or does not fit its states.
+        """
+        reading = _Reading(self._dataset, order, collate, speaks=self._speaks)
+        begin = reading.begin(first, self._checkpoint)
+        if workers:
+            _check_alone(self._dataset)
+            steps: Iterable[_Step] = _ahead(_Ahead(reading, begin), pinned=pinned)
+        else:
+            self._reading = reading
+            steps = reading.steps(begin)
+        for step in steps:
+            self._remembered.append(step._replace(batches=[]))
+            yield from step.batches
+
+    def states(self, step: int) -> dict[str, Tensor]:
+        """Return the states of this process's readers at the end of ``step``, as a checkpoint holds them.
+
+        There are none if the stream has no state.
+        """
+        for each in self._remembered:
+            if each.number == step:
+                states = each.states
+                if states is None and each is self._remembered[-1] and self._reading:
+                    states = self._reading.states()
+                if states is not None:
+                    return {f"{STREAMS}/{name}": _tensor(state) for name, state in states.items()}
+        raise RuntimeError(f"the state of the training stream at step {step} was not kept: it is read ahead too far.")
+
+
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """Says where the reading begins.
+
+    Attributes:
+        first: The last step whose samples are not seen again.
+        done: The step whose end the states are of; those of later ones up to ``first`` are read and dropped.
+        states: Of each reader by its name; none of them, and ``done`` is 0: all are.
+    """
+
+    first: int
+    done: int = 0
+    states: States = field(default_factory=dict)
+
+
+@final
+class _Reading:
+    """Reads a stream for the logical ranks of one process."""
+
+    def __init__(self, dataset: Iterable[Any], order: Order, collate: Collate, *, speaks: bool) -> None:
+        self._dataset, self._order, self._collate, self._speaks = dataset, order, collate, speaks
+        total = order.logical_ranks
+        self._divided = total > 1 and _num_shards(dataset) >= total
+        # one reader would do without shard(), but after a resume some begin again where it was and not at the start
+        parts = {str(rank): (total, rank) for rank in order.mine} if self._divided else {_WHOLE: (1, 0)}
+        self._readers = {name: EndlessReader(partial(self._pass, *part)) for name, part in parts.items()}
+
+    def begin(self, first: int, checkpoint: Checkpoint | None) -> _Beginning:
+        """Read from ``checkpoint`` how to begin so that step ``first + 1`` is the next one."""
+        if checkpoint is None or checkpoint.step > first:
+            return _Beginning(first)
+        saved = {name.removeprefix(f"{STREAMS}/") for name in checkpoint.tensors if name.startswith(f"{STREAMS}/")}
+        if not saved:
+            return _Beginning(first)
+        total = self._order.logical_ranks
+        if saved != ({str(rank) for rank in range(total)} if self._divided else {_WHOLE}):
+            now = f"{total} readers" if self._divided else "one reader of the whole"
+            raise ConfigError(
+                f"{checkpoint.path} has the states of {len(saved)} reader(s) of the training stream, and the run has "
+                f"{now} now. Resume with the logical_ranks and the stream of then, or read the stream again from its "
+                "start with --ignore streams: samples may then come twice in an epoch, or not at all."
+            )
+        tensors = read_tensors(checkpoint, STREAMS, only=self._readers)
+        return _Beginning(first, checkpoint.step, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()})
+
+    def steps(self, begin: _Beginning, *, with_states: bool = False) -> Iterator[_Step]:
+        """Yield step after step without end.
+
+        Args:
+            begin: Where.
+            with_states: Whether each comes with the states at its end, as is needed where steps are read ahead.
+        """
+        for name, state in begin.states.items():
+            self._readers[name].restore(state)
+        self._skip(begin)
+        number = begin.first
+        while True:
+            number += 1
+            batches = self._batches(number)
+            if number == begin.first + 1:
+                self._explain(number)
+            yield _Step(number, batches, self.states() if with_states else None)
+
+    def states(self) -> States:
+        """Return the states of all readers as they are now, if they have any."""
+        return {name: reader.state() for name, reader in self._readers.items() if reader.has_state}
+
+    def _pass(self, count: int, index: int, number: int) -> Iterable[Any]:
+        """Return part ``index`` of ``count`` for pass ``number``, whose order it may draw when its iteration begins."""
+        seed_generators(stream(self._order.seed, "pass", number, index), _CPU)
+        if isinstance(self._dataset, ShardedStream) and _num_shards(self._dataset):
+            return self._dataset.shard(num_shards=count, index=index)
+        return self._dataset
+
+    def _batches(self, step: int) -> list[Batch]:
+        order = self._order
+        if self._divided:
+            return [self._collate(self._share(step, rank)) for rank in order.mine]
+        self._seed(step)
+        samples = self._readers[_WHOLE].take(order.batch_size)
+        batches = []
         for rank in order.mine:
-            begin = rank * order.micro_batch_size
-            yield collate(whole[begin : begin + order.micro_batch_size])
+            self._seed(step, rank)  # the collation may draw random numbers
+            place = rank * order.micro_batch_size
+            batches.append(self._collate(samples[place : place + order.micro_batch_size]))
+        return batches
+
+    def _share(self, step: int, rank: int) -> list[Any]:
+        self._seed(step, rank)
+        return self._readers[str(rank)].take(self._order.micro_batch_size)
+
+    def _seed(self, *place: int) -> None:
+        """Let what the stream draws while it is read follow from the step, and the logical rank if it is divided."""
+        seed_generators(stream(self._order.seed, "data", *place), _CPU)
+
+    def _skip(self, begin: _Beginning) -> None:
+        """Read the samples of the steps that are not to be seen again as they were read then."""
+        order, total = self._order, (begin.first - begin.done) * self._order.batch_size
+        if total and self._speaks:
+            _logger.info("the training stream is read again: %s samples up to step %d", f"{total:,}", begin.first)
+        said = monotonic()
+        for step in range(begin.done + 1, begin.first + 1):
+            if self._divided:
+                for rank in order.mine:
+                    self._share(step, rank)
+            else:
+                self._seed(step)
+                self._readers[_WHOLE].take(order.batch_size)
+            if self._speaks and monotonic() > said + _PROGRESS:
+                said = monotonic()
+                count = (step - begin.done) * order.batch_size
+                _logger.info("%s of %s samples of the training stream were read again", f"{count:,}", f"{total:,}")
+
+    def _explain(self, step: int) -> None:
+        """Say what reading costs; what cannot be saved is an error now, and not at the first save."""
+        stateful = bool(self.states())
+        if not self._speaks:
+            return
+        order, name = self._order, type(self._dataset).__name__
+        if not stateful:
+            _logger.warning(
+                "the training stream (%s) has neither state_dict nor load_state_dict: a resume reads it again from its "
+                "start, %d samples for each step that was taken. Give it both, or return data with an index.",
+                name,
+                order.batch_size,
+            )
+        if not self._divided and len(order.mine) < order.logical_ranks:
+            _logger.warning(
+                "every process reads the whole training stream (%s) and keeps its part of it. %s",
+                name,
+                _remedy(self._dataset, order.logical_ranks),
+            )
+        if self._divided and _num_shards(self._dataset) % order.logical_ranks:
+            _logger.warning(
+                "the %d shards of the training stream (%s) are dealt to %d logical ranks: those with fewer begin again "
+                "before the others end, and see their samples more often. Make it of a multiple of %d shards.",
+                _num_shards(self._dataset),
+                name,
+                order.logical_ranks,
+                order.logical_ranks,
+            )
 
 
-def _nonempty(dataset: Iterable[Any]) -> Iterator[Any]:
-    empty = True
-    for sample in dataset:
-        empty = False
-        yield sample
-    if empty:
-        raise ConfigError("the training stream is empty. Check the data path of the recipe.")
+def _num_shards(dataset: Iterable[Any]) -> int:
+    """Return among how many readers ``dataset`` can be divided; 0: it does not say."""
+    if not isinstance(dataset, ShardedStream):
+        return 0
+    try:
+        inspect.signature(dataset.shard).bind(num_shards=1, index=0)
+    except TypeError:
+        return 0
+    return dataset.num_shards
+
+
+def _remedy(dataset: Iterable[Any], logical_ranks: int) -> str:
+    if shards := _num_shards(dataset):
+        return f"It has {shards} shards: make it of a multiple of {logical_ranks}, and each process reads only its own."
+    return "Give it num_shards and shard(num_shards, index), and each process reads only its own (ShardedStream)."
+
+
+def _check_alone(dataset: Iterable[Any]) -> None:
+    if isinstance(dataset, DataLoader) and dataset.num_workers:
+        raise ConfigError(
+            f"data_workers=1 reads the training stream in a process of its own, which may start no others, and the "
+            f"stream has {dataset.num_workers} (num_workers of {type(dataset).__name__}). Set data_workers=0."
+        )
+
+
+@final
+class _Ahead(IterableDataset[_Step]):
+    """Reads the steps in a process of their own."""
+
+    def __init__(self, reading: _Reading, begin: _Beginning) -> None:
+        self._reading, self._begin = reading, begin
+
+    def __iter__(self) -> Iterator[_Step]:
+        return self._reading.steps(self._begin, with_states=True)
+
+
+def _ahead(steps: _Ahead, *, pinned: bool) -> Iterable[_Step]:
+    loader: DataLoader[_Step] = DataLoader(
+        steps,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=1,
+        worker_init_fn=partial(begin_reader, os.getpid()),
+        pin_memory=pinned,
+    )
+    return loader
+
+
+def _as_it_is(step: Any) -> Any:
+    return step

@@ -1,7 +1,8 @@
 """Seed streams: every random number of a run comes from (seed, purpose, indices), never from the process.
 
 Purposes in use: ``init`` (model initialisation, the same on every rank), ``order`` (epoch),
-``data`` (step, logical rank; augmentation and data workers), ``step`` (step, logical rank; dropout) and
+``data`` (step, logical rank; augmentation and data workers; without both, what the recipe draws while it makes its
+data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical rank; dropout) and
 ``evaluation/SPLIT`` (step; then batch).
 """
 

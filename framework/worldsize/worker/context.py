@@ -126,7 +126,10 @@ class _RunData(DataSource):
         if self._beats:
             self._beats.step(step - 1)
         if is_iterable(self._train):
-            raise ConfigError("this strategy draws samples by their index; the recipe's training data are a stream.")
+            raise ConfigError(
+                "this strategy draws samples by their index; the recipe's training data are a stream. "
+                "Return data with an index, or choose another strategy."
+            )
         with self._times.drawing():
             return drawn(self._train, self._order, self._world.device, step, logical_rank, self._collate)
 

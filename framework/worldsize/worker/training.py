@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worldsize.checkpoints.format import STREAMS, Checkpoint
 from worldsize.checkpoints.load import load, newest
 from worldsize.checkpoints.save import Saver
 from worldsize.collectives.gather_full import use_full
@@ -32,8 +33,9 @@ from worldsize.core import (
     StepDone,
     World,
 )
-from worldsize.data.fetch import collate_of
+from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
+from worldsize.data.streams import TrainingStream
 from worldsize.engine.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.engine.training_metrics import by_logical_rank
 from worldsize.observe.events import EventLog
@@ -44,12 +46,15 @@ from worldsize.records.metrics import JsonLines, evaluations, last_metrics, metr
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
+from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.world import gang_of
+
+_StreamStates = Callable[[int], dict[str, Tensor]]  # given a step that has just been taken
 
 _ENDING = 2.0  # seconds in which a process ends that waits for nothing any more
 
@@ -117,11 +122,11 @@ class Training:
     def run(self, heartbeat: Path | None) -> int:
         """Train to the end, or until the run is to stop; return the exit code."""
         steps, replica = self._settings.training.steps, self._replica
-        first = self._resume()
+        first, checkpoint = self._resume()
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
         self._recall(first)
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
-        last = self._fit(first, beats)
+        last = self._fit(first, checkpoint, beats)
         if beats:
             beats.step(last.step)
         self._emit(*self._saver.finish())
@@ -160,22 +165,23 @@ class Training:
             file.write(f"{host}\n")
         self._preemption.want()
 
-    def _resume(self) -> TrainingProgress:
-        """Load the newest checkpoint, if there is one."""
+    def _resume(self) -> tuple[TrainingProgress, Checkpoint | None]:
+        """Load the newest checkpoint, if there is one, and return it."""
         settings, replica = self._settings, self._replica
         checkpoint = newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
         step, metrics = replica.step_reached, self._window_sums(facts)
         if step and (checkpoint is None or step != checkpoint.step):  # a server took over, and went on since then
-            return TrainingProgress(step, facts["skipped"], evaluated=not settings.loop.evaluates(step))
+            return TrainingProgress(step, facts["skipped"], evaluated=not settings.loop.evaluates(step)), checkpoint
         if checkpoint is None:
             if settings.initial and step is None:
                 replica.load(settings.initial.loaded(settings.recipe, replica.state()))
-            return TrainingProgress()
+            return TrainingProgress(), None
         if step is None:
             settings.faults.at("load:begin")
             replica.load(load(checkpoint, replica.state(), ignore=settings.checkpoint.ignored(checkpoint.step)))
-        return TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True), metrics=metrics)
+        first = TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True), metrics=metrics)
+        return first, checkpoint
 
     def _window_sums(self, facts: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Return what the logical ranks of this process had added up since the last logged step when it was saved."""
@@ -185,10 +191,12 @@ class Training:
         fits = all(len(pairs) == self._settings.logical_ranks for pairs in rows.values())  # else it begins anew
         return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
 
-    def _fit(self, first: TrainingProgress, heartbeat: Heartbeat | None) -> TrainingProgress:
+    def _fit(
+        self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
+    ) -> TrainingProgress:
         settings, world = self._settings, self._world
         part = self._part
-        batches = self._data(first.step)
+        batches, streams = self._data(first.step, checkpoint)
         data, splits = EvaluationData(settings), settings.evaluation.splits
         if not self._leads:
             data.build(splits)
@@ -200,7 +208,7 @@ class Training:
         callbacks = LoopCallbacks(
             evaluate=evaluation,
             emit=self._emit,
-            save=self._save,
+            save=partial(self._save, streams),
             ends_early=self._ends_early,
             wants_stop=self._preemption.is_wanted,
             begins=partial(settings.faults.at, "step:compute"),
@@ -223,14 +231,25 @@ class Training:
                 timer=timer,
             )
 
-    def _data(self, first: int) -> Iterable[list[MicroBatch]]:
-        """Return the batches of the steps after ``first``; a process that leads draws none."""
+    def _data(self, first: int, checkpoint: Checkpoint | None) -> tuple[Iterable[list[MicroBatch]], _StreamStates]:
+        """Return the batches of the steps after ``first``, and where their stream is after each.
+
+        A process that leads draws none.
+        """
         if self._leads:
-            return repeat([])
-        settings, recipe = self._settings, self._settings.recipe
-        train = recipe.data("train")
-        workers, collate = settings.training.data_workers, collate_of(recipe)
-        return micro_batches(train, self._order, self._world.device, first=first, workers=workers, collate=collate)
+            return repeat([]), _no_states
+        settings, world, states = self._settings, self._world, _no_states
+        seed_generators(stream(settings.training.seed, "data"), world.device)  # the data set may draw its order
+        train = settings.recipe.data("train")
+        if is_iterable(train):
+            if checkpoint and STREAMS in settings.checkpoint.ignored(checkpoint.step):
+                checkpoint = None
+            train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
+            data_rank = settings.strategy.data_rank
+            if all(data_rank(replace(world, rank=rank)) != self._part.rank for rank in range(world.rank)):
+                states = train.states  # else a rank before this one reads the same, and writes
+        workers, collate = settings.training.data_workers, collate_of(settings.recipe)
+        return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, beat, and see whether a save has ended."""
@@ -240,7 +259,7 @@ class Training:
             self._emit(*self._saver.ended())
             yield step
 
-    def _save(self, progress: TrainingProgress) -> None:
+    def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:
         facts = {
             "strategy": type(self._settings.strategy).__name__,
             "logical_ranks": self._settings.logical_ranks,
@@ -250,7 +269,8 @@ class Training:
             "samples": progress.step * self._settings.training.batch_size,
             "training_metrics": by_logical_rank(progress.metrics, self._order.mine, self._world),
         }
-        self._emit(*self._saver.save(self._replica.state(), step=progress.step, facts=facts))
+        states = streams(progress.step)
+        self._emit(*self._saver.save(self._replica.state(), step=progress.step, facts=facts, streams=states))
         if not progress.evaluated:
             self._emit(*self._saver.finish())  # before the evaluation, which may fail
 
@@ -273,6 +293,10 @@ class Training:
             "exit_reason": "completed",
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
         }
+
+
+def _no_states(step: int) -> dict[str, Tensor]:
+    return {}
 
 
 def _ignore(done: StepDone) -> None:
