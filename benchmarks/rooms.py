@@ -4,15 +4,21 @@
     python benchmarks/rooms.py resume /tmp/rooms/digits/a steps=40
 
 It traces calls in the launching process and, forked from it, in the first worker, until that calls ``fit``. A file is
-entered when a function of another file of worldsize calls one of its own, or goes on with a generator of its own. It
-prints the files in the order of their first entry, each with how often it was entered: those that keep the run's record
-(the folders app, driver and records), and all.
+entered when a function of another file of worldsize calls one of its own, or goes on with a generator of its own. A
+place is a line from which a file is entered, however often that line runs: who reads along comes back once a place.
+
+It prints the files that keep the run's record (the folders app, driver and records), then all, in the order of their
+first entry, each with its places and entries; how often the manifest is read and the lock is taken; and the path: the
+files whose functions have not returned when ``fit`` is called.
+
+PYTHONPATH=CLONE/framework counts another commit, whose uv.lock the environment should have.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -20,20 +26,32 @@ import worldsize
 from worldsize.app import main
 
 PACKAGE = f"{Path(worldsize.__file__).parent}/"
-RECORD = ("app/", "driver/", "records/")
+RECORD = (
+    *("app/", "driver/", "records/"),
+    # what was in the place of records/ in commit 71666c1
+    *("run_directory.py", "observe/jsonl.py"),
+    *(f"reproducibility/{name}.py" for name in ("manifest", "owner", "lock", "redact")),
+)
 LAST = ("engine/fit.py", "fit")
+READS = ("manifest.py", "read_manifest")
+LOCKS = (("lock.py", "run_lock"), ("lock.py", "__enter__"))
 entries: Counter[str] = Counter()
+calls: Counter[tuple[str, str]] = Counter()
+places: defaultdict[str, set[tuple[str | None, int]]] = defaultdict(set)
 
 
 def trace(frame: FrameType, event: str, _: object) -> None:
     """Count a call that comes from another file; stop at the first step."""
     if event != "call" or (room := _room(frame)) is None or frame.f_code.co_name == "<module>":
         return
-    if _caller(frame) != room:
+    calls[room.rpartition("/")[2], frame.f_code.co_name] += 1
+    caller = next(_callers(frame), None)
+    if (calling := _room(caller) if caller else None) != room:
         entries[room] += 1
+        places[room].add((calling, caller.f_lineno if caller else 0))
     if (room, frame.f_code.co_name) == LAST:
         sys.setprofile(None)
-        report()
+        report(frame)
 
 
 def _room(frame: FrameType) -> str | None:
@@ -41,21 +59,31 @@ def _room(frame: FrameType) -> str | None:
     return file.removeprefix(PACKAGE) if file.startswith(PACKAGE) else None
 
 
-def _caller(frame: FrameType) -> str | None:
-    """The file of worldsize that has called, perhaps by way of other packages."""
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames of worldsize below ``frame``, the nearest first; other packages may lie between them."""
     caller = frame.f_back
-    while caller is not None and _room(caller) is None:
+    while caller is not None:
+        if _room(caller) is not None:
+            yield caller
         caller = caller.f_back
-    return _room(caller) if caller else None
 
 
-def report() -> None:
+def report(last: FrameType) -> None:
     """Print what was counted."""
     for title, folders in (("record", RECORD), ("all", "")):
         rooms = [room for room in entries if room.startswith(folders)]
-        again = sum(entries[room] - 1 for room in rooms)
-        print(f"\n{title}: {len(rooms)} files, entered again {again} times", file=sys.stderr)
-        print("\n".join(f"  {room:40} {entries[room]:5}" for room in rooms), file=sys.stderr, flush=True)
+        again = sum(len(places[room]) - 1 for room in rooms), sum(entries[room] - 1 for room in rooms)
+        _say(f"\n{title}: {len(rooms)} files, entered again from {again[0]} places, {again[1]} times")
+        _say("\n".join(f"  {room:40} {len(places[room]):5} {entries[room]:5}" for room in rooms))
+    _say(f"\nthe manifest is read {calls[READS]} times, the lock is taken {sum(calls[each] for each in LOCKS)} times")
+    path = list(dict.fromkeys(_room(each) or "" for each in (last, *_callers(last))))[::-1]
+    packages = dict.fromkeys(room.rpartition("/")[0] for room in path)
+    _say(f"\npath: {len(path)} files in {len(packages)} packages")
+    _say("\n".join(f"  {room}" for room in path))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
