@@ -87,7 +87,7 @@ class RunValues:
     clip_norm: float | None
     precision: str
     seed: int
-    data_workers: int
+    data_workers: int | str
 
 
 def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> None:
@@ -143,6 +143,8 @@ def _differences(arguments: Any, run: RunValues) -> Mapping[str, tuple[Any, Any]
         **_length(arguments),
         **_batch(arguments, run),
     }
+    if run.data_workers == "auto":  # decided by measuring, and of no influence on the result
+        del wanted["data_workers"]
     return {name: (_shown(value), getattr(run, name)) for name, value in wanted.items() if value != getattr(run, name)}
 
 

@@ -13,6 +13,7 @@ from worldsize.world.environments import ENVIRONMENTS
 
 _LARGEST = Range(most=2**63 - 1)  # what tensors and other languages take
 _COUNT = Range(least=1)
+_PROCESSES = Range(least=0, most=256, hint="so many processes for each worker")
 _INTERVAL = Range(least=0, hint="0: never")
 
 
@@ -171,6 +172,7 @@ class Schema:
     """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks.
 
     ``lr``: null where the recipe's optimizer takes none, or sets its own.
+    ``data_workers``: processes that load data ahead of each worker; auto: as many as make its steps shorter.
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
     ``init_from``: begin with the weights of a run's checkpoint, a folder of safetensors files or a state_dict file;
     ``init_from_strict=false``: weights that only one side has are left out.
@@ -188,7 +190,7 @@ class Schema:
     log_every: Annotated[int, _COUNT, _LARGEST] = 10
     evaluate_every: Annotated[int, _INTERVAL, _LARGEST] = 0
     evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256
-    data_workers: Annotated[int, Range(least=0, most=256, hint="so many processes for each worker")] = 0
+    data_workers: Annotated[int | str, _PROCESSES, OneOf("auto", hint="A number of processes is taken, too.")] = 0
     length_balanced: bool = False
     init_from: Annotated[str | None, FilePath()] = None
     init_from_strict: bool = True

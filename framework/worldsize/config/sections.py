@@ -53,7 +53,7 @@ class TrainingConfig:
     log_every: int
     evaluate_every: int
     evaluate_batch_size: int
-    data_workers: int
+    data_workers: int | Literal["auto"]  # processes that load data, of each process that trains; auto: as many as help
     length_balanced: bool
 
     @staticmethod

@@ -18,6 +18,7 @@ from worldsize.core.context import (
 from worldsize.core.evaluation import EvaluationBatches, is_split, logged_name, metric_key, split_of, spoken_name
 from worldsize.core.events import (
     CheckpointSaved,
+    DataWorkersChanged,
     Emit,
     Evaluated,
     Event,
@@ -77,6 +78,7 @@ __all__ = [
     "ConfigError",
     "Cost",
     "DataSource",
+    "DataWorkersChanged",
     "Dealing",
     "Emit",
     "Evaluated",

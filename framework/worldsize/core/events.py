@@ -125,6 +125,25 @@ class Straggling:
 
 
 @dataclass(frozen=True)
+class DataWorkersChanged:
+    """A process loads its data in another number of worker processes from now on, as ``data_workers=auto`` decides.
+
+    Attributes:
+        step: Step after which this was decided.
+        rank: The process.
+        workers: Worker processes from now on.
+        before: Those until now; more of them than now did not make steps shorter.
+        waited: Share of the time of a step, with those before, that was a wait for data.
+    """
+
+    step: int
+    rank: int
+    workers: int
+    before: int
+    waited: float
+
+
+@dataclass(frozen=True)
 class RunFailed:
     """The run failed on this rank, because of ``cause``."""
 
@@ -140,6 +159,6 @@ class RunEnded:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = RunStarted | StepDone | Evaluated | CheckpointSaved | Straggling | RunFailed | RunEnded
+Event = RunStarted | StepDone | Evaluated | CheckpointSaved | Straggling | DataWorkersChanged | RunFailed | RunEnded
 Listener = Callable[[Event], None]
 Emit = Callable[["Event"], None]

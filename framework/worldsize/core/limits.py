@@ -90,14 +90,18 @@ class Range(Limit):
 
 @final
 class OneOf(Limit):
-    """One of a few words; the error message suggests the nearest. Values that are not strings are not checked."""
+    """One of a few words; the error message suggests the nearest. Values that are not strings are not checked.
 
-    def __init__(self, *known: str) -> None:
-        self._known = known
+    Args:
+        hint: ends the error message: a sentence about what is taken beside these words.
+    """
+
+    def __init__(self, *known: str, hint: str = "") -> None:
+        self._known, self._hint = known, hint
 
     def refusal(self, value: Any) -> str | None:
         is_taken = value in self._known or not isinstance(value, str)
-        return None if is_taken else f"is unknown{neighbours(value, self._known)}"
+        return None if is_taken else f"is unknown{neighbours(value, self._known)}{self._hint and f' {self._hint}'}"
 
 
 @final

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from worldsize.core import Event, Straggling
+from worldsize.core import DataWorkersChanged, Event, Straggling
 from worldsize.records.json_lines import Row
 
 _logger = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 def is_event(row: Row) -> bool:
     """Return whether a row says what each line of ``events.jsonl`` says: what happened, when, and at which rank."""
-    numbers = ("step", "rank") if row.get("event") == "straggling" else ()
+    numbers = ("step", "rank") if row.get("event") in ("straggling", "data_workers") else ()
     is_timed = type(row.get("time")) in (int, float)
     return isinstance(row.get("event"), str) and is_timed and all(type(row.get(key)) is int for key in numbers)
 
@@ -33,9 +34,15 @@ class EventLog:
         match event:
             case Straggling():
                 _logger.warning("%s", described(event))
-                line = {"event": "straggling", "time": time.time(), **asdict(event)}
-                with self._path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                self._write("straggling", asdict(event))
+            case DataWorkersChanged():
+                _logger.info("step %s: rank %s: %s", event.step, event.rank, described_workers(asdict(event)))
+                self._write("data_workers", asdict(event))
+
+    def _write(self, name: str, facts: Mapping[str, Any]) -> None:
+        line = {"event": name, "time": time.time(), **facts}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 _CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compute"}
@@ -52,3 +59,13 @@ def described(event: Straggling) -> str:
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
         f"since step {event.since}: {_CAUSES[event.cause]}."
     )
+
+
+def described_workers(row: Mapping[str, Any]) -> str:
+    """Describe in one line for people how a process changed the number of its data workers."""
+    workers, before, waited = row.get("workers"), row.get("before"), row.get("waited")
+    if type(workers) is not int or type(before) is not int or not isinstance(waited, int | float):
+        return "the number of its data workers changed"
+    if workers < before:
+        return f"back to {workers} data workers: steps were not shorter with {before}"
+    return f"{workers} data workers instead of {before}: steps waited for data for {waited:.0%} of their time"

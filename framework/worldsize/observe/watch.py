@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from worldsize.files import open_regular
+from worldsize.observe.data_waits import waited_share, waiting_text
 from worldsize.observe.events import is_event
 from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
@@ -74,10 +75,9 @@ class Watched:
         self.damaged += len(rows) - len(valid)
         return valid
 
-    def own_seconds(self, rank: int) -> float:
-        """Return the seconds of the rank's own work in its last logged step; NaN where runs do not tell it."""
-        row = last_row(RunDirectory(self._folder).timing(rank))
-        return number(row.get("data_seconds")) + number(row.get("compute_seconds"))
+    def timing(self, rank: int) -> Mapping[str, Any]:
+        """Return the times of the rank in its last logged step; empty where runs do not tell them."""
+        return last_row(RunDirectory(self._folder).timing(rank))
 
 
 def last_row(path: Path) -> Mapping[str, Any]:
@@ -98,7 +98,13 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
     """Render the job for a terminal; ``state`` is the run's state in a word."""
     parts: list[RenderableType] = [_header(manifest, state)]
     if step := watched.step:
-        parts += [_progress(step, manifest["config"].get("steps") or step["step"]), _ranks(watched, step)]
+        parts += [_progress(step, manifest["config"].get("steps") or step["step"])]
+        times = {rank: watched.timing(rank) for rank in range(len(step["step_seconds"]))}
+        parts += [_ranks(times, step)]
+        if waiting := waiting_text(
+            {rank: waited_share([row] if row else []) for rank, row in times.items()}, manifest["config"]
+        ):
+            parts.append(Text(waiting, style="yellow"))
     if evaluation := watched.evaluation:
         words = by_split({name: number(value) for name, value in evaluation["metrics"].items()})
         parts.append(Text(f"after step {evaluation['step']}  {plain(words)}"))
@@ -130,15 +136,16 @@ def _progress(step: Mapping[str, Any], steps: int) -> Table:
     return row
 
 
-def _ranks(watched: Watched, step: Mapping[str, Any]) -> Table:
+def _ranks(times: Mapping[int, Mapping[str, Any]], step: Mapping[str, Any]) -> Table:
     """List ranks with their times.
 
     The slowest is the one that takes longest itself, if that is known: a step waits for all.
     """
-    seconds = [(number(each), watched.own_seconds(rank)) for rank, each in enumerate(step["step_seconds"])]
-    order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank]), reverse=True)
-    is_known = any(own == own for _, own in seconds)
-    table = Table("rank", "step", "own: data and compute" if is_known else "", "", box=None, pad_edge=False)
+    seconds = [(number(each), *_own_seconds(times[rank])) for rank, each in enumerate(step["step_seconds"])]
+    order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank][:2]), reverse=True)
+    is_known = any(own == own for _, own, _ in seconds)
+    names = ("own: data and compute", "data") if is_known else ("", "")
+    table = Table("rank", "step", *names, "", box=None, pad_edge=False)
     for rank in sorted(order[:_RANKS]):
         is_slowest = rank == order[0] and len(order) > 1
         cells = [f"{1e3 * each:.2f} ms" if each == each else "" for each in seconds[rank]]
@@ -146,6 +153,12 @@ def _ranks(watched: Watched, step: Mapping[str, Any]) -> Table:
     if len(order) > _RANKS:
         table.caption = f"the slowest {_RANKS} of {len(order)}"
     return table
+
+
+def _own_seconds(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the seconds of a rank's own work, and those of its wait for data; NaN where it does not tell them."""
+    data = number(row.get("data_seconds"))
+    return data + number(row.get("compute_seconds")), data
 
 
 def _slowness(step: float, own: float) -> float:

@@ -33,6 +33,7 @@ from worldsize.core import (
     StepDone,
     World,
 )
+from worldsize.data.auto_workers import AutoWorkers
 from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.streams import TrainingStream
@@ -52,7 +53,7 @@ from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
 from worldsize.world.roles import role_of
-from worldsize.world.world import gang_of
+from worldsize.world.world import gang_of, threads_per_process
 
 _StreamStates = Callable[[int], dict[str, Tensor]]  # given a step that has just been taken
 
@@ -248,8 +249,15 @@ class Training:
             data_rank = settings.strategy.data_rank
             if all(data_rank(replace(world, rank=rank)) != self._part.rank for rank in range(world.rank)):
                 states = train.states  # else a rank before this one reads the same, and writes
-        workers, collate = settings.training.data_workers, collate_of(settings.recipe)
+        workers, collate = self._data_workers(), collate_of(settings.recipe)
         return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
+
+    def _data_workers(self) -> int | AutoWorkers:
+        settings = self._settings
+        if settings.training.data_workers != "auto":
+            return settings.training.data_workers
+        most = threads_per_process(settings.cluster.processes_per_node)
+        return AutoWorkers(most, tell=self._emit, rank=self._world.rank)
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, beat, and see whether a save has ended."""

@@ -16,7 +16,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
-from worldsize.observe.report.ranks import rank_charts
+from worldsize.observe.report.ranks import rank_charts, waits_by_rank
 from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_of
 from worldsize.observe.report.scaling import read_study, study_charts
 from worldsize.observe.report.servers import hot_rows, server_charts, servers
@@ -112,6 +112,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows += [("samples/s", f"{rate:,.0f}")]
     if goodput.get("total_seconds"):
         rows += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
+    if waits := [share for share in waits_by_rank(record).values() if share == share]:
+        rows += [("waiting for data", percent(sum(waits) / len(waits)))]
     if memory := results.get("peak_memory_bytes"):
         rows += [("peak memory", size(memory))]
     return [

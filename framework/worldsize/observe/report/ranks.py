@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from worldsize.observe.data_waits import waited_share, waiting_text
 from worldsize.observe.report.curves import Numbers, means
 from worldsize.observe.report.read import Line, Record, number
 from worldsize.observe.report.svg import Chart, colour, draw, series_colour, tip
@@ -25,15 +26,27 @@ def rank_charts(record: Record) -> list[Chart]:
     """Draw heat maps of step times, and the phases of a step."""
     steps = {line["step"]: dict(enumerate(line["step_seconds"])) for line in record.steps}
     own: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    data: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for rank, lines in record.timing.items():
         for line in lines:
-            own[line["step"]][rank] = number(line.get("data_seconds")) + number(line.get("compute_seconds"))
+            data[line["step"]][rank] = number(line.get("data_seconds"))
+            own[line["step"]][rank] = data[line["step"]][rank] + number(line.get("compute_seconds"))
     waits = "What a rank waits for the others counts."
+    waited = waiting_text(waits_by_rank(record), record.manifest["config"])
     return [
         *heat_map("Step time by rank", steps, record.stragglers, waits),
         *heat_map("Own time by rank", dict(sorted(own.items())), record.stragglers, "Data and compute alone."),
+        *(heat_map("Wait for data by rank", dict(sorted(data.items())), (), waited) if waited else ()),
         *step_breakdown(record),
     ]
+
+
+def waits_by_rank(record: Record) -> dict[int, float]:
+    """Return the share of the time that each rank waited for data; without times of its own, that of the first."""
+    if record.timing:
+        return {rank: waited_share(lines) for rank, lines in record.timing.items()}
+    steps = [{**line, "step_seconds": max(map(number, line["step_seconds"]), default=0.0)} for line in record.steps]
+    return {0: waited_share(steps)} if steps else {}
 
 
 def heat_map(

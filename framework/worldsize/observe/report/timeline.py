@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
+from worldsize.observe.events import described_workers
 from worldsize.observe.report.read import Line, Record
 
 _MARKS = 100  # that are shown
@@ -117,11 +118,13 @@ def _ending(attempt: Mapping[str, Any]) -> str:
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
     for event in events:
         if isinstance(event.get("time"), int | float):
-            yield event["time"], told(event), False
+            yield event["time"], told(event), event["event"] == "data_workers"
 
 
 def told(event: Line) -> str:
     """Describe an event of ``events.jsonl`` in words."""
+    if event.get("event") == "data_workers":
+        return f"step {event.get('step')}: rank {event.get('rank')}: {described_workers(event)}"
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:

@@ -1,0 +1,76 @@
+"""Copies batches to the device ahead of the steps that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from worldsize.core import Batch, MicroBatch
+
+Host = TypeVar("Host")
+Copied = TypeVar("Copied")
+
+
+def copied_ahead(steps: Iterable[Host], begin: Callable[[Host], Callable[[], Copied]]) -> Iterator[Copied]:
+    """Yield the copy of each step's batches; the copy of the next ones has begun by then.
+
+    Args:
+        begin: begins to copy, and returns what waits for the copy.
+    """
+    finish: Callable[[], Copied] | None = None
+    for step in steps:
+        ready, finish = finish, begin(step)
+        if ready:
+            yield ready()
+    if finish:
+        yield finish()
+
+
+@final
+class SideStream:
+    """Copies to a GPU on a stream of its own, while the current stream computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, step: list[MicroBatch]) -> Callable[[], list[MicroBatch]]:
+        """Begin to copy a step, and return what lets the current stream wait for the copy."""
+        with torch.cuda.stream(self._side):  # what is allocated here belongs to the side stream
+            copies = [replace(each, data=_copied(each.data, self._device)) for each in step]
+            copied = self._side.record_event()
+
+        def finish() -> list[MicroBatch]:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(copied)  # and not for the side stream, where the next copy may have begun
+            for each in copies:
+                _use_on(each.data, current)
+            return copies
+
+        return finish
+
+
+def _copied(batch: Batch, device: torch.device) -> Batch:
+    """Copy without waiting, which takes pinned memory; that is kept until the stream has read it."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+        return pinned.to(device, non_blocking=True)
+
+    return apply_to_collection(batch, Tensor, copied)
+
+
+def _use_on(batch: Batch, stream: torch.cuda.Stream) -> None:
+    """Keep the side stream from using the memory of a batch again before ``stream`` is done with it."""
+
+    def used(tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        return tensor
+
+    apply_to_collection(batch, Tensor, used)

@@ -1,0 +1,130 @@
+"""Loads batches one after the other, in this process or in data workers: processes that load ahead of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple, Protocol, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from worldsize.core import Batch
+from worldsize.data.auto_workers import PREFETCHED, AutoWorkers, settling_steps
+from worldsize.data.reader_process import begin_worker
+
+
+class Request(NamedTuple):
+    """The batch of one logical rank in one step, counted from 1."""
+
+    step: int
+    logical_rank: int
+
+
+class Fetcher(Protocol):
+    """Loads the batch of a request. The name is that under which torch's DataLoader asks a data set for a batch."""
+
+    def __getitems__(self, request: Request) -> Batch: ...
+
+
+@final
+class _Requests:
+    """The requests of each step after ``first``, up to an end that may be set while they are read."""
+
+    def __init__(self, first: int, logical_ranks: Sequence[int]) -> None:
+        self._first, self._logical_ranks = first, logical_ranks
+        self.last: int | None = None  # step; None: there is no end
+
+    def __iter__(self) -> Iterator[Request]:
+        for step in count(self._first + 1):
+            if step - 1 == self.last:
+                return
+            for rank in self._logical_ranks:
+                yield Request(step, rank)
+
+
+@final
+class WorkerLoader:
+    """Loads the batches of the steps after ``first``, in so many worker ``processes``; 0: in this process."""
+
+    def __init__(
+        self, fetcher: Fetcher, first: int, logical_ranks: Sequence[int], device: torch.device, processes: int
+    ) -> None:
+        self._requests = _Requests(first, logical_ranks)
+        self._count = len(logical_ranks)
+        self._batches = self._loaded(fetcher, device, processes)
+
+    def step(self) -> list[Batch]:
+        """Return the batches of the next step."""
+        return [next(self._batches) for _ in range(self._count)]
+
+    def ends(self, last: int) -> None:
+        """Let ``last`` be the last step that is loaded; nothing has been asked of workers beyond it yet."""
+        self._requests.last = last
+
+    def is_at_end(self, step: int) -> bool:
+        """Tell whether ``step`` was the last one."""
+        return step == self._requests.last
+
+    def close(self) -> None:
+        """End the workers, which have loaded all there is to load and wait for more."""
+        next(self._batches, None)
+
+    def _loaded(self, fetcher: Fetcher, device: torch.device, processes: int) -> Iterator[Batch]:
+        if processes == 0:
+            return map(fetcher.__getitems__, self._requests)
+        loader: DataLoader[Batch] = DataLoader(
+            fetcher,  # type: ignore[arg-type]  # it is no Dataset, but is asked for batches alone
+            batch_sampler=self._requests,  # type: ignore[arg-type]  # a request stands for its list of indices
+            collate_fn=_as_it_is,
+            num_workers=processes,
+            prefetch_factor=PREFETCHED,
+            worker_init_fn=partial(begin_worker, os.getpid()),
+            pin_memory=device.type == "cuda",
+        )
+        return iter(loader)
+
+
+def loaded(
+    fetcher: Fetcher, logical_ranks: Sequence[int], device: torch.device, *, first: int, workers: int
+) -> Iterator[list[Batch]]:
+    """Yield the batches of each step after ``first``, without end."""
+    loader = WorkerLoader(fetcher, first, logical_ranks, device, workers)
+    while True:
+        yield loader.step()
+
+
+def loaded_by(
+    auto: AutoWorkers, make: Callable[[int, int], WorkerLoader], *, first: int, batches: int
+) -> Iterator[list[Batch]]:
+    """Yield the batches of each step after ``first``, without end, from as many workers as ``auto`` decides.
+
+    A batch follows from its step, so a new loader goes on where the old one ends. That is some steps after the
+    decision, while the old one goes on: the new workers have their first batches by then, and of the old ones' nothing
+    is left.
+
+    Args:
+        make: returns a loader that begins after a step, with a number of workers.
+        batches: how many a step has.
+    """
+    loader, following = make(first, auto.number), None
+    for step in count(first + 1):
+        begun = auto.clock()
+        loaded = loader.step()
+        ready = auto.clock()
+        yield loaded
+        if following is None:
+            before = auto.number
+            if auto.judge(step, wait=ready - begun, rest=auto.clock() - ready, batches=batches):
+                last = step + settling_steps(max(before, auto.number), batches)
+                loader.ends(last)
+                following = make(last, auto.number)
+        elif loader.is_at_end(step):
+            loader.close()
+            loader, following = following, None
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

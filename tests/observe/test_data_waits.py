@@ -1,0 +1,104 @@
+"""A report and ``watch`` say which share of the time goes by in waiting for data, on which rank, and what helps."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.observe.run_folders import write_run
+from worldsize.core import DataWorkersChanged
+from worldsize.observe.data_waits import waited_share, waiting_text
+from worldsize.observe.events import EventLog
+from worldsize.observe.report.page import page
+from worldsize.observe.report.read import read_run
+from worldsize.observe.watch import Watched, screen
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import look
+
+
+def line(step: int, data: float, rest: float) -> dict[str, Any]:
+    return {"step": step, "data_seconds": data, "step_seconds": rest}
+
+
+def test_a_line_counts_for_the_steps_since_the_one_before() -> None:
+    """The first step waits for 9 s, which is nothing among the 99 that follow."""
+    assert waited_share([line(1, 9.0, 1.0), line(100, 0.0, 1.0)]) == pytest.approx(9 / 109)
+    assert waited_share([line(10, 1.0, 3.0)]) == 0.25
+    assert math.isnan(waited_share([]))
+    assert math.isnan(waited_share([{"step": 3, "step_seconds": 1.0}]))
+
+
+@pytest.mark.parametrize(
+    ("workers", "remedy"),
+    [
+        (0, "Set data_workers=auto, give the data set a method load_batch, or prepare the data once"),
+        (2, "Set data_workers=auto, or more than 2, give the data set a method load_batch"),
+        ("auto", "More data_workers than auto has started did not help, or there are no cores for them: give"),
+    ],
+)
+def test_the_remedy_follows_from_the_workers_that_there_are(workers: int | str, remedy: str) -> None:
+    said = waiting_text({0: 0.5}, {"data_workers": workers})
+    assert said is not None
+    assert said.startswith(f"Steps wait for data for 50% of the time. {remedy}")
+
+
+def test_ranks_that_wait_longest_are_named_and_short_waits_are_not() -> None:
+    shares = {rank: 0.01 * rank for rank in range(8)}
+    said = waiting_text({**shares, 8: math.nan}, {})
+    assert said is not None
+    assert "for 4% of the time; longest wait: rank 7 7%, rank 6 6%, rank 5 5%, rank 4 4%, rank 3 3%. Set" in said
+    assert waiting_text({0: 0.05, 1: 0.01}, {}) is None
+    assert waiting_text({0: math.nan}, {}) is None
+
+
+@pytest.fixture
+def slow_rank(tmp_path: Path) -> Path:
+    """A run of two ranks, of which the second waits for its data for half of the time."""
+    run = write_run(tmp_path / "run", ranks=2, steps=50)
+    timing = RunDirectory(run).timing(1)
+    rows = [json.loads(row) for row in timing.read_text().splitlines()]
+    timing.write_text("".join(json.dumps({**row, "data_seconds": row["step_seconds"]}) + "\n" for row in rows))
+    return run
+
+
+def test_the_report_shows_who_waits_and_the_remedy(slow_rank: Path, tmp_path: Path) -> None:
+    text = page([slow_rank])
+    assert "Wait for data by rank" in text
+    assert "Steps wait for data for 28% of the time: rank 1 50%, rank 0 6%. Set data_workers=auto" in text
+    brisk = write_run(tmp_path / "brisk", ranks=2)
+    for rank in (0, 1):
+        timing = RunDirectory(brisk).timing(rank)
+        timing.write_text(timing.read_text().replace('"data_seconds": 0.00', '"data_seconds": 0.0000'))
+    assert "Wait for data by rank" not in page([brisk])
+    assert "Set data_workers" not in page([brisk])
+
+
+def test_watch_shows_who_waits_and_the_remedy(slow_rank: Path) -> None:
+    watched, out = Watched(slow_rank), io.StringIO()
+    watched.look()
+    Console(file=out, width=250).print(screen(watched, look(RunDirectory(slow_rank)).manifest, "running"))
+    assert "rank 1 50%" in out.getvalue()
+    assert "Set data_workers=auto" in out.getvalue()
+
+
+def test_a_change_of_data_workers_is_a_line_of_events_and_good_news_in_the_timeline(
+    slow_rank: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(slow_rank / "events.jsonl")
+    with caplog.at_level("INFO", logger="worldsize"):
+        log(DataWorkersChanged(step=25, rank=0, workers=1, before=0, waited=0.625))
+        log(DataWorkersChanged(step=59, rank=0, workers=0, before=1, waited=0.6))
+    first, second = read_run(slow_rank).events
+    assert (first["event"], first["step"], first["workers"], first["before"]) == ("data_workers", 25, 1, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 25: rank 0: 1 data workers instead of 0: steps waited for data for 62% of their time",
+        "step 59: rank 0: back to 0 data workers: steps were not shorter with 1",
+    ]
+    assert second["workers"] == 0
+    assert caplog.records[0].getMessage() in page([slow_rank])
