@@ -249,15 +249,8 @@ class Training:
             data_rank = settings.strategy.data_rank
             if all(data_rank(replace(world, rank=rank)) != self._part.rank for rank in range(world.rank)):
                 states = train.states  # else a rank before this one reads the same, and writes
-        workers, collate = self._data_workers(), collate_of(settings.recipe)
+        workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
         return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
-
-    def _data_workers(self) -> int | AutoWorkers:
-        settings = self._settings
-        if settings.training.data_workers != "auto":
-            return settings.training.data_workers
-        most = threads_per_process(settings.cluster.processes_per_node)
-        return AutoWorkers(most, tell=self._emit, rank=self._world.rank)
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, beat, and see whether a save has ended."""
@@ -301,6 +294,12 @@ class Training:
             "exit_reason": "completed",
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
         }
+
+
+def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) -> int | AutoWorkers:
+    if settings.training.data_workers != "auto":
+        return settings.training.data_workers
+    return AutoWorkers(threads_per_process(settings.cluster.processes_per_node), tell=tell, rank=rank)
 
 
 def _no_states(step: int) -> dict[str, Tensor]:
