@@ -54,7 +54,7 @@ def show_messages() -> None:
 
 
 def refuse(error: WorldsizeError) -> int:
-    """Say why, escaped, since an error may quote what others wrote; return the exit code."""
+    """Log an error, escaped, since it may quote untrusted text; return the exit code."""
     print(printable_lines(str(error)), file=sys.stderr)
     return CONFIG_ERROR
 

@@ -44,12 +44,12 @@ class Link:
         self._channel, self._numel = channel, numel
 
     def put(self, row_n: Tensor) -> None:
-        """Move the centre to ``row_n``."""
+        """Set the centre to ``row_n``, of shape (n,)."""
         _send(self._channel, Operation.PUT, row_n)
         self._channel.answer(CommonOperation.DONE)
 
     def meet(self, row_n: Tensor) -> Tensor:
-        """Pull the centre towards ``row_n``, and return where it was."""
+        """Pull the centre towards ``row_n``, of shape (n,), and return its value before, of the same shape."""
         _send(self._channel, Operation.MEET, row_n)
         return self._received()
 

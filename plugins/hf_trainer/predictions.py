@@ -49,10 +49,10 @@ class PredictionMetrics(StateMetric):
         self._form: TreeSpec | None = None
 
     def inputs(self, batch: Mapping[str, Any], outputs: Any, loss: Tensor, *, rows: int) -> tuple[Tensor, ...]:
-        """Return what one batch adds to the metrics, as ``Trainer.prediction_step`` does, in a flat tuple.
+        """Return the metric inputs of one batch, like ``Trainer.prediction_step``: a tuple of tensors (samples, ...).
 
         Raises:
-            ConfigError: the batch has no labels, or the outputs are no tensors, or others than those of other batches.
+            ConfigError: the batch has no labels, or the outputs are not tensors, or differ from those of other batches.
         """
         labels = self._labels(batch)
         if isinstance(outputs, dict):

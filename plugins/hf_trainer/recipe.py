@@ -128,7 +128,7 @@ class HFTrainer(Recipe):
         return weighed(mean, count)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return the Trainer's ``eval_loss``: each batch's own mean, weighed by its samples; and the predictions."""
+        """Return the Trainer's ``eval_loss`` as (sum, count), batch means weighted by samples, and the predictions."""
         mean, _, outputs = self._loss.mean(model, batch)
         rows = rows_of(batch)
         name = "loss" if self._built.eval_dataset is not None else "loss_of_first_training_samples"

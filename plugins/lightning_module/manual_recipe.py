@@ -110,7 +110,7 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         return self._program.metrics
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return what ``validation_step`` or ``test_step`` logs; nothing if there is none, as under Lightning."""
+        """Return the values logged by ``validation_step`` or ``test_step`` as (sum, count); none without them."""
         assert isinstance(model, StepModule)
         if (name := self._program.evaluation_step) is None:
             return {}

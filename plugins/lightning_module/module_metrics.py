@@ -45,7 +45,7 @@ class ModuleMetric(StateMetric):
         self._parts = sorted(metric._reductions)
 
     def inputs(self, metric: Any, logged: str) -> tuple[Tensor, ...]:
-        """Return the name under which the module logs ``metric`` (empty if it does not), and its state tensors."""
+        """Return the name under which the module logs ``metric``, empty if it does not, and its state in its shapes."""
         code = logged.encode()
         if len(code) > _LONGEST:
             raise ConfigError(f"self.log({logged!r}, ...) names a metric of more than {_LONGEST} bytes. Shorten it.")

@@ -92,7 +92,7 @@ class LightningRecipe(Recipe):
         return self._program.metrics
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return what ``validation_step`` or ``test_step`` logs, or its loss where it logs nothing."""
+        """Return the values logged by ``validation_step`` or ``test_step``, or else its loss, as (sum, count)."""
         assert isinstance(model, StepModule)
         run, name = self._program.run, self._program.evaluation_step
         if name is not None:

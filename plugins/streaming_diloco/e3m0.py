@@ -26,7 +26,7 @@ def size(numel: int) -> int:
 
 
 def encode(rows_rn: Tensor) -> Tensor:
-    """float32 [r, n], n a multiple of BLOCK → uint8 [r, n / 2 + n / BLOCK]: two numbers a byte, then the scales.
+    """float32 (r, n), n a multiple of BLOCK → uint8 (r, n / 2 + n / BLOCK): two numbers a byte, then the scales.
 
     Each number becomes the nearest one that can be told, of two as near the one with an even code. The scale is the
     power of two nearest to the block's largest magnitude.

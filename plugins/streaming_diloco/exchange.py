@@ -59,11 +59,11 @@ class Scattered(Exchange):
                 gathered_kp.view(-1), encode(mean_1s).view(-1), group=self.group, async_op=True
             )
 
-            def whole() -> Tensor:
+            def mean() -> Tensor:
                 wait(last)
                 return decode(gathered_kp, shard).flatten()[:numel]
 
-            return whole
+            return mean
 
         return second
 
@@ -72,6 +72,6 @@ class Scattered(Exchange):
 
 
 def _blocks(row_n: Tensor, rows: int) -> Tensor:
-    """Divide ``row_n`` into float32 [rows, whole blocks], with zeros at its end."""
+    """Divide ``row_n`` into float32 (rows, whole blocks), with zeros at its end."""
     length = -(-row_n.numel() // (rows * BLOCK)) * BLOCK
     return torch.nn.functional.pad(row_n.float(), (0, rows * length - row_n.numel())).view(rows, length)

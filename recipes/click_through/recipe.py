@@ -50,7 +50,7 @@ class DLRM(nn.Module):
         self.register_buffer("below", torch.tril_indices(CATEGORIES + 1, CATEGORIES + 1, -1), persistent=False)
 
     def forward(self, counts_bc: Tensor, categories_bf: Tensor) -> Tensor:
-        """Return logits [b] for log counts float32 [b, 13] and category ids int64 [b, 26]."""
+        """Return logits (b,) for log counts float32 (b, 13) and category ids int64 (b, 26)."""
         dense_bd = self.bottom(counts_bc)
         ids_bf = (categories_bf * _HASH & 0x7FFFFFFFFFFF) % self.rows
         rows = [table(ids_bf[:, [feature]]) for feature, table in enumerate(self.tables)]

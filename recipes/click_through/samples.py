@@ -25,7 +25,7 @@ class Samples(ABC):
 
     @abstractmethod
     def read(self, split: str) -> TensorDataset:
-        """Return counts float32 [n, 13] as log(1 + count), categories int64 [n, 26] and labels float32 [n]."""
+        """Return counts float32 (n, 13) as log(1 + count), categories int64 (n, 26) and labels float32 (n,)."""
 
     def files(self) -> Mapping[str, Path]:
         """Return the files that :meth:`read` needs, by name."""

@@ -49,7 +49,7 @@ class Digits(Recipe):
         return self.make_schedule(optimizer) if self.make_schedule else None
 
     def data(self, split: str) -> TensorDataset:
-        """Return images float32 [n, 1, 8, 8] in 0..1 and labels int64 [n]; a fixed permutation makes the split."""
+        """Return images float32 (n, 1, 8, 8) in 0..1 and labels int64 (n,); a fixed permutation makes the split."""
         images, labels = read_digits(data_file())
         order = torch.from_numpy(numpy.random.RandomState(0).permutation(len(labels)))  # NumPy keeps this stream
         rows = order[:_TEST] if split == "test" else order[_TEST:]
@@ -79,6 +79,6 @@ def data_file() -> Path:
 
 
 def read_digits(path: Path) -> tuple[Tensor, Tensor]:
-    """Read images float32 [1797, 1, 8, 8] in 0..1 and labels int64 [1797]."""
+    """Read images float32 (1797, 1, 8, 8) in 0..1 and labels int64 (1797,)."""
     rows = torch.from_numpy(numpy.loadtxt(path, delimiter=",", dtype=numpy.float32))
     return rows[:, :64].reshape(-1, 1, 8, 8) / 16, rows[:, 64].long()

@@ -131,7 +131,7 @@ class HFCausalLM(Recipe):
         return self.context
 
     def data(self, split: str) -> Windows:
-        """Return windows of ``context`` tokens and the tokens that follow them, int64 [context] each."""
+        """Return windows of ``context`` tokens and the tokens that follow them, int64 (context,) each."""
         tokens = tokens_of(self.files().values(), self._tokenizer)
         first = int(len(tokens) * (1 - self.test_share))
         if min(first, len(tokens) - first) < self.context:
@@ -172,6 +172,6 @@ class HFCausalLM(Recipe):
 
 
 def _logits(model: nn.Module, inputs_bt: Tensor) -> Tensor:
-    """Return logits [batch * time, vocabulary]."""
+    """Return logits (batch * time, vocabulary)."""
     logits_btv: Tensor = model(input_ids=inputs_bt, use_cache=False).logits
     return logits_btv.flatten(0, 1)

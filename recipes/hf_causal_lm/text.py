@@ -26,7 +26,7 @@ class Tokenizer:
         return len(self._tokenizer)
 
     def encode(self, text: bytes) -> Tensor:
-        """Return the tokens of a text as int64 [tokens]."""
+        """Return the tokens of a text as int64 (tokens,)."""
         tokens = self._tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
         end = self._tokenizer.eos_token_id
         return torch.tensor(tokens if end is None else [*tokens, end])
@@ -66,5 +66,5 @@ def files_of(text: str | None) -> Mapping[str, Path]:
 
 
 def tokens_of(files: Iterable[Path], tokenizer: Tokenizer) -> Tensor:
-    """Concatenate the tokens of all files: uint8 or int64 [tokens]."""
+    """Concatenate the tokens of all files: uint8 or int64 (tokens,)."""
     return torch.cat([tokenizer.encode(file.read_bytes()) for file in files])

@@ -44,7 +44,7 @@ def is_test(name: str) -> bool:
 
 
 def read(split: str, limit: int | None = None) -> Tensor:
-    """Return the bytes of a split, uint8 [bytes], at most ``limit``; a zero byte ends each file.
+    """Return the bytes of a split, uint8 (bytes,), at most ``limit``; a zero byte ends each file.
 
     Files follow each other in the order of their hash, so that a limit takes a sample of the library
     and not its first letters.
@@ -61,7 +61,7 @@ def _hash(name: str) -> bytes:
 
 @final
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Cut text into windows that do not overlap: inputs and the bytes that follow them, int64 [context] each.
+    """Cut text into windows that do not overlap: inputs and the bytes that follow them, int64 (context,) each.
 
     Together the windows predict every byte exactly once. Each starts with the last byte of the one before, the first
     with a zero byte, as after the end of a file. Targets past the end of the text are ``IGNORED``.
@@ -81,7 +81,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return inputs_bt[0], targets_bt[0]
 
     def load_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return windows ``indices``, int64 [batch], as inputs and targets int64 [batch, context]."""
+        """Return windows ``indices``, int64 (batch,), as inputs and targets int64 (batch, context)."""
         places_bt = indices[:, None] * self.context + torch.arange(self.context + 1)
         tokens_bt = self.text[places_bt].long()
         return tokens_bt[:, :-1], tokens_bt[:, 1:].masked_fill(places_bt[:, 1:] > self.known, IGNORED)

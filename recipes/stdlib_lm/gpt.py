@@ -32,7 +32,7 @@ class Sizes:
 
 
 class GPT(nn.Module):
-    """Map bytes int64 [batch, time] to logits [batch, time, 256]; output weights are tied to the embedding."""
+    """Map bytes int64 (batch, time) to logits (batch, time, 256); output weights are tied to the embedding."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Return logits [batch, time, 256] of the byte that follows each one."""
+        """Return logits (batch, time, 256) of the byte that follows each byte of ``tokens_bt`` (batch, time)."""
         hidden_btw = self.embedding(tokens_bt)
         for block in self.blocks:
             hidden_btw = block(hidden_btw)
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 def rotations(context: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine, float32 [context, size / 2], of rotary position embedding (arXiv 2104.09864, eq. 34)."""
+    """Return cosine and sine, float32 (context, size / 2), of rotary position embedding (arXiv 2104.09864, eq. 34)."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2) / size)
     angle_tf = torch.outer(torch.arange(context), frequency)
     return angle_tf.cos(), angle_tf.sin()

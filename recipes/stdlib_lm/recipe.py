@@ -61,7 +61,7 @@ class StdlibLM(Recipe):
         return self.context
 
     def data(self, split: str) -> Windows:
-        """Return windows of ``context`` bytes and the bytes that follow them, int64 [context] each."""
+        """Return windows of ``context`` bytes and the bytes that follow them, int64 (context,) each."""
         if split == "test":
             return Windows(read("test", self.test_bytes), self.context)
         text = read("train")

@@ -52,7 +52,7 @@ def vocabulary(pages: Sequence[Sequence[str]], min_count: int) -> dict[str, int]
 
 
 def pairs(pages: Sequence[NDArray[numpy.int32]], window: int, seed: int) -> NDArray[numpy.int32]:
-    """Pair each word with its neighbours; return ids int32 [n, 2].
+    """Pair each word with its neighbours; return ids int32 (n, 2).
 
     A neighbour is at most r words away in the same text, r drawn from 1 to ``window`` for each word.
     """

@@ -44,14 +44,14 @@ class SkipGram(nn.Module):
         values["outer"].fill(self.outer)
 
     def forward(self, center_b: Tensor, others_bk: Tensor) -> Tensor:
-        """Return scores [b, k] of each center with each of its k other words."""
+        """Return scores (b, k) of each center with each of its k other words."""
         scores: Tensor = torch.einsum("bd,bkd->bk", self.inner(center_b), self.outer(others_bk))
         return scores
 
 
 @final
 class Pairs(Dataset[Triple]):
-    """Pairs of words that occur together, int32 [n, 2], each with negatives drawn by frequency^0.75."""
+    """Pairs of words that occur together, int32 (n, 2), each with negatives drawn by frequency^0.75."""
 
     def __init__(self, pairs: Tensor, counts: Tensor, negatives: int) -> None:
         self.pairs, self.negatives = pairs, negatives
@@ -65,7 +65,7 @@ class Pairs(Dataset[Triple]):
         return center[0], context[0], negatives[0]
 
     def load_batch(self, indices: Tensor) -> Triple:
-        """Return centers [b], contexts [b] and negatives [b, negatives], int64."""
+        """Return centers (b,), contexts (b,) and negatives (b, negatives), int64."""
         center_b, context_b = self.pairs[indices].long().unbind(1)
         drawn_bk = torch.rand(len(indices), self.negatives, dtype=torch.float64) * self.weights[-1]
         return center_b, context_b, torch.searchsorted(self.weights, drawn_bk)

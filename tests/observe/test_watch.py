@@ -123,7 +123,7 @@ def test_a_failed_run_is_alive_while_its_launcher_may_restart_it(record: RunReco
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("one\ntwo\n")
-    tail = Tail(tmp_path / "file", whole=True)
+    tail = Tail(tmp_path / "file", from_start=True)
     assert list(tail.read()) == [b"one\n", b"two\n"]
     (tmp_path / "new").write_text("three\nfour\nfive\n")
     (tmp_path / "new").replace(tmp_path / "file")

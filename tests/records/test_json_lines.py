@@ -113,7 +113,7 @@ def test_a_line_that_is_too_long_is_passed_over_like_any_damaged_one(
     path.write_bytes(b"".join([*lines[:5], b'{"x": "' + b"y" * 2500 + b'"}\n', *lines[5:], b"z" * 2500]))
     rows = metric_rows(path)
     assert (len(list(rows)), rows.damaged) == (33, 1)
-    tail = Tail(path, whole=True)
+    tail = Tail(path, from_start=True)
     assert len(list(tail.read())) == 34
     assert list(tail.read()) == []
     rewind(path, 20)

@@ -93,7 +93,7 @@ class Saver:
             self._names, self._partly = set(tensors), partly_held(tensors, self._world)
         mine = {**self._copied(dict(written_here(tensors, self._partly, self._world))), **(streams or {})}
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
-        self._pending = self._thread.submit(self._write, mine, head, step, _outline(tensors))
+        self._pending = self._thread.submit(self._write, mine, head, step, _tensors_digest(tensors))
         return ended
 
     def ended(self) -> list[CheckpointSaved]:
@@ -126,7 +126,7 @@ class Saver:
         return old if old is not None and _layout(old) == _layout(tensor) else _host_like(tensor)
 
     def _write(
-        self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int, outline: str
+        self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int, tensors_digest: str
     ) -> CheckpointSaved | None:
         """Write and publish a checkpoint, in the background thread.
 
@@ -136,7 +136,9 @@ class Saver:
         folder = self._on_rank_0(lambda: self._begun(final_))
         if folder is None:
             return None
-        writer = Writer(folder, self._world.rank, head=head, outline=outline, finite=self._finite, at=self._at)
+        writer = Writer(
+            folder, self._world.rank, head=head, tensors_digest=tensors_digest, finite=self._finite, at=self._at
+        )
         try:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError, RuntimeError) as error:
@@ -224,7 +226,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, placements, _local(tensor).shape
 
 
-def _outline(tensors: Mapping[str, Tensor]) -> str:
+def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return a digest of names, dtypes and shapes, which must be equal on all ranks so that all tensors are saved."""
     lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

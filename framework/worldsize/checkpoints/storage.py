@@ -72,10 +72,10 @@ class Writer(StorageWriter):
     """Writes this rank's tensors into one safetensors file in ``folder``; rank 0 then seals the checkpoint."""
 
     def __init__(
-        self, folder: Path, rank: int, *, head: Mapping[str, Any], outline: str, finite: bool, at: Point
+        self, folder: Path, rank: int, *, head: Mapping[str, Any], tensors_digest: str, finite: bool, at: Point
     ) -> None:
         self._folder = folder
-        self._outline = outline
+        self._tensors_digest = tensors_digest
         self._name = f"rank_{rank:05d}.safetensors"
         self._rank = rank
         self._head = head
@@ -87,7 +87,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=self._outline)
+        return replace(plan, storage_data=self._tensors_digest)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if len({plan.storage_data for plan in plans}) > 1:

@@ -82,7 +82,7 @@ class CheckpointWeights(Weights):
         return self.part(name, tuple(slice(0, size) for size in self._entries[name].shape))
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """Return the part of one tensor that the slices ``place`` select; the rest of it is not read."""
+        """Return the part of one tensor that ``place``, a slice per dimension, selects; the rest is not read."""
         dtype = self._entries[name].dtype
         overlaps = [(chunk, _overlap(chunk, place)) for chunk in self._facts[name]["chunks"]]
         parts = [(chunk, box) for chunk, box in overlaps if all(begin < end for begin, end in box)]

@@ -28,7 +28,7 @@ def local_row(tree: Any) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's local shard of a DTensor; any other tensor as it is. Shapes are arbitrary."""
+    """Return this rank's local shard of a DTensor; any other tensor of any shape as it is."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -160,7 +160,7 @@ class Recipe(ABC):
         return {}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """Return lines to show at the end of a run, given the trained model's state dict (full tensors on the CPU)."""
+        """Return lines to show at the end of a run, given the trained model's state, in full shapes on the CPU."""
         return []
 
     def save_assets(self, folder: Path) -> None:  # noqa: B027 - most models need nothing beside their weights

@@ -9,7 +9,7 @@ import time
 
 
 def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -> bytes:
-    """Receive ``count`` bytes by ``deadline``, a time of ``time.monotonic()``.
+    """Receive ``count`` bytes by ``deadline``, in seconds of ``time.monotonic()``.
 
     Raises:
         OSError: they did not all come in time (TimeoutError), or the other end has gone.
@@ -21,7 +21,7 @@ def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -
 
 
 def receive_line(connection: socket.socket, *, at_most: int, deadline: float) -> bytes:
-    """Receive up to and with the first newline, by ``deadline``. What follows it may be received, too, and is lost.
+    """Receive up to the first newline, by ``deadline`` in monotonic seconds. Bytes after it may be lost.
 
     Raises:
         OSError: no line of ``at_most`` bytes came in time, or the other end has gone.

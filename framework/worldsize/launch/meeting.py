@@ -75,7 +75,7 @@ def _listening(node: Node, port: int) -> socket.socket:
 
 
 def reach(node: Node, port: int, key: RunKey, *, patience: float, silence: float, facts: Message) -> AgentConnection:
-    """Connect from another host to the first. ``patience`` and ``silence`` as in :func:`gather`.
+    """Connect from another host to the first. ``patience`` and ``silence`` are in seconds, as in :func:`gather`.
 
     Raises:
         WorldsizeError: it does not answer, or does not prove that it is the first host of this run.

@@ -56,15 +56,15 @@ class Progress:
 
 @final
 class Tail:
-    """Reads the lines that a growing file gains after this object is made, or all of its lines with ``whole``.
+    """Reads the lines that a growing file gains after this object is made, or all of its lines with ``from_start``.
 
     A file that another one has replaced is read from its beginning.
     """
 
-    def __init__(self, path: Path, *, whole: bool = False) -> None:
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self._path = path
         self._offset, self._file = 0, 0
-        if not whole and is_file(path):
+        if not from_start and is_file(path):
             self._offset, self._file = path.stat().st_size, path.stat().st_ino
 
     def read(self) -> Iterator[bytes]:

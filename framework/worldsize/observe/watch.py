@@ -43,8 +43,8 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics = Tail(folder / "metrics.jsonl", whole=True)
-        self._told = Tail(folder / "events.jsonl", whole=True)
+        self._metrics = Tail(folder / "metrics.jsonl", from_start=True)
+        self._told = Tail(folder / "events.jsonl", from_start=True)
         self.step: Mapping[str, Any] | None = None
         self.evaluation: Mapping[str, Any] | None = None
         self.events: list[Mapping[str, Any]] = []

@@ -113,8 +113,8 @@ class _Calibration:
             for optimizer in replica.train_state.optimizers:
                 optimizer.step()
 
-        whole = self._timed(lambda: replica.step(draw()), _SECONDS)
-        return whole, self._timed(forward), self._timed(update)
+        step = self._timed(lambda: replica.step(draw()), _SECONDS)
+        return step, self._timed(forward), self._timed(update)
 
     def _sum_seconds(self, numbers: int) -> float:
         values_n = torch.randn(numbers, device=self.device)

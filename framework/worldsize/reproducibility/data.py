@@ -27,8 +27,8 @@ def check_data(original: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     for name in sorted(then.keys() | now.keys()):
         if _content(then.get(name)) != _content(now.get(name)):
             raise WorldsizeError(
-                f"the data file {name!r} is not the one that the run learned from: {_found(then.get(name))} then, "
-                f"{_found(now.get(name))} now. Bring that file back; nothing was started."
+                f"the data file {name!r} is not the one that the run learned from: {_described(then.get(name))} then, "
+                f"{_described(now.get(name))} now. Bring that file back; nothing was started."
             )
 
 
@@ -66,7 +66,7 @@ def _is_same(path: Path, file: Mapping[str, Any]) -> bool:
         return False
 
 
-def _found(file: Mapping[str, Any] | None) -> str:
+def _described(file: Mapping[str, Any] | None) -> str:
     return f"{file['size']} bytes, SHA-256 {file['sha256']}" if file else "missing"
 
 

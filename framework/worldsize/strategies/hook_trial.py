@@ -32,9 +32,9 @@ def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
     Raises:
         ConfigError: a hook does so.
     """
-    for name, whole in _found(recipe, model, list(model.parameters()), _beside):
-        buffers = [each for each, buffer in model.named_buffers() if _memory(buffer) == _memory(whole)]
-        described = f"the buffer {buffers[0]}" if buffers else f"a tensor {list(whole.shape)} that is not made of them"
+    for name, tensor in _mixed_operands(recipe, model, list(model.parameters()), _beside):
+        buffers = [each for each, buffer in model.named_buffers() if _memory(buffer) == _memory(tensor)]
+        described = f"the buffer {buffers[0]}" if buffers else f"a tensor {list(tensor.shape)} that is not made of them"
         raise ConfigError(
             f"the optimizer has a hook for each step, {name}, that computes with weights and {described} together. "
             "Here weights are divided over ranks, and such a tensor is whole on each. Keep it as a frozen parameter, "
@@ -44,13 +44,13 @@ def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
 
 
 def refuse_hooks_on(tables: Mapping[str, Tensor], recipe: Recipe, model: nn.Module) -> None:
-    """Refuse hooks that compute with ``tables``, the weights by name whose rows no process that trains has.
+    """Refuse hooks that compute with ``tables``, weights (rows, dim) by name whose rows are only on servers.
 
     Raises:
         ConfigError: a hook does so.
     """
     names = {_memory(table): name for name, table in tables.items()}
-    for name, table in _found(recipe, model, list(tables.values()), _itself):
+    for name, table in _mixed_operands(recipe, model, list(tables.values()), _itself):
         table_name = names.get(_memory(table), "a table")
         raise ConfigError(
             f"the optimizer has a hook for each step, {name}, that computes with {table_name}, "
@@ -69,18 +69,20 @@ def _itself(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     return list(marked)
 
 
-def _found(recipe: Recipe, model: nn.Module, marked: Sequence[Tensor], find: _Find) -> list[tuple[str, Tensor]]:
+def _mixed_operands(
+    recipe: Recipe, model: nn.Module, marked: Sequence[Tensor], find: _Find
+) -> list[tuple[str, Tensor]]:
     """Try the recipe's hooks, and return what ``find`` takes of their operations, each with the hook's name."""
-    watch, found = _Watch(marked, find), list[tuple[str, Tensor]]()
+    watch, operands = _Watch(marked, find), list[tuple[str, Tensor]]()
     with torch.no_grad(), watch:
         made: Any = recipe.optimizers(model) if isinstance(recipe, MultiUpdateRecipe) else recipe.optimizer(model)
         for optimizer in made.values() if isinstance(made, Mapping) else [made]:
             for hook in recipe_hooks(optimizer):
-                watch.found = []
+                watch.operands = []
                 with suppress(Exception):  # anyone's code; and no parameter has a gradient
                     hook(optimizer, (), {})
-                found += [(hook_name(hook), tensor) for tensor in watch.found]
-    return found
+                operands += [(hook_name(hook), tensor) for tensor in watch.operands]
+    return operands
 
 
 @final
@@ -92,7 +94,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, marked: Sequence[Tensor], find: _Find) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Tensor] = []
+        self.operands: list[Tensor] = []
         self._find = find
         self._marked: dict[int, Tensor] = {}  # kept, so that no other tensor takes their place in memory
         self._mark(marked)
@@ -105,7 +107,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = [tensor for tensor in tensors if _memory(tensor) not in self._marked]
         out = func(*args, **(kwargs or {}))
         if marked:
-            self.found += self._find(marked, others)
+            self.operands += self._find(marked, others)
             self._mark([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
         return out
 

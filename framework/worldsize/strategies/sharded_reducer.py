@@ -182,8 +182,8 @@ class _OrderedScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Add the unit's gradients ``input_tensor`` (shards * s,); write this rank's mean to ``output_tensor`` (s,)."""
-        whole = input_tensor.view(group.size(), -1)
-        leaf = self._exchange.sum_of_part([whole]) if self._sums_shards else whole.clone()
+        gradient = input_tensor.view(group.size(), -1)
+        leaf = self._exchange.sum_of_part([gradient]) if self._sums_shards else gradient.clone()
         self._add(leaf)
         if self._taken < self._nodes * self._leaves:
             output_tensor.zero_()

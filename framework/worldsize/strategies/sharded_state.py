@@ -59,16 +59,16 @@ class ShardedOptimizerState(OptimizerState):
     """The optimizer of the training loop, whose groups hold the learning rates."""
     own: Optimizer
     """The optimizer of the parameters that this rank updates; may be the same."""
-    whole: Mapping[str, Any] = field(repr=False)
+    full: Mapping[str, Any] = field(repr=False)
     """The optimizer's state as one rank would hold it, see :func:`meta_state`."""
 
     def state(self) -> StateDict:
         mine = named_state(self.model, self.own)
         groups = [
-            {**whole, **_options(group)}
-            for whole, group in zip(self.whole["param_groups"], self.optimizer.param_groups, strict=True)
+            {**saved, **_options(group)}
+            for saved, group in zip(self.full["param_groups"], self.optimizer.param_groups, strict=True)
         ]
-        return {**merge_states(self.whole, {"state": mine["state"]}), "param_groups": groups}
+        return {**merge_states(self.full, {"state": mine["state"]}), "param_groups": groups}
 
     def load(self, state: StateDict) -> None:
         mine = named_state(self.model, self.own)

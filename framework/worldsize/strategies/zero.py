@@ -78,16 +78,16 @@ class ZeRO(Strategy):
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     sharded = _divided(recipe.optimizer(model), world)
-    whole = meta_state(recipe, model)["optimizer"]
-    parts = ShardedOptimizerState(model, sharded, own=sharded.optim, whole=whole)
+    full = meta_state(recipe, model)["optimizer"]
+    parts = ShardedOptimizerState(model, sharded, own=sharded.optim, full=full)
     return TrainState(model, sharded, recipe.schedule(sharded), parts)
 
 
 def _multi_sharded(recipe: MultiUpdateRecipe, model: nn.Module, world: World) -> MultiTrainState:
     sharded = {name: _divided(optimizer, world) for name, optimizer in optimizers_of(recipe, model).items()}
-    wholes = multi_meta_states(recipe, model)
+    full = multi_meta_states(recipe, model)
     parts = {
-        name: ShardedOptimizerState(model, optimizer, own=optimizer.optim, whole=wholes[name])
+        name: ShardedOptimizerState(model, optimizer, own=optimizer.optim, full=full[name])
         for name, optimizer in sharded.items()
     }
     return MultiTrainState.scheduled(recipe, model, sharded, parts)

@@ -37,11 +37,11 @@ def missing() -> str | None:
     """Return why there can be no such hosts here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _found(name) is None]
+    absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _executable(name) is None]
     return f"{', '.join(absent)} not installed (apt-get install iproute2 openssh-server rsync)" if absent else None
 
 
-def _found(name: str) -> str | None:
+def _executable(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
@@ -163,7 +163,7 @@ def _serve_ssh(hosts: Hosts) -> None:
         "PidFile": "none",
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    sshd = str(_found("sshd"))
+    sshd = str(_executable("sshd"))
     for host in range(1, hosts.count + 1):
         _do(*hosts.on(host, [sshd, "-f", "/dev/null", "-o", f"ListenAddress=10.77.0.{host}", *words]))
 

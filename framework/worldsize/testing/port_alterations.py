@@ -57,7 +57,7 @@ class Alteration:
         groups: Changes the optimizer's groups before the first step.
         clip: Largest norm of the gradient; None: no clipping; "recipe": as configured.
         dropout: Whether there is dropout.
-        whole: Whether the batch of a step is computed at once.
+        full_batch: Whether the batch of a step is computed at once.
         shuffled: Whether samples are drawn in the order of the run, not in that of the data set.
     """
 
@@ -69,13 +69,13 @@ class Alteration:
     groups: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None
     clip: float | Literal["recipe"] | None = "recipe"
     dropout: bool = True
-    whole: bool = False
+    full_batch: bool = False
     shuffled: bool = True
 
 
 def altered_losses(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
     """Train ``recipe`` by a plain loop with one alteration, and yield the loss of each step."""
-    if alteration.whole:
+    if alteration.full_batch:
         config = replace(config, micro_batches=1)
     model = initial_model(recipe, config)
     optimizer = recipe.optimizer(model)
@@ -176,7 +176,7 @@ def _of_means() -> list[Alteration]:
         Alteration(
             "a mean of means against a mean over all: the reference's loss is the mean over the whole batch of a step, "
             "and Recipe.loss a mean over each micro-batch. Return the sum and its weight from loss.",
-            whole=True,
+            full_batch=True,
         ),
         Alteration(
             "the gradients of a step: the reference adds up those of its micro-batches, and does not divide the sum "

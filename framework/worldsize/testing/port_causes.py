@@ -114,9 +114,9 @@ def loss_causes(
         return update_causes(recipe, reference, config, config.steps + 1) if callable(reference) else []
     if callable(reference) and expected.taken and (told := _wrong_batches(expected.taken, config)):
         return [f"Cause: {told}"]
-    found = None if several else explaining(recipe, config, trained.losses, expected.losses, tolerance)
-    if found is not None:
-        return [f"Cause: {found} So altered, the recipe computes the reference's losses."]
+    cause = None if several else explaining(recipe, config, trained.losses, expected.losses, tolerance)
+    if cause is not None:
+        return [f"Cause: {cause} So altered, the recipe computes the reference's losses."]
     if told := _scaled(trained.losses, expected.losses, config):
         return [f"Cause: {told}"]
     if not callable(reference):

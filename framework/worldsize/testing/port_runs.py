@@ -99,9 +99,9 @@ def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
     """Return the full weights on rank 0, in the model's order and shapes, then averaged ones, named ``ema/<name>``."""
     state = replica.state()
     averages = state.get("ema", {}).get("weights", {})
-    whole = {**state["model"], **{f"ema/{name}": average for name, average in averages.items()}}
-    full = gather_full(whole, world)
-    return copied({name: full[name] for name in whole if name in full})
+    sharded = {**state["model"], **{f"ema/{name}": average for name, average in averages.items()}}
+    full = gather_full(sharded, world)
+    return copied({name: full[name] for name in sharded if name in full})
 
 
 def mean_of(losses: Sequence[Tensor] | Sequence[float]) -> float:
@@ -110,7 +110,7 @@ def mean_of(losses: Sequence[Tensor] | Sequence[float]) -> float:
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copy the tensors of a state_dict to the CPU."""
+    """Copy the tensors of a state_dict, in their shapes, to the CPU."""
     return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 

@@ -216,8 +216,8 @@ def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
     rounds = ring.size() - 1
 
     def seconds(size: int, times: int) -> float:
-        part, whole = _bytes(world, size), _bytes(world, size * ring.size())
-        return _mean(world, partial(dist.all_gather_into_tensor, whole, part, group=ring), times) / rounds
+        part, full = _bytes(world, size), _bytes(world, size * ring.size())
+        return _mean(world, partial(dist.all_gather_into_tensor, full, part, group=ring), times) / rounds
 
     gap = seconds(8, _GATHERS)
     first = torch.tensor(seconds(_FIRST // ring.size(), _REPEATS), device=world.device)

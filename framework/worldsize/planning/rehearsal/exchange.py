@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from worldsize.planning.rehearsal.groups import Group
 
 _LARGEST = 4096  # bytes of fractions: what is larger decides nothing
-_LARGEST_WHOLE = 1 << 20  # bytes of whole numbers, such as places in a tensor
+_LARGEST_INTEGERS = 1 << 20  # bytes of whole numbers, such as places in a tensor
 _REPORTS = "worldsize/collectives/exact.py"  # sums that the loop logs, by which nobody decides anything
 _PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -58,13 +58,13 @@ class Words(NamedTuple):
         call: The call.
         tensors: Their bytes.
         is_news: Whether others may call something else for them.
-        is_whole: Whether all are whole numbers or objects, and so become the same each time if others say the same.
+        is_integral: Whether all are whole numbers or objects, and so become the same each time if others say the same.
     """
 
     call: str
     tensors: tuple[bytes, ...]
     is_news: bool = True
-    is_whole: bool = False
+    is_integral: bool = False
 
 
 def readable(tensors: Sequence[Tensor]) -> bool:
@@ -76,12 +76,12 @@ def words_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool
     """Return the values of small tensors, of any shapes, or of objects; None: they are large, or fakes."""
     if not readable(tensors):
         return None
-    is_whole = not any(each.is_floating_point() or each.is_complex() for each in tensors)
-    largest = _LARGEST_WHOLE if is_whole else _LARGEST
+    is_integral = not any(each.is_floating_point() or each.is_complex() for each in tensors)
+    largest = _LARGEST_INTEGERS if is_integral else _LARGEST
     if not is_object and sum(each.numel() * each.element_size() for each in tensors) > largest:
         return None
     said = tuple(bytes(each.detach().contiguous().flatten().view(torch.uint8).numpy().data) for each in tensors)
-    return Words(call, said, not site.startswith(_REPORTS), is_whole)
+    return Words(call, said, not site.startswith(_REPORTS), is_integral)
 
 
 @final
@@ -120,13 +120,13 @@ class Said:
         )
 
     @property
-    def whole(self) -> Mapping[tuple[Place, int], Words]:
+    def integers(self) -> Mapping[tuple[Place, int], Words]:
         """The words of whole numbers, which stay as they are once all ranks have heard what others decide."""
         return {
             (place, rank): words
             for place, known in self.words.items()
             for rank, words in known.items()
-            if words.is_news and words.is_whole
+            if words.is_news and words.is_integral
         }
 
 

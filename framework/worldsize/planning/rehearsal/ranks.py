@@ -69,7 +69,7 @@ def rehearse(
         if not before and not _asks_again(rehearsed, said):
             return rehearsed
         unchanged = unchanged + 1 if before and not _changed(before, rehearsed) else 0
-        if unchanged and (unchanged > 1 or said.whole == heard.whole):
+        if unchanged and (unchanged > 1 or said.integers == heard.integers):
             return rehearsed
         before, heard, last = rehearsed, said, before
     restless = _changed(last, rehearsed)

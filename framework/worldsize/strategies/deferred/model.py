@@ -112,7 +112,7 @@ class DeferredModel:
             shards: Device of shards; None: ``device``.
         """
         self.begin.restore()
-        devices = Devices(whole=device, shards=shards or device)
+        devices = Devices(full=device, shards=shards or device)
         places: dict[Deferred, list[Slot]] = {}
         for slot, described in self.tensors.items():
             if slot.tensor.is_meta and holds(slot):

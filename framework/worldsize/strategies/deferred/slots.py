@@ -48,16 +48,16 @@ class Slot:
 class Devices:
     """The devices on which this process keeps the tensors of its modules; other tensors stay on the host."""
 
-    whole: torch.device
+    full: torch.device
     shards: torch.device
 
     def put(self, made: Tensor, slots: Sequence[Slot]) -> None:
-        """Put this process's part of ``made``, a full tensor, in place of the tensor that is in all of ``slots``."""
+        """Put this process's part of ``made``, in full shape, in place of the tensor that is in all of ``slots``."""
         empty = slots[0].tensor
         if isinstance(empty, DTensor):
             part: Tensor = _part(empty, made, self.shards)
         else:  # what is neither parameter nor buffer stays on the host, as it does when a module moves
-            part = made.to(self.whole) if any(slot.moves for slot in slots) else made
+            part = made.to(self.full) if any(slot.moves for slot in slots) else made
             part = part.detach()  # another tensor, since others may be made of this memory
         part = like(empty, part)
         try:
@@ -90,9 +90,9 @@ def like(tensor: Tensor, numbers: Tensor, *, leave_out: frozenset[str] = frozens
     return numbers
 
 
-def _part(empty: DTensor, whole: Tensor, device: torch.device) -> DTensor:
+def _part(empty: DTensor, full: Tensor, device: torch.device) -> DTensor:
     mesh, placements = empty.device_mesh, empty.placements
-    size, begin = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    size, begin = compute_local_shape_and_global_offset(full.shape, mesh, placements)
     box = tuple(slice(first, first + length) for first, length in zip(begin, size, strict=True))
-    local = whole[box].to(device, copy=True, memory_format=torch.contiguous_format)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=empty.stride())
+    local = full[box].to(device, copy=True, memory_format=torch.contiguous_format)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=empty.stride())

@@ -42,8 +42,8 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
             if block in mine:
                 checkpoint(block)
     if mesh["data"].size() > 1:
-        whole = units(recipe, model, sharding.wrap, sharding.wrap_parameters)
-        for module in (*(unit for unit in whole if unit in mine and unit not in roots), *roots):
+        sharded = units(recipe, model, sharding.wrap, sharding.wrap_parameters)
+        for module in (*(unit for unit in sharded if unit in mine and unit not in roots), *roots):
             fully_shard(module, mesh=mesh["data"], reshard_after_forward=sharding.reshard_after_forward)
         for root in roots:
             time_sharding(root, torch.device(mesh.device_type), copies=False)
@@ -107,14 +107,14 @@ def keep_held(optimizer: Optimizer) -> None:
 
 def step_apart(optimizer: Optimizer) -> None:
     """Separate DTensors and plain tensors into different groups during a step, since no kernel takes both."""
-    whole: list[list[dict[str, Any]]] = []
+    saved: list[list[dict[str, Any]]] = []
 
     def separate() -> None:
-        whole.append(optimizer.param_groups)
+        saved.append(optimizer.param_groups)
         optimizer.param_groups = [part for group in optimizer.param_groups for part in _separated(group)]
 
     def join() -> None:
-        optimizer.param_groups = whole.pop()
+        optimizer.param_groups = saved.pop()
 
     optimizer.register_step_pre_hook(StrategyHook(separate))
     optimizer.register_step_post_hook(StrategyHook(join))

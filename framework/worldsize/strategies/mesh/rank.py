@@ -62,35 +62,35 @@ class Rank:
         axes = {axis: place for axis, place in self._coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
-    def _whole_state(self, model: nn.Module) -> Mapping[str, object]:
+    def _full_state(self, model: nn.Module) -> Mapping[str, object]:
         """Return the optimizer state of the whole ``model``, on the meta device, without drawing random numbers."""
         with generators_kept(self.context.world.device):
             state: Mapping[str, object] = meta_state(self.recipe, model)["optimizer"]
             return state
 
-    def _train_state(self, model: nn.Module, whole: Mapping[str, object]) -> TrainState:
-        """Make the optimizer of this rank's part; ``whole`` is its unsharded state."""
+    def _train_state(self, model: nn.Module, full_state: Mapping[str, object]) -> TrainState:
+        """Make the optimizer of this rank's part; ``full_state`` is its unsharded state."""
         optimizer = self.recipe.optimizer(model)
         keep_held(optimizer)
         step_apart(optimizer)
-        parts = ShardedOptimizerState(model, optimizer, own=optimizer, whole=whole)
+        parts = ShardedOptimizerState(model, optimizer, own=optimizer, full=full_state)
         return TrainState(model, optimizer, self.recipe.schedule(optimizer), parts)
 
     def _piece(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of every layer."""
         model = deferred.model
-        whole, data = self._whole_state(model), self._data(mesh)
+        full_state, data = self._full_state(model), self._data(mesh)
         divide(self.recipe, model, [model], mesh, self.sharding)
         deferred.fill(self.context.world.device)
         model.to(self.context.world.device)
         sums = _Clipping(sharded_reducer("flat", model, data), self._norm(()))
-        train_state = self._train_state(model, whole)
+        train_state = self._train_state(model, full_state)
         return SynchronousReplica(self.recipe, replace(self.context, world=data), train_state=train_state, reducer=sums)
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build a rank that holds a part of some layers."""
         model = deferred.model
-        whole, data = self._whole_state(model), self._data(mesh)
+        full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout.pipeline, p=self._p)
         if self.layout.data > 1:
@@ -114,7 +114,7 @@ class Rank:
             tied=self._tied(owned),
             norm=self._norm(owned.spare()),
         )
-        train_state = self._train_state(model, whole)
+        train_state = self._train_state(model, full_state)
         inner = SynchronousReplica(
             self.recipe, replace(self.context, world=data), train_state=train_state, reducer=pipeline
         )

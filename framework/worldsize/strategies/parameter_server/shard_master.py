@@ -61,7 +61,7 @@ class ShardMaster:
             missing = seen - self.shard.updates - self._lost
             if missing > 0:  # this server was restored from a checkpoint
                 self._lost += missing
-                text = "%d updates that %s has received are lost; continuing at step %d"
+                text = "%d updates are lost, which %s had received; continuing at step %d"
                 _logger.info(text, self._lost, name, self.shard.step)
             return session
 
