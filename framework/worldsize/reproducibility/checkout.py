@@ -1,4 +1,4 @@
-"""A run's code, re-created in a folder of its own from what its manifest says; the user's tree is not touched."""
+"""Re-creates a run's code in a separate folder from its manifest; the user's tree is not touched."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def remove_worktree(folder: Path) -> None:
 
 
 def _check(code: Mapping[str, Any]) -> None:
-    """A stranger's manifest may not reach beyond the worktree, or hand options to git."""
+    """Check that an untrusted manifest neither reaches outside the worktree nor passes options to git."""
     folder = PurePosixPath(code["folder"])
     if folder.is_absolute() or ".." in folder.parts:
         raise WorldsizeError(f"the manifest names a folder outside of the checkout: {folder}. It is not to be trusted.")
@@ -70,7 +70,7 @@ def _check(code: Mapping[str, Any]) -> None:
 
 
 def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
-    """The recorded changes, verified; ``approximate`` goes on without lost ones.
+    """Return the recorded changes, verified; with ``approximate``, missing ones are ignored.
 
     Raises:
         WorldsizeError: they are lost, or not those that the manifest names.

@@ -203,7 +203,7 @@ def _relative(one: float, other: float) -> float:
 
 
 def ulps(one: float, other: float) -> int:
-    """Float64 values between two numbers, the second included (Goldberg 1991, section 1.2)."""
+    """Return the distance of two numbers in units in the last place of float64 (Goldberg 1991, section 1.2)."""
     return abs(_ordered(one) - _ordered(other))
 
 

@@ -55,7 +55,7 @@ class GeneratorStates:
         return GeneratorStates(random.getstate(), numpy.random.get_state(), torch.default_generator.get_state(), cuda)
 
     def restore(self, device: torch.device) -> None:
-        """Let the generators go on from here."""
+        """Set the generators to these states."""
         random.setstate(self.python)
         numpy.random.set_state(self.numbers)
         torch.default_generator.set_state(self.torch_cpu)
@@ -65,7 +65,7 @@ class GeneratorStates:
 
 @contextmanager
 def generators_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Leave the random numbers as they were before the context.
+    """Restore the states of all random generators after the context.
 
     Args:
         device: that of this process, whose generator counts on CUDA too; None: the CPU.

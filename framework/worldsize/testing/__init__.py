@@ -1,4 +1,4 @@
-"""What authors of recipes and plugins test them with."""
+"""Tools with which authors of recipes and plugins test them."""
 
 from worldsize.testing.port import PortConfig, composed, same_losses
 

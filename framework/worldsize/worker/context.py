@@ -1,4 +1,4 @@
-"""What a run offers to its processes: data of any part, the newest checkpoint, a folder to meet in."""
+"""The context of a run's processes: access to data, the newest checkpoint, and a folder to connect through."""
 
 from __future__ import annotations
 

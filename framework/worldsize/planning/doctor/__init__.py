@@ -1,1 +1,1 @@
-"""Judges the facts of a cluster's examination: pure functions."""
+"""Judges the facts about a cluster that its examination collected: pure functions."""

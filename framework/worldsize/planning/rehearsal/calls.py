@@ -39,7 +39,7 @@ class Call:
         site: The line of code, and the function it is in.
         step: The step, from 1; 0: before the first.
         phase: The part of the run: building the replica, a step, what the loop itself logs, or an evaluation.
-        tag: The number by which messages of a pair are told apart.
+        tag: The number that distinguishes messages between the same two ranks.
         parts: Numbers that an all-to-all gets from each member and gives each; None: it is something else.
     """
 
