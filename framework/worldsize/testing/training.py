@@ -217,7 +217,7 @@ def _mean_loss(losses: Sequence[Tensor], world: World) -> float:
 
 
 def cluster_of(size: int, nodes: int = 1) -> Cluster:
-    """Return a cluster of ``processes`` CPU processes."""
+    """Return a cluster of ``size`` CPU processes."""
     return Cluster("test", nodes, size, "cpu", "gloo")
 
 
