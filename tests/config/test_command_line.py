@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from worldsize.config.compose import compose_and_call, compose_only, task_overrides
+from worldsize.config.command_line import REFUSED_FLAGS
+from worldsize.config.compose import compose_and_call, compose_only, task_overrides, wants_sweep
 from worldsize.core import ConfigError
 
 FILES = {
@@ -99,6 +102,68 @@ def test_a_group_of_an_additional_folder_needs_no_plus(tmp_path: Path) -> None:
     (tmp_path / "more" / "trial").mkdir(parents=True)
     (tmp_path / "more" / "trial" / "one.yaml").write_text("# @package _global_\nseed: 11\n")
     assert [cfg.seed for cfg in composed("--config-dir", str(tmp_path / "more"), "trial=one")] == [11]
+
+
+def test_files_of_an_additional_folder_are_checked_as_all_others(
+    project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trials, words = tmp_path / "more" / "trial", ("--config-dir", str(tmp_path / "more"))
+    trials.mkdir(parents=True)
+    (trials / "late.yaml").write_text("seed: 11\n# @package _global_\n")
+    (trials / "placed.yaml").write_text("# @package _global_\nhydra: {run: {dir: elsewhere}}\n")
+    (trials / "swept.yaml").write_text(
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
+    )
+    with pytest.raises(ConfigError, match="^no key 'trial'"):  # which it would be without a header
+        composed(*words, "trial=late")
+    assert "late.yaml, line 2: '# @package _global_' has no effect" in caplog.text
+    with pytest.raises(ConfigError, match=r"placed.yaml: hydra.run.dir is not followed"):
+        composed(*words, "trial=placed")
+    assert [cfg.seed for cfg in composed(*words, "trial=swept")] == [1, 2]
+    assert wants_sweep([*words, "trial=swept"])
+    (tmp_path / "more" / "recipe").mkdir()
+    (tmp_path / "more" / "recipe" / "digits.yaml").write_text("# @package _global_\nsteps: 1\n")
+    with pytest.raises(ConfigError, match=r"recipe=digits is in two places: .*more/recipe/digits.yaml. Rename one"):
+        composed(*words)
+    assert [cfg.steps for cfg in composed()] != [1]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("~lr", r"^~lr: every run has the key lr\. Set lr=null for none, or leave the word out\.$"),
+        ("~steps", r"^~steps: every run has the key steps\."),
+        (
+            "~checkpoint.every",
+            r"^~checkpoint.every: this key stays\. Set checkpoint.every=VALUE, or leave the word out",
+        ),
+        (
+            "recipe.init_form=x",
+            r"\+recipe.init_form=VALUE\. The run itself has the key 'init_from': init_from=VALUE\.$",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_away_or_stands_elsewhere_is_said(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(word)
+
+
+def test_what_a_recipe_adds_can_be_taken_away() -> None:
+    assert "dropout" in composed()[0].recipe
+    assert "dropout" not in composed("~recipe.dropout")[0].recipe
+
+
+def test_the_page_about_hydra_names_the_flags_that_are_followed_and_no_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with suppress(SystemExit):
+        compose_and_call(lambda cfg: None, ["--hydra-help"])
+    page = capsys.readouterr().out
+    flags = {word for action in get_args_parser()._actions for word in action.option_strings if word.startswith("--")}
+    assert flags - {flag for flag in flags if f"\n{flag}" in page} == {*REFUSED_FLAGS}
+    for flag in REFUSED_FLAGS:
+        with pytest.raises(ConfigError, match=f"^{flag} would"):
+            composed(flag, "x")
 
 
 @pytest.mark.parametrize(

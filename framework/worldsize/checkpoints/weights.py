@@ -17,7 +17,7 @@ from worldsize.checkpoints.format import MANIFEST, Checkpoint, complete, read, v
 from worldsize.checkpoints.safetensors import Entry, read_entries
 from worldsize.checkpoints.shards import DTYPES, box_of
 from worldsize.checkpoints.validation import Box, is_shard
-from worldsize.errors import CheckpointError, WorldsizeError
+from worldsize.errors import CheckpointError, WorldsizeError, neighbours
 from worldsize.files import is_file, is_folder, read_regular
 from worldsize.strict_json import parse
 
@@ -197,10 +197,24 @@ def source_of(path: Path) -> Path:
             raise WorldsizeError(f"the run {path} has no complete checkpoint. Let it save one with checkpoint.every=N.")
         return saved[-1].absolute()
     if not is_file(path) and not is_folder(path):
+        missing = _first_missing(path)
+        near = neighbours(missing.name, [each.name for each in _listed(missing.parent)])
         raise WorldsizeError(
-            f"{path} is not there. Name a run, a folder with safetensors files, or a file with a state_dict."
+            f"{missing} is not there{near} Name a run, a folder with safetensors files, or a file with a state_dict."
         )
     return path.absolute()
+
+
+def _first_missing(path: Path) -> Path:
+    """Return the shortest beginning of ``path`` that is not there."""
+    return next((each for each in reversed([path, *path.parents]) if not each.exists()), path)
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def open_weights(path: Path) -> Weights:

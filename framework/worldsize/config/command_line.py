@@ -29,6 +29,8 @@ REFUSED: Mapping[str, str] = {
     "hydra.output_subdir": "the folder of a run has config.yaml, overrides.yaml and hydra's choices already.",
 }
 """Keys of Hydra that a run does not follow, and what it does instead."""
+REFUSED_FLAGS = ("--config-path", "--experimental-rerun")
+"""Flags of Hydra that worldsize answers with a sentence."""
 
 
 def normalised(arguments: Sequence[str]) -> list[str]:
@@ -47,6 +49,7 @@ def normalised(arguments: Sequence[str]) -> list[str]:
         if key in REFUSED:
             raise ConfigError(f"{key} is not followed: {REFUSED[key]}")
     for word in flags.overrides:
+        _check_kept(word)
         if word.lstrip("+").removesuffix("=null") in GROUPS:
             raise ConfigError(_null_option(flags, word))
     if flags.hydra_help:  # about Hydra alone: our keys are not known there
@@ -72,6 +75,13 @@ def _check_flags(flags: Namespace) -> None:
     given = [name for name, value in {**modes, "--shell-completion": flags.shell_completion}.items() if value]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other. Give one of them.")
+
+
+def _check_kept(word: str) -> None:
+    """Raise ConfigError if ``word``, as ``~lr``, takes away what every run has."""
+    key = key_of(word)
+    if word.startswith("~") and key not in GROUPS and key in {field.name for field in fields(Schema)}:
+        raise ConfigError(f"{word}: every run has the key {key}. Set {key}=null for none, or leave the word out.")
 
 
 def _choice(word: str) -> str | None:
@@ -101,7 +111,13 @@ def _signs(flags: Namespace) -> dict[str | None, str]:
 
 def _places(flags: Namespace) -> list[Path]:
     """Return the folders that offer options of groups."""
-    return [*searched(), *([Path(flags.config_dir)] if flags.config_dir else [])]
+    return [*searched(), *([folder] if (folder := folder_of_flags(flags)) else [])]
+
+
+def folder_of_flags(flags: Namespace) -> Path | None:
+    """Return the folder of groups that ``--config-dir`` names, if that is one."""
+    folder = Path(flags.config_dir).resolve() if flags.config_dir else None
+    return folder if folder and folder.is_dir() else None
 
 
 def _null_option(flags: Namespace, word: str) -> str:

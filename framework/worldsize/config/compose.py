@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from worldsize.config import schema
-from worldsize.config.command_line import brings_files, hydra_of_first_point, normalised
+from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
 from worldsize.config.explain import explain
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.objective import SweepEnded
@@ -34,11 +34,18 @@ from worldsize.errors import ConfigError, neighbours
 
 
 class _Folders(SearchPathPlugin):
-    """Adds every ``conf/`` of the working directory, the plugins and the recipes."""
+    """Adds every ``conf/`` of the working directory, the plugins and the recipes, and the folder of ``--config-dir``.
+
+    Hydra adds that too, but would read its files without the checks of :class:`LauncherSource`.
+    """
+
+    additional: ClassVar[Path | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in reversed(searched()):
             search_path.prepend(provider="worldsize", path=f"{LauncherSource.scheme()}://{folder}")
+        if self.additional is not None:
+            search_path.append(provider="command-line", path=f"{LauncherSource.scheme()}://{self.additional}")
 
 
 def assigned(key: str, value: object) -> str:
@@ -92,10 +99,10 @@ def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
         return None
     try:
         _prepare(arguments)
-        words = [word for word in normalised(arguments) if not word.startswith("-")]
+        flags = get_args_parser().parse_args(normalised(arguments))
     except ConfigError:
         return None
-    return hydra_of_first_point(get_args_parser().parse_known_args(list(arguments))[0], words)
+    return hydra_of_first_point(flags, flags.overrides)
 
 
 def compose_only(arguments: Sequence[str]) -> DictConfig:
@@ -167,7 +174,8 @@ def _hydra_of(cfg: DictConfig) -> dict[str, Any]:
 
 def _prepare(arguments: Sequence[str]) -> None:
     """Make our configuration known to Hydra, and refuse what it would not."""
-    check_unique()
+    _Folders.additional = folder_of_flags(get_args_parser().parse_known_args(list(arguments))[0])
+    check_unique([_Folders.additional] if _Folders.additional else [])
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
         raise ConfigError(f"{chosen[0]}: a cluster brings its launcher along. Choose it with cluster=NAME.")
     schema.register()

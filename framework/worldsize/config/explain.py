@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -12,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from worldsize.config.installed import installed
+from worldsize.config.schema import Schema
 from worldsize.config.search_path import config_folders, main_conf
 from worldsize.errors import ConfigError, neighbours
 
@@ -26,6 +29,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ValidationError):
         return ConfigError(_wrong_type(cause))
+    if deleted := re.match(r"Error merging override ~([\w.]+)", _said(error)):
+        return ConfigError(f"~{deleted[1]}: this key stays. Set {deleted[1]}=VALUE, or leave the word out.")
     if isinstance(error, OverrideParseException):
         return ConfigError(f"{error.override!r} cannot be read: {_said(error)}. Write key=value.")
     return ConfigError(f"{_said(error)}.")
@@ -50,7 +55,13 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     known = _keys_of(parent, words)
     # what has a target takes the arguments of that, which the YAML may leave out
     more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
-    return f"no key {key!r}{neighbours(name, known)}{more}"
+    return f"no key {key!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
+
+
+def _of_the_run(name: str) -> str:
+    """Point to the key at the top that ``name``, which stands in some section, may be meant for."""
+    close = get_close_matches(name, [field.name for field in fields(Schema)], n=1, cutoff=0.8)
+    return f" The run itself has the key {close[0]!r}: {close[0]}=VALUE." if close else ""
 
 
 def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:

@@ -65,10 +65,13 @@ def options_in(conf: Path) -> list[tuple[str, str, Path]]:
     return [(file.parent.relative_to(conf).as_posix(), file.stem, file) for file in files]
 
 
-def check_unique() -> None:
-    """Raise ConfigError if two places offer one option, or two folders are one module: only one would be found."""
+def check_unique(more: Iterable[Path] = ()) -> None:
+    """Raise ConfigError if two places offer one option, or two folders are one module: only one would be found.
+
+    ``more``: further folders of groups.
+    """
     places: dict[str, Path] = {}
-    for conf in searched():
+    for conf in dict.fromkeys([*searched(), *more]):
         for group, option, file in options_in(conf):
             _note(places, f"{group}={option}", file)
     for root in roots():
@@ -80,7 +83,7 @@ def _note(places: dict[str, Path], name: str, place: Path) -> None:
     if (other := places.setdefault(name, place)) != place:
         raise ConfigError(
             f"{name} is in two places: {other} and {place}. Rename one, or take it away "
-            "(searched: the working directory, WORLDSIZE_PLUGINS, installed packages, worldsize itself)."
+            "(searched: the working directory, WORLDSIZE_PLUGINS, --config-dir, installed packages, worldsize itself)."
         )
 
 
