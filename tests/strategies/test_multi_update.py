@@ -297,7 +297,7 @@ def test_optimizers_that_do_not_fit_are_refused_before_the_start(recipe: MultiUp
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Mesh(), "Two takes several updates a step, and Mesh takes one. Set strategy=ddp, zero, fsdp or single."),
+        (Mesh(), "Two takes several updates a step, and Mesh takes one: it sums and clips all gradients together"),
         (
             ParameterServer(consistency="async"),
             "which do not overlap with those of other steps. Set strategy.consistency",

@@ -101,6 +101,7 @@ class StepResult:
     skipped: bool = False
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     partly: bool = False
+    occasional: bool = False
 
 
 class Replica(ABC):

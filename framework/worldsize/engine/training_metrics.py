@@ -21,7 +21,8 @@ _logger = logging.getLogger(__name__)
 class TrainingMetrics:
     """Adds up the metrics of each logical rank separately, so that the sums are the same at any world size.
 
-    Restored sums are dropped, with a warning, if the first step that is added has metrics with other names.
+    Restored sums are dropped, with a warning, if the first step that is added has metrics with other names, unless the
+    names may differ from step to step: then there are those of every step since the last logged one.
 
     Attributes:
         sums: Sums and counts since the last logged step, by name: float64 (local micro-batches, 2).
@@ -30,21 +31,27 @@ class TrainingMetrics:
     def __init__(self, sums: Mapping[str, Tensor]) -> None:
         self.sums: Mapping[str, Tensor] = sums
         self._names: list[str] | None = None  # None: no step of this process has been added
-        self._agreed = False  # whether all ranks have compared their names
+        self._agreed: set[tuple[str, ...]] = set()  # sets of names that all ranks have compared
 
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
+    def add(self, metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
         """Add the metrics of a step, float64 (local micro-batches, 2) by name; never waits for the device.
 
+        Args:
+            metrics: Metrics of the step.
+            occasional: Whether names may differ from step to step, in the same way on all ranks.
+
         Raises:
-            ConfigError: the names differ from those of earlier steps in this process.
+            ConfigError: the names differ from those of earlier steps in this process, and they may not.
         """
-        if self._names is None:
+        if occasional:
+            self._names = sorted({*self.sums, *metrics})
+        elif self._names is None:
             self._names = sorted(metrics)
             self._drop_renamed()
         elif sorted(metrics) != self._names:
             raise metrics_differ(self._names, metrics, where="two steps")
-        kept = self.sums
-        self.sums = {name: kept[name] + pairs_b2 if name in kept else pairs_b2 for name, pairs_b2 in metrics.items()}
+        added = {name: self.sums[name] + new_b2 if name in self.sums else new_b2 for name, new_b2 in metrics.items()}
+        self.sums = {**self.sums, **added}
 
     def _drop_renamed(self) -> None:
         """Drop restored sums with other names: the recipe has changed since they were saved."""
@@ -58,14 +65,15 @@ class TrainingMetrics:
             self.sums = {}
 
     def agree(self, world: World) -> None:
-        """Compare the names of all ranks, once, since the tensors that they exchange must have the same length.
+        """Compare the names of all ranks, each set of names once: the tensors that they exchange must be equally long.
 
         Raises:
             ConfigError: the names of a rank differ from those of rank 0.
         """
-        if not self._agreed:
-            _agree(self._names or [], world)
-            self._agreed = True
+        names = tuple(self._names or ())
+        if names not in self._agreed:
+            _agree(list(names), world)
+            self._agreed.add(names)
 
     def take(self, world: World) -> tuple[Sequence[str], Tensor]:
         """Return the names and the sums, a tensor (names × micro-batches × 2,), and reset them.

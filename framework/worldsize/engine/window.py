@@ -50,7 +50,7 @@ class Window:
     def add(self, result: StepResult) -> None:
         """Add the result of the step."""
         self._results.append(result)
-        self.metrics.add(result.metrics)
+        self.metrics.add(result.metrics, occasional=result.occasional)
         self.skipped += result.skipped
 
     def stepped(self) -> None:

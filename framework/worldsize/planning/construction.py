@@ -28,8 +28,8 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
     """
     if isinstance(recipe, MultiUpdateRecipe) and not strategy.trains_multi_update:
         raise ConfigError(
-            f"{type(recipe).__name__} takes several updates a step, and {type(strategy).__name__} takes one. "
-            "Set strategy=ddp, zero, fsdp or single."
+            f"{type(recipe).__name__} takes several updates a step, and {type(strategy).__name__} takes one: "
+            "it sums and clips all gradients together, at the end of a step. Set strategy=ddp, zero, fsdp or single."
         )
     strategy.check_recipe(recipe)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -132,21 +133,23 @@ class UpdatePass:
             )
 
     def check_same_on(self, world: World, rates: Mapping[str, Sequence[float]]) -> None:
-        """Refuse a sequence, or learning rates of the optimizers, that differ between ranks; all of them must call it.
+        """Refuse a sequence, names of metrics or learning rates that differ between ranks; all of them must call it.
 
         Raises:
-            ConfigError: a rank is at a different update, or has different learning ``rates``.
+            ConfigError: a rank is at a different update, names other metrics with it, or has different learning
+                ``rates``.
         """
         known = [None, *self._names]
         owners = [name for name, own in rates.items() for _ in own]
         mine = torch.tensor(
-            [known.index(self.name), *(rate for own in rates.values() for rate in own)], dtype=torch.float64
+            [known.index(self.name), self._metrics_key(), *(rate for own in rates.values() for rate in own)],
+            dtype=torch.float64,
         )
         rows = mine.new_empty(world.size * len(mine))
         with phase("communication"):
             dist.all_gather_into_tensor(rows, mine, group=world.group)
-        (place, *first), *others = rows.view(world.size, -1).tolist()
-        for rank, (other, *theirs) in enumerate(others, 1):
+        (place, key, *first), *others = rows.view(world.size, -1).tolist()
+        for rank, (other, other_key, *theirs) in enumerate(others, 1):
             if other != place:
                 raise updates_differ(
                     self._kind,
@@ -156,6 +159,11 @@ class UpdatePass:
                     other=f"rank {rank}",
                     name=known[int(other)],
                 )
+            if other_key != key:
+                raise ConfigError(
+                    f"{self._kind}.updates: in step {self._batch.step} rank {rank} names other metrics than rank 0. "
+                    "They may depend on the step alone; a metric that a batch does not have is (0, 0)."
+                )
             for owner, one, another in zip(owners, first, theirs, strict=True):
                 if one != another:
                     raise ConfigError(
@@ -163,6 +171,11 @@ class UpdatePass:
                         f"on rank 0 and {another:g} on rank {rank}. It may depend on the step alone, not on data or "
                         "random numbers."
                     )
+
+    def _metrics_key(self) -> int:
+        """Return a number for the names of the metrics that come now, which is the same for the same names."""
+        said = self._returned if self._loss is None else LossOutput.of(self._loss).metrics
+        return zlib.crc32("\n".join(sorted(map(str, said))).encode()) if isinstance(said, Mapping) else 0
 
     def _generator(self) -> Iterator[Update]:
         updates = self._begin()

@@ -56,6 +56,7 @@ def step_result(
         skipped=any(skips),
         metrics=_metrics(results, rates, returned),
         partly=any(skips) and not all(skips),
+        occasional=True,
     )
 
 
