@@ -31,6 +31,13 @@ def nodes(root: Any) -> Any:
     return Loader(root, restart_on_stop_iteration=False)
 
 
+def grain_loader() -> Any:
+    """Return a loader whose states are bytes."""
+    whole = grain.sharding.NoSharding()
+    sampler = grain.samplers.IndexSampler(SAMPLES, shard_options=whole, shuffle=True, num_epochs=1, seed=2)
+    return grain.DataLoader(data_source=list(range(SAMPLES)), sampler=sampler)
+
+
 class Plain(IterableDataset[int]):
     """A stream without a state, which counts what is read of it."""
 
@@ -87,6 +94,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
         SamplerWrapper(RandomSampler(range(SAMPLES))), restart_on_stop_iteration=False
     ),
     "grain": lambda: grain.MapDataset.range(SAMPLES).seed(5).shuffle().to_iter_dataset(),
+    "grain, loader": grain_loader,
     "grain, filtered": lambda: grain.MapDataset.range(SAMPLES).to_iter_dataset().filter(lambda each: each >= 0),
 }
 STATEFUL = {**DIVIDED, **WHOLE}

@@ -259,10 +259,13 @@ class Refusing(Sharded):
         raise KeyError("worker_3")
 
 
-def test_a_state_that_cannot_be_saved_is_an_error_in_the_first_step() -> None:
-    message = r"cannot be saved: state\['state'\]\['files'\]\[0\]\['open'\] is a re.Pattern"
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_that_cannot_be_saved_is_an_error_in_the_first_step(workers: int) -> None:
+    message = (
+        r"^the training stream's state cannot be saved: state\['state'\]\['files'\]\[0\]\['open'\] is a re.Pattern"
+    )
     with pytest.raises(ConfigError, match=message):
-        Reader(Unsavable, order(), None, 0).take(1)
+        Reader(Unsavable, order(), None, workers).take(1)
 
 
 def test_a_state_that_the_library_refuses_is_an_error_with_a_remedy(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from worldsize.core import Recipe
+from worldsize.testing.recipes import Chain
 
 SAMPLES, BATCH = 96, 24
 
@@ -58,6 +59,33 @@ STREAMS = {
     "torchdata_workers": lambda: loader(num_workers=2, snapshot_every_n_steps=5),
     "plain": Plain,
 }
+
+
+class Rows:
+    def __init__(self, samples):
+        self.samples, self.done = samples, 0
+
+    num_shards = 8
+
+    def shard(self, num_shards, index):
+        return Rows(self.samples[index::num_shards])
+
+    def __iter__(self):
+        while self.done < len(self.samples):
+            self.done += 1
+            yield self.samples[self.done - 1]
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+class Layered(Chain):
+    def data(self, split):
+        samples = super().data(split)
+        return Rows([samples[index] for index in range(96)]) if split == "train" else samples
 
 
 class Counts(nn.Module):
@@ -99,6 +127,12 @@ recipe: {_target_: recipes.counting.recipe.Counting, stream: datasets}
 """
 OPTIONS = ("recipe=counting", "reproducibility=elastic", "logical_ranks=12", "log_every=1", "checkpoint.every=2")
 ALL = (*OPTIONS, "cluster.threads=1", "checkpoint.keep.last=9")
+LAYERED = """
+# @package _global_
+steps: 6
+batch_size: 24
+recipe: {_target_: recipes.counting.recipe.Layered}
+"""
 Resume = Callable[..., Any]
 
 
@@ -108,6 +142,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipes" / "counting" / "conf" / "recipe").mkdir(parents=True)
     (folder / "recipes" / "counting" / "recipe.py").write_text(RECIPE)
     (folder / "recipes" / "counting" / "conf" / "recipe" / "counting.yaml").write_text(YAML)
+    (folder / "recipes" / "counting" / "conf" / "recipe" / "layered.yaml").write_text(LAYERED)
     return folder
 
 
@@ -188,6 +223,24 @@ def test_a_process_that_reads_ahead_saves_the_states_of_the_steps_taken(train: A
     done = resume(run.folder, "cluster.processes=1", "data_workers=0", "--ignore", "data_workers", "faults=[]")
     assert done.returncode == 0, done.stderr
     assert [counts(run.folder, step) for step in (4, 8)] == [[1.0] * 96, [2.0] * 96]
+
+
+def test_of_ranks_that_read_the_same_the_first_writes_their_states(train: Any, resume: Resume) -> None:
+    """Two stages of a pipeline read the same samples, twice over."""
+    shape = ("strategy=mesh", "strategy.pipeline=2", "cluster.processes=4", "logical_ranks=8")
+    options = ("recipe=layered", *shape, "cluster.threads=1", "checkpoint.every=2", "log_every=1")
+    undisturbed = train(*options)
+    assert undisturbed.code == 0, undisturbed.error
+    run = train(*options, killed(6, 3, 1, "checkpoint:begin"))
+    assert run.code == 1
+    done = resume(run.folder, "faults=[]")
+    assert done.returncode == 0, done.stderr
+    assert digests(run.folder) == digests(undisturbed.folder)
+    tensors = read(run.folder / "checkpoints" / "step_0000006").tensors
+    states = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{STREAMS}/")}
+    assert states.keys() == {f"{STREAMS}/{rank}" for rank in range(8)}
+    writers = {chunk["file"] for tensor in states.values() for chunk in tensor["chunks"]}
+    assert len(writers) == 2
 
 
 @pytest.fixture(scope="module")

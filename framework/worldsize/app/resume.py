@@ -30,7 +30,7 @@ def main() -> None:
         default=[],
         metavar="PART",
         help="a key of the configuration that may have changed (e.g. lr, recipe), 'data', or a part of the state that "
-        "is not loaded (optimizer, schedule, hyperparameters); may be given more than once",
+        "is not loaded (optimizer, schedule, hyperparameters, streams); may be given more than once",
     )
     options = parser.parse_intermixed_args()
     try:

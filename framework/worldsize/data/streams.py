@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from worldsize.checkpoints.format import STREAMS, Checkpoint
 from worldsize.checkpoints.load import read_tensors
-from worldsize.core import Batch, ConfigError, ShardedStream
+from worldsize.core import Batch, ConfigError, ShardedStream, WorldsizeError
 from worldsize.data.endless import EndlessReader
 from worldsize.data.fetch import Collate
 from worldsize.data.order import Order
@@ -77,11 +77,13 @@ class TrainingStream:
         begin = reading.begin(first, self._checkpoint)
         if workers:
             _check_alone(self._dataset)
-            steps: Iterable[_Step] = _ahead(_Ahead(reading, begin), pinned=pinned)
+            steps: Iterable[_Step | WorldsizeError] = _ahead(_Ahead(reading, begin), pinned=pinned)
         else:
             self._reading = reading
             steps = reading.steps(begin)
         for step in steps:
+            if isinstance(step, WorldsizeError):
+                raise step
             self._remembered.append(step._replace(batches=[]))
             yield from step.batches
 
@@ -273,18 +275,21 @@ def _check_alone(dataset: Iterable[Any]) -> None:
 
 
 @final
-class _Ahead(IterableDataset[_Step]):
-    """Reads the steps in a process of their own."""
+class _Ahead(IterableDataset[Any]):
+    """Reads the steps in a process of their own, and hands over an error of ours as it is."""
 
     def __init__(self, reading: _Reading, begin: _Beginning) -> None:
         self._reading, self._begin = reading, begin
 
-    def __iter__(self) -> Iterator[_Step]:
-        return self._reading.steps(self._begin, with_states=True)
+    def __iter__(self) -> Iterator[_Step | WorldsizeError]:
+        try:
+            yield from self._reading.steps(self._begin, with_states=True)
+        except WorldsizeError as error:  # its message would stand below a traceback
+            yield error
 
 
-def _ahead(steps: _Ahead, *, pinned: bool) -> Iterable[_Step]:
-    loader: DataLoader[_Step] = DataLoader(
+def _ahead(steps: _Ahead, *, pinned: bool) -> Iterable[_Step | WorldsizeError]:
+    loader: DataLoader[_Step | WorldsizeError] = DataLoader(
         steps,
         batch_size=None,
         collate_fn=_as_it_is,
