@@ -25,6 +25,7 @@ COMMANDS = {
     "init": "a project of one's own, in a new folder: it trains and has a test",
     "new": "a strategy, launcher, recipe or logger of one's own, with a test",
     "list": "strategies, clusters, recipes, plugins, ...: where each comes from, and what it does",
+    "prepare": "token shards of text, made once, for runs to read",
     "train": "train a recipe; the same as train.py",
     "doctor": "whether a run would work on this cluster, and how fast its links are",
     "plan": "what a step costs under every strategy, and which rank does what; nothing is started",

@@ -1,0 +1,75 @@
+"""``worldsize prepare INPUT ... --output FOLDER``: token shards of text, made once, for runs to read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+from worldsize.data.prepare.folder import MANIFEST, Preparation
+from worldsize.data.prepare.texts import TextFormat
+from worldsize.data.prepare.tokenizer import BYTES, Tokenizer
+from worldsize.errors import WorldsizeError
+from worldsize.messages import printable, refuse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worldsize prepare", description=__doc__)
+    help = "text files, JSON lines (.jsonl), Parquet files (.parquet), or folders of these"
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help=help)
+    help = "a new folder; one that a killed run has begun is gone on with"
+    parser.add_argument("--output", "-o", type=Path, required=True, metavar="FOLDER", help=help)
+    help = "bytes (default), a tokenizer.json, a folder of a transformers tokenizer, or its name on the hub"
+    parser.add_argument("--tokenizer", default=BYTES, help=help)
+    parser.add_argument("--end", metavar="TOKEN", help="a token to put after each document, e.g. '<|endoftext|>'")
+    parser.add_argument("--field", default="text", help="field of a JSON line, or column of a Parquet file (text)")
+    help = "what is a document of a text file: the file (default), or each line"
+    parser.add_argument("--documents", choices=("file", "line"), default="file", help=help)
+    parser.add_argument("--processes", type=_count, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--shard-mib", type=_count, default=64, help="text of a shard in MiB (64)")
+    help = "when a document cannot be read: stop (default), or skip it and count"
+    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=help)
+    options = parser.parse_args()
+    preparation = Preparation(
+        inputs=options.inputs,
+        tokenizer=Tokenizer(options.tokenizer, options.end),
+        form=TextFormat(options.field, options.documents),
+        shard_bytes=options.shard_mib << 20,
+        on_error=options.on_error,
+    )
+    try:
+        prepare(preparation, options.output, options.processes)
+    except WorldsizeError as error:
+        sys.exit(refuse(error))
+    except KeyboardInterrupt:
+        sys.exit("stopped. The same command goes on where it was.")
+
+
+def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
+    """Make the shards, show how far that is, and say what they are."""
+    bar = Progress("tokenising", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    task = bar.add_task("", total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()  # once the processes have been forked, since it has a thread
+        bar.update(task, completed=done, total=total)
+
+    try:
+        manifest = preparation.write(folder, processes=processes, progress=show)
+    finally:
+        bar.stop()
+    for text in manifest["bad"]:
+        print(f"left out: {printable(text)}", file=sys.stderr)
+    counts = f"{manifest['tokens']:,} tokens ({manifest['dtype']}) of {manifest['documents']:,} documents"
+    left_out = f", {manifest['skipped']:,} left out" if manifest["skipped"] else ""
+    print(f"{folder / MANIFEST}: {counts}{left_out}, in {len(manifest['shards'])} shards, {manifest['sha256'][:16]}")
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more.")
+    return int(text)

@@ -1,0 +1,1 @@
+"""Makes token shards of text, once, before a run."""
