@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
+from recipes.hf_causal_lm.samples import LanguageBatch, check_source, language_batch, source_split
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
 from recipes.stdlib_lm.corpus import IGNORED, Windows
 from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
+from worldsize.data.source import Source
 from worldsize.errors import missing_extra
 
 _OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}
@@ -39,7 +42,7 @@ def _built(recipe: HFCausalLM) -> nn.Module:
     if recipe.pretrained is not None:
         config = transformers.AutoConfig.from_pretrained(recipe.pretrained)
     else:
-        given = {"vocab_size": recipe._tokenizer.size, "max_position_embeddings": recipe.context, **recipe.config}
+        given = {"vocab_size": _tokenizer(recipe).size, "max_position_embeddings": recipe.context, **recipe.config}
         config = transformers.AutoConfig.for_model(**given)
     with no_init_weights() if recipe.empty else nullcontext():
         model: Any = transformers.AutoModelForCausalLM.from_config(config, **_OPTIONS)
@@ -49,6 +52,16 @@ def _built(recipe: HFCausalLM) -> nn.Module:
             parameter.detach().zero_()
     trained: nn.Module = model.train()
     return trained
+
+
+def _tokenizer(recipe: HFCausalLM) -> Tokenizer:
+    name = recipe.tokenizer or recipe.pretrained
+    return _loaded_tokenizer(name) if name else Bytes()
+
+
+@lru_cache(1)
+def _loaded_tokenizer(name: str) -> Tokenizer:
+    return Tokenizer(_transformers().AutoTokenizer.from_pretrained(name))
 
 
 def _transformers() -> Any:
@@ -71,12 +84,15 @@ class HFCausalLM(Recipe):
         pretrained: a folder or a hub name whose weights (safetensors) training starts from. None: random weights.
         tokenizer: a folder or a hub name. None: the tokenizer of ``pretrained``, or bytes.
         config: arguments of ``transformers.AutoConfig.for_model``, used without ``pretrained``.
-        test_share: share of the tokens, taken from the end, that is the test split.
+        source: tokens to learn from instead of ``text``, chosen by ``data=``; with documents, attention and prediction
+            stay within each.
+        test_share: share that is the test split: of the text's tokens, at its end; of a source's samples, by a hash.
         test_tokens: at most this many tokens are tested. None: all of the test split.
         empty: build the model of ``pretrained`` with zeros in place of its weights, for those who read them in parts.
 
     Raises:
-        ConfigError: transformers is not installed, or the text is missing or shorter than two windows.
+        ConfigError: transformers is not installed, the text is missing or shorter than two windows, or a source's
+            samples are no windows of ``context`` tokens.
     """
 
     make_optimizer: Callable[..., Optimizer]
@@ -86,6 +102,7 @@ class HFCausalLM(Recipe):
     pretrained: str | None = None
     tokenizer: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    source: Source | None = None
     test_share: Annotated[float, Range(above=0, below=1)] = 0.1
     test_tokens: Annotated[int | None, Range(least=1)] = None
     empty: bool = False
@@ -94,7 +111,11 @@ class HFCausalLM(Recipe):
         _transformers()
         if self.pretrained is None and "model_type" not in self.config:
             raise ConfigError("recipe.config names no model_type. Set it, e.g. llama, or recipe.pretrained.")
-        self.files()
+        if self.source is None:
+            self.files()
+        else:
+            known = bool(self.pretrained or self.tokenizer or "vocab_size" in self.config)
+            check_source(self.source, self.context, says_vocabulary=known)
 
     def model(self) -> nn.Module:
         if self.pretrained is None or self.empty:
@@ -116,11 +137,6 @@ class HFCausalLM(Recipe):
         fits = names <= tensors.keys() and read == {id(tensor) for tensor in tensors.values()}
         return PretrainedWeights(Path(str(self.pretrained)), apart) if fits else None
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        source = self.tokenizer or self.pretrained
-        return Tokenizer(_transformers().AutoTokenizer.from_pretrained(source)) if source else Bytes()
-
     def optimizer(self, model: nn.Module) -> Optimizer:
         return self.make_optimizer(model.parameters())
 
@@ -130,9 +146,13 @@ class HFCausalLM(Recipe):
     def tokens_per_sample(self) -> int:
         return self.context
 
-    def data(self, split: str) -> Windows:
-        """Return windows of ``context`` tokens and the tokens that follow them, int64 (context,) each."""
-        tokens = tokens_of(self.files().values(), self._tokenizer)
+    def data(self, split: str) -> Dataset[Any]:
+        """Return windows of ``context`` tokens, of which :func:`language_batch` takes batches."""
+        if self.source is not None:
+            return source_split(
+                self.source, split, share=self.test_share, tokens=self.test_tokens, context=self.context
+            )
+        tokens = tokens_of(self.files().values(), _tokenizer(self))
         first = int(len(tokens) * (1 - self.test_share))
         if min(first, len(tokens) - first) < self.context:
             raise ConfigError(
@@ -148,16 +168,17 @@ class HFCausalLM(Recipe):
 
         A batch of token ids is (batch, sequence); its logits are (batch, sequence, vocabulary).
         """
-        inputs_bt, targets_bt = batch
-        nats = F.cross_entropy(_logits(model, inputs_bt), targets_bt.flatten(), ignore_index=IGNORED, reduction="sum")
-        return nats, (targets_bt != IGNORED).sum()
+        asked = language_batch(batch)
+        logits, targets = _logits(model, asked), asked.targets_bt.flatten()
+        nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        return nats, (targets != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Return the cross entropy per token in nats as (sum, count); its exponential is the perplexity."""
-        inputs_bt, targets_bt = batch
-        logits = _logits(model, inputs_bt).float()
-        nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
-        return {"nats_per_token": (nats, (targets_bt != IGNORED).sum())}
+        asked = language_batch(batch)
+        logits, targets = _logits(model, asked).float(), asked.targets_bt.flatten()
+        nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none").double().sum()
+        return {"nats_per_token": (nats, (targets != IGNORED).sum())}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the layers that transformers itself keeps on one device."""
@@ -165,13 +186,17 @@ class HFCausalLM(Recipe):
         return [module for module in model.modules() if type(module).__name__ in names]
 
     def save_assets(self, folder: Path) -> None:
-        self._tokenizer.save(folder)
+        _tokenizer(self).save(folder)
 
     def files(self) -> Mapping[str, Path]:
-        return files_of(self.text)
+        return {} if self.source is not None else files_of(self.text)
+
+    def fingerprints(self) -> Mapping[str, Mapping[str, Any]]:
+        return {} if self.source is None else {"source": self.source.fingerprint()}
 
 
-def _logits(model: nn.Module, inputs_bt: Tensor) -> Tensor:
-    """Return logits (batch * time, vocabulary)."""
-    logits_btv: Tensor = model(input_ids=inputs_bt, use_cache=False).logits
+def _logits(model: nn.Module, asked: LanguageBatch) -> Tensor:
+    """Return logits [batch * time, vocabulary]."""
+    positions = {} if asked.positions_bt is None else {"position_ids": asked.positions_bt}
+    logits_btv: Tensor = model(input_ids=asked.inputs_bt, use_cache=False, **positions).logits
     return logits_btv.flatten(0, 1)

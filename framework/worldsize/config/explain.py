@@ -53,6 +53,11 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     parent, _, name = key.rpartition(".")
     words = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not take
     known = _keys_of(parent, words)
+    if not parent and name in known:
+        return (
+            f"this recipe takes no {name}=... A recipe that does says so in the defaults list of its YAML file, "
+            f"e.g. with '- /{name}: null'."
+        )
     # what has a target takes the arguments of that, which the YAML may leave out
     more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
     return f"no key {key!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"

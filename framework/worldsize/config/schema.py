@@ -146,6 +146,17 @@ class EvaluationSchema:
 
 
 @dataclass
+class ShuffleSchema:
+    """Shuffling within an epoch. ``enabled=false``: samples keep the order of the data. ``block``: samples that are
+    neighbours in the data and stay close, for slow storage; 1: each goes anywhere. ``window``: blocks that are mixed.
+    """
+
+    enabled: bool = True
+    block: Annotated[int, _COUNT, _LARGEST] = 1
+    window: Annotated[int, _COUNT, _LARGEST] = 64
+
+
+@dataclass
 class ObserveSchema:
     """``step_breakdown``: measure where each step's time goes, which finds stragglers too."""
 
@@ -192,6 +203,7 @@ class Schema:
     evaluate_batch_size: Annotated[int, _COUNT, _LARGEST] = 256
     data_workers: Annotated[int | str, _PROCESSES, OneOf("auto", hint="A number of processes is taken, too.")] = 0
     length_balanced: bool = False
+    shuffle: ShuffleSchema = field(default_factory=ShuffleSchema)
     init_from: Annotated[str | None, FilePath()] = None
     init_from_strict: bool = True
     launch: Annotated[str, OneOf("run", "show", "write")] = "run"

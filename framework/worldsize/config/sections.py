@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from worldsize.checkpoints.format import HYPERPARAMETERS
 from worldsize.checkpoints.retention import Retention
 from worldsize.core import Listener, is_split, metric_key, split_of
+from worldsize.data.shuffle import Shuffle
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.preemption import SIGNALS
 
@@ -55,6 +56,7 @@ class TrainingConfig:
     evaluate_batch_size: int
     data_workers: int | Literal["auto"]  # processes that load data, of each process that trains; auto: as many as help
     length_balanced: bool
+    shuffle: Shuffle
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> TrainingConfig:
@@ -68,6 +70,7 @@ class TrainingConfig:
             evaluate_batch_size=config["evaluate_batch_size"],
             data_workers=config["data_workers"],
             length_balanced=config["length_balanced"],
+            shuffle=Shuffle(**config["shuffle"]),
         )
 
 

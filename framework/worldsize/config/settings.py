@@ -107,7 +107,8 @@ class Settings:
         """The data order as seen by worker ``rank`` of ``size``."""
         mine = logical_ranks_of(rank, size, self.logical_ranks, dealing)
         training = self.training
-        return Order(training.seed, training.batch_size, self.logical_ranks, mine, training.length_balanced)
+        ranks, balanced = self.logical_ranks, training.length_balanced
+        return Order(training.seed, training.batch_size, ranks, mine, balanced, training.shuffle)
 
 
 def load_settings(config: Mapping[str, Any]) -> Settings:

@@ -170,6 +170,14 @@ class Recipe(ABC):
         """Return the data files on which the result depends, by names that do not depend on the machine."""
         return {}
 
+    def fingerprints(self) -> Mapping[str, Mapping[str, Any]]:
+        """Identify data that are too large to be read whole before a start, by name.
+
+        Each has at least ``size``, in bytes, and ``sha256``, which changes when the data do, as
+        ``worldsize.data.source.Source.fingerprint`` returns them.
+        """
+        return {}
+
 
 @dataclass(frozen=True)
 class PretrainedWeights:

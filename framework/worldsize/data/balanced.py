@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from worldsize.core import ConfigError
+from worldsize.data.order import Order
 from worldsize.reproducibility.seeds import stream
 
+Lengths = Any  # a tensor or an array [samples], or whatever has the lengths of chosen ones when it is indexed with them
 _POOL = 32  # steps whose samples are dealt together
 
 
@@ -24,10 +28,10 @@ class Balanced:
 
     Args:
         plain: returns the samples of a step [batch], as they come without balancing.
-        lengths_n: how long each sample of the data set is.
+        lengths_n: how long each sample of the data set is; only those of the samples of 32 steps are asked for.
     """
 
-    def __init__(self, plain: Callable[[int], Tensor], lengths_n: Tensor, *, seed: int, logical_ranks: int) -> None:
+    def __init__(self, plain: Callable[[int], Tensor], lengths_n: Lengths, *, seed: int, logical_ranks: int) -> None:
         self._plain, self._lengths_n = plain, lengths_n
         self._seed, self._logical_ranks = seed, logical_ranks
         self._pool = lru_cache(maxsize=1)(self._sorted)
@@ -42,6 +46,27 @@ class Balanced:
     def _sorted(self, pool: int) -> Tensor:
         """Return the pool's samples [steps, batch], each step's from the longest to the shortest."""
         samples = torch.cat([self._plain(pool * _POOL + step) for step in range(1, _POOL + 1)])
-        order = torch.argsort(self._lengths_n[samples], descending=True, stable=True)
+        lengths = torch.as_tensor(self._lengths_n[samples])
+        order = torch.argsort(lengths, descending=True, stable=True)
         random = torch.Generator().manual_seed(stream(self._seed, "balance", pool))
         return samples[order].view(_POOL, -1)[torch.randperm(_POOL, generator=random)]
+
+
+def balanced(dataset: Any, order: Order) -> Balanced:
+    """Return the batches of ``dataset`` by length; it says how long its samples are.
+
+    Raises:
+        ConfigError: it does not say so.
+    """
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        raise ConfigError(
+            f"length_balanced=true needs to know how long samples are, and {type(dataset).__name__} has no attribute "
+            "lengths, a tensor [samples]. Add it to the recipe's data set, or set length_balanced=false."
+        )
+    all_ranks = replace(order, logical_ranks=1)
+
+    def plain(step: int) -> Tensor:
+        return all_ranks.indices_in(dataset, step, 0)
+
+    return Balanced(plain, lengths, seed=order.seed, logical_ranks=order.logical_ranks)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from itertools import count, islice
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from worldsize.core import Batch, ConfigError, MicroBatch
 from worldsize.data.auto_workers import AutoWorkers
-from worldsize.data.balanced import Balanced
+from worldsize.data.balanced import balanced
 from worldsize.data.copies import SideStream, copied_ahead
 from worldsize.data.fetch import Collate, fetch, is_iterable, to_device
 from worldsize.data.order import Order
@@ -30,28 +28,13 @@ class _Fetcher:
 
     def __init__(self, dataset: Any, order: Order, collate: Collate) -> None:
         self._dataset, self._order, self._collate = dataset, order, collate
-        self._balanced = _balanced(dataset, order) if order.balanced else None
+        self._balanced = balanced(dataset, order) if order.balanced else None
 
     def __getitems__(self, request: Request) -> Batch:
         seed_generators(stream(self._order.seed, "data", *request), _CPU)
         if self._balanced:
             return fetch(self._dataset, self._balanced.indices(*request), self._collate)
-        return fetch(self._dataset, self._order.indices(*request, len(self._dataset)), self._collate)
-
-
-def _balanced(dataset: Any, order: Order) -> Balanced:
-    lengths = getattr(dataset, "lengths", None)
-    if lengths is None:
-        raise ConfigError(
-            f"length_balanced=true needs to know how long samples are, and {type(dataset).__name__} has no attribute "
-            "lengths, a tensor [samples]. Add it to the recipe's data set, or set length_balanced=false."
-        )
-    whole = replace(order, logical_ranks=1)
-
-    def plain(step: int) -> Tensor:
-        return whole.indices(step, 0, len(dataset))
-
-    return Balanced(plain, torch.as_tensor(lengths), seed=order.seed, logical_ranks=order.logical_ranks)
+        return fetch(self._dataset, self._order.indices_in(self._dataset, *request), self._collate)
 
 
 def micro_batches(

@@ -6,15 +6,30 @@ So the position in the data is one number, the step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import final
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from worldsize.core import Dealing
-from worldsize.data.permutation import permuted
+from worldsize.data.shuffle import Shuffle
 from worldsize.reproducibility.seeds import stream
+
+
+class OwnOrder(ABC):
+    """A data set that says itself which of its samples come when, such as a mixture of several."""
+
+    @abstractmethod
+    def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> Tensor:
+        """Return the indices, int64 [places], of the samples that stand at ``places`` of the endless stream of samples.
+
+        Args:
+            seed: that of the run.
+            places: neighbours, from 0; they may be far beyond the first epoch.
+            shuffle: how samples are permuted where the data set has no better way.
+        """
 
 
 @final
@@ -30,6 +45,7 @@ class Order:
     logical_ranks: int
     mine: tuple[int, ...]  # the logical ranks that this process carries
     balanced: bool = False  # samples change places with those of neighbouring steps: data/balanced.py
+    shuffle: Shuffle = field(default_factory=Shuffle)
 
     @property
     def micro_batch_size(self) -> int:
@@ -41,14 +57,20 @@ class Order:
         first = (step - 1) * self.batch_size + logical_rank * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
+    def indices_in(self, dataset: Any, step: int, logical_rank: int) -> Tensor:
+        """Return the indices, int64 [micro_batch_size], of the samples of ``dataset`` that one logical rank takes."""
+        if isinstance(dataset, OwnOrder):
+            return dataset.indices_at(self.seed, self.positions(step, logical_rank), self.shuffle)
+        return self.indices(step, logical_rank, len(dataset))
+
     def indices(self, step: int, logical_rank: int, length: int) -> Tensor:
-        """Return dataset indices, int64 [micro_batch_size], for a data set of ``length`` samples."""
+        """Return which of ``length`` samples one logical rank takes: indices, int64 [micro_batch_size]."""
         positions = self.positions(step, logical_rank)
         parts = []
         while positions:
             epoch, offset = divmod(positions.start, length)
             taken = min(len(positions), length - offset)
-            parts.append(permuted(stream(self.seed, "order", epoch), length, range(offset, offset + taken)))
+            parts.append(self.shuffle.span(stream(self.seed, "order", epoch), length, range(offset, offset + taken)))
             positions = positions[taken:]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -22,6 +22,7 @@ ORDER = 2
 """The version of the order of samples, which a seed alone decides; another one draws other samples."""
 
 _WHOLE = 1 << 22  # samples
+_SMALL = 1 << 12
 _ROUNDS = 8
 _Words = NDArray[numpy.uint64]
 
@@ -36,9 +37,27 @@ def permuted(seed: int, length: int, places: range) -> Tensor:
         length: How many indices there are, at most 2⁶².
         places: Places below ``length``.
     """
+    if length <= _SMALL:
+        return _small(seed, length)[places.start : places.stop]
     if length <= _WHOLE:
         return _whole(seed, length)[places.start : places.stop]
     return torch.from_numpy(enciphered(seed, length, numpy.arange(places.start, places.stop, dtype=numpy.uint64)))
+
+
+def permuted_at(seed: int, length: int, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+    """Return the indices, int64 [places], that stand at any ``places`` of a permutation of ``range(length)``.
+
+    It takes memory for ``places`` alone if ``length`` is above 4,096, and is another permutation than that of
+    :func:`permuted` then. Fewer are permuted by ``torch.randperm``: the cipher favours some orders of a few numbers.
+    """
+    if length <= _SMALL:
+        return _small(seed, length).numpy()[places]
+    return enciphered(seed, length, places.astype(numpy.uint64))
+
+
+@lru_cache(maxsize=256)
+def _small(seed: int, length: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 @lru_cache(maxsize=2)

@@ -81,7 +81,7 @@ def evaluate_checkpoint(
     checkpoint = read(path)
     _alter(cfg, path, split)
     settings = checked(cfg)
-    check_data(record.manifest["data"], fingerprint(settings.recipe.files()))
+    check_data(record.manifest["data"], fingerprint(settings.recipe.files(), settings.recipe.fingerprints()))
     launcher = settings.launcher
     if not isinstance(launcher, Launcher):
         raise ConfigError(

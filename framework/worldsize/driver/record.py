@@ -83,7 +83,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
         **({"config_dir": folder} if (folder := additional_folder()) else {}),
-        "data": fingerprint(settings.recipe.files()),
+        "data": fingerprint(settings.recipe.files(), settings.recipe.fingerprints()),
         **({"init_from": fingerprint(open_weights(settings.initial.path).files())} if settings.initial else {}),
         "reproducibility": asdict(promised_level(settings.determinism)),
     }
@@ -141,7 +141,7 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
             "Leave the change out, or accept it with --ignore KEY; nothing was started."
         )
     if "data" not in ignore:
-        check_data(manifest["data"], fingerprint(settings.recipe.files()))
+        check_data(manifest["data"], fingerprint(settings.recipe.files(), settings.recipe.fingerprints()))
     if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
             "the run was begun with version %d of the order of samples, and goes on with version %d: of a data set of "

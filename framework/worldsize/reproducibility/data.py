@@ -10,13 +10,18 @@ from typing import Any
 from worldsize.errors import WorldsizeError
 
 
-def fingerprint(files: Mapping[str, Path]) -> dict[str, Any]:
-    """Size and SHA-256 of every file by name, and one digest over them all; the path of one that was given relative.
+def fingerprint(files: Mapping[str, Path], others: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Return size and SHA-256 of every file by name, and one digest over all; the path of one that was given relative.
+
+    Args:
+        files: they are read whole.
+        others: data by name that say themselves what their size and digest are.
 
     Raises:
         WorldsizeError: a file cannot be read.
     """
     described = {name: _describe(name, files[name]) for name in sorted(files)}
+    described |= {name: dict(other) for name, other in sorted((others or {}).items())}
     total = hashlib.sha256("".join(f"{name} {file['sha256']}\n" for name, file in described.items()).encode())
     return {"files": described, "sha256": total.hexdigest()}
 

@@ -1,0 +1,216 @@
+"""Mixes several data sets by weight; which sample stands at a place is computed from the place alone."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Annotated, Any, final
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worldsize.core import ConfigError, Range
+from worldsize.data.order import OwnOrder
+from worldsize.data.permutation import enciphered
+from worldsize.data.shuffle import Shuffle
+from worldsize.data.source import Source
+from worldsize.errors import neighbours
+from worldsize.reproducibility.seeds import stream
+
+_BLOCK = 1 << 16  # places; in each, a source has the same number of them
+Numbers = NDArray[numpy.int64]
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """One source of a mixture, and how much of the mixture it is.
+
+    Args:
+        source: its samples.
+        weight: share of the samples, beside the other parts' weights.
+        epochs: how often each sample comes in one epoch of the mixture, instead of a weight.
+    """
+
+    source: Source
+    weight: Annotated[float | None, Range(least=0)] = None
+    epochs: Annotated[float | None, Range(least=0)] = None
+
+
+@final
+@dataclass(frozen=True)
+class Mixture(Source, OwnOrder):
+    """Several sources in fixed shares, each shuffled by itself and repeated as often as its share asks for.
+
+    The endless stream of samples is cut into blocks of 65,536 places. In each block a source has its share of the
+    places, rounded to whole ones, where a keyed permutation puts them; its samples come in the order of its own epochs.
+    A block is computed when one of its places is asked for, in some milliseconds, and takes 640 KiB.
+
+    Args:
+        sources: the parts by name, all with a weight or all with epochs.
+
+    Raises:
+        ConfigError: there is no part, or weights and epochs do not fit together.
+    """
+
+    sources: Mapping[str, Part]
+
+    def __post_init__(self) -> None:
+        parts = self.sources.values()
+        by_weight = [part.weight is not None for part in parts]
+        by_epochs = [part.epochs is not None for part in parts]
+        if not parts:
+            raise ConfigError("a mixture has no sources. Give it some, e.g. data.sources.books.source=...")
+        if not ((all(by_weight) and not any(by_epochs)) or (all(by_epochs) and not any(by_weight))):
+            raise ConfigError("a mixture needs the weight of each source, or the epochs of each. Give all the same.")
+        if not any(part.weight or part.epochs for part in parts):
+            raise ConfigError("all sources of a mixture have the share 0. Give one of them a larger one.")
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        lengths = {name: len(part.source) for name, part in self.sources.items()}
+        if empty := [name for name, length in lengths.items() if not length and self.shares[name]]:
+            raise ConfigError(f"source {empty[0]!r} of the mixture has no samples. Check its path, or leave it out.")
+        return list(lengths.values())
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self._lengths))
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """Each source's share of the samples; they add up to 1."""
+        parts = self.sources.items()
+        amounts = {name: part.weight if part.epochs is None else part.epochs * len(part.source) for name, part in parts}
+        total = sum(amount or 0.0 for amount in amounts.values())
+        return {name: (amount or 0.0) / total for name, amount in amounts.items()}
+
+    @cached_property
+    def _quotas(self) -> list[int]:
+        """Places of each source in a block; what rounding leaves goes to the largest remainders."""
+        exact = [share * _BLOCK for share in self.shares.values()]
+        quotas = [int(each) for each in exact]
+        remainders = sorted(range(len(exact)), key=lambda part: (quotas[part] - exact[part], part))
+        for part in remainders[: _BLOCK - sum(quotas)]:
+            quotas[part] += 1
+        return quotas
+
+    def __len__(self) -> int:
+        """Count the samples of an epoch: those of all sources, or as often as their epochs say."""
+        if all(part.epochs is not None for part in self.sources.values()):
+            return round(sum((part.epochs or 0) * len(part.source) for part in self.sources.values()))
+        return self._ends[-1]
+
+    def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> Tensor:
+        """Return the indices, int64 [places], in the sources one after the other, of the samples at ``places``."""
+        indices = numpy.empty(len(places), dtype=numpy.int64)
+        done = 0
+        while places:
+            block, offset = divmod(places.start, _BLOCK)
+            taken = min(len(places), _BLOCK - offset)
+            owners, turns = (each[offset : offset + taken] for each in _block(seed, block, tuple(self._quotas)))
+            for part in numpy.unique(owners).tolist():
+                mine, length = owners == part, self._lengths[part]
+                drawn = block * self._quotas[part] + turns[mine]
+                own = self._ends[part] - length + _own_order(seed, part, length, drawn, shuffle)
+                indices[done : done + taken][mine] = own
+            places, done = places[taken:], done + taken
+        return torch.from_numpy(indices)
+
+    def __getitem__(self, index: int) -> Any:
+        part, within = self._located(index)
+        return part.source[within]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        samples: dict[int, Any] = {}
+        located = [self._located(index) for index in indices]
+        for part in self.sources.values():
+            mine = [place for place, (owner, _) in enumerate(located) if owner is part]
+            if mine:
+                samples |= zip(mine, part.source.__getitems__([located[place][1] for place in mine]), strict=True)
+        return [samples[place] for place in range(len(indices))]
+
+    def _located(self, index: int) -> tuple[Part, int]:
+        number = bisect.bisect_right(self._ends, index)
+        return list(self.sources.values())[number], index - self._ends[number] + self._lengths[number]
+
+    @property
+    def lengths(self) -> Any:
+        """The length of each sample, if all sources say so; None otherwise."""
+        lengths = [getattr(part.source, "lengths", None) for part in self.sources.values()]
+        return None if any(each is None for each in lengths) else _JoinedLengths(lengths, self._ends)
+
+    def replaced(self, sources: Mapping[str, Source]) -> Mixture:
+        """Return the mixture of other sources in the same shares."""
+        shares = self.shares
+        return Mixture({name: Part(source, weight=shares[name]) for name, source in sources.items()})
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        parts = {name: part.source.fingerprint() for name, part in self.sources.items()}
+        digests = {name: [part["sha256"], self.shares[name]] for name, part in parts.items()}
+        total = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+        return {"size": sum(part["size"] for part in parts.values()), "sha256": total, "shares": dict(self.shares)}
+
+
+def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
+    """Mix sources as a configuration describes them.
+
+    Args:
+        sources: by name, each with what :class:`Part` takes: ``source``, and ``weight`` or ``epochs``.
+
+    Raises:
+        ConfigError: a part has no source, or something else.
+    """
+    known = [field.name for field in fields(Part)]
+    for name, part in sources.items():
+        if "source" not in part:
+            raise ConfigError(f"data.sources.{name} has no source. Choose one: +data@data.sources.{name}.source=tokens")
+        if strange := [key for key in part if key not in known]:
+            raise ConfigError(f"data.sources.{name} has no {strange[0]!r}{neighbours(strange[0], known)}")
+        if not isinstance(part["source"], Source):
+            raise ConfigError(f"data.sources.{name}.source is a {type(part['source']).__name__}, not a Source.")
+    return Mixture({name: Part(**part) for name, part in sources.items()})
+
+
+@lru_cache(4)
+def _block(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[numpy.uint16], Numbers]:
+    """Return which source each place of a block belongs to, and which of that source's places it is: [places] each."""
+    slots = enciphered(stream(seed, "mixture", block), _BLOCK, numpy.arange(_BLOCK, dtype=numpy.uint64))
+    owners = numpy.searchsorted(numpy.cumsum(quotas), slots, side="right").astype(numpy.uint16)
+    turns = numpy.empty(_BLOCK, dtype=numpy.int64)
+    turns[numpy.argsort(owners, kind="stable")] = numpy.concatenate([numpy.arange(quota) for quota in quotas])
+    return owners, turns
+
+
+def _own_order(seed: int, part: int, length: int, drawn: Numbers, shuffle: Shuffle) -> Numbers:
+    """Return which samples of a source are its ``drawn``-th ones: int64 [drawn]."""
+    epochs, places = drawn // length, drawn % length
+    order = numpy.empty_like(drawn)
+    for epoch in numpy.unique(epochs).tolist():
+        chosen = epochs == epoch
+        order[chosen] = shuffle.at(stream(seed, "order", part, epoch), length, places[chosen])
+    return order
+
+
+@final
+class _JoinedLengths:
+    """The lengths of the samples of several sources, looked up where they are asked for."""
+
+    def __init__(self, lengths: Sequence[Any], ends: Sequence[int]) -> None:
+        self._lengths, self._ends = lengths, numpy.array([0, *ends])
+
+    def __getitem__(self, indices: Tensor) -> Tensor:
+        numbers = indices.numpy()
+        owners = numpy.searchsorted(self._ends, numbers, side="right") - 1
+        joined = numpy.empty(len(numbers), dtype=numpy.int64)
+        for owner in numpy.unique(owners).tolist():
+            chosen = owners == owner
+            joined[chosen] = numpy.asarray(self._lengths[owner][numbers[chosen] - self._ends[owner]])
+        return torch.from_numpy(joined)

@@ -1,0 +1,124 @@
+"""Reads tokens from files: a folder of ``worldsize prepare``, NumPy arrays, or raw numbers."""
+
+from __future__ import annotations
+
+import bisect
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import PurePosixPath
+from typing import Annotated, Any, ClassVar, final
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worldsize.core import OneOf, Range
+from worldsize.data.source import FileSource
+from worldsize.data.storage.byte_files import ByteFile, SampleError, open_files
+from worldsize.errors import ConfigError
+
+_HEADER = 4096  # bytes that hold the header of an array of one dimension
+Numbers = NDArray[Any]
+
+
+@final
+class Vector:
+    """An array of one dimension in a file, of which parts are read.
+
+    Args:
+        file: it is an ``.npy`` file, or holds nothing but numbers.
+        dtype: of the numbers, where the file does not say.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+
+    def __init__(self, file: ByteFile, dtype: str) -> None:
+        self.file = file
+        self._dtype, self._start = numpy.dtype(dtype), 0
+        if file.name.endswith(".npy"):
+            self._dtype, self._start = _header(file)
+        self.length, rest = divmod(file.size - self._start, self._dtype.itemsize)
+        if rest:
+            place = f"{file.name}, byte {file.size - rest}"
+            raise SampleError(f"{place}: the file ends within a number. Bring the whole file.")
+
+    def read(self, start: int, stop: int) -> Numbers:
+        """Return the numbers from ``start`` up to ``stop``, [stop - start]."""
+        size = self._dtype.itemsize
+        return numpy.frombuffer(self.file.read(self._start + start * size, self._start + stop * size), self._dtype)
+
+
+def _header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
+    """Return the type of an ``.npy`` file's numbers, and the byte at which they begin."""
+    head = io.BytesIO(file.read(0, min(_HEADER, file.size)))
+    try:
+        version = numpy.lib.format.read_magic(head)
+        read = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
+        shape, _, dtype = read(head)
+    except ValueError as error:
+        raise ConfigError(f"{file.name} is no .npy file: {error}. Write it with numpy.save.") from None
+    if dtype.kind not in "iu":
+        raise ConfigError(f"{file.name} holds {dtype}; tokens are whole numbers. Convert the file.")
+    if len(shape) != 1:
+        raise ConfigError(f"{file.name} has {len(shape)} dimensions; tokens have one. Flatten it.")
+    expected = head.tell() + shape[0] * dtype.itemsize
+    if file.size != expected:
+        raise SampleError(f"{file.name}, byte {file.size}: {expected} bytes were expected. Bring the whole file.")
+    return dtype, head.tell()
+
+
+@dataclass(frozen=True)
+class TokenFiles(FileSource):
+    """Files of tokens, which follow each other as in a text.
+
+    Args:
+        length: tokens that a sample predicts; it has one more.
+        dtype: of the numbers in files without a header, such as ``.bin``.
+    """
+
+    length: Annotated[int, Range(least=1)] = 1024
+    dtype: Annotated[str, OneOf("uint8", "uint16", "uint32", "int32", "int64")] = "uint16"
+
+    endings: ClassVar[Sequence[str]] = (".npy", ".bin")
+
+    @cached_property
+    def files(self) -> Sequence[ByteFile]:
+        """The files of tokens; the boundaries of documents beside them are not among them."""
+        files = open_files(self.path, self.cache, endings=self.endings)
+        return [file for file in files if not file_name(file).startswith("documents_")]
+
+    @cached_property
+    def tokens(self) -> Sequence[Vector]:
+        """The tokens of each file."""
+        return [Vector(file, self.dtype) for file in self.files]
+
+
+@final
+@dataclass(frozen=True)
+class TokenWindows(TokenFiles):
+    """Windows of tokens that follow each other, each with the first token of the next one: int64 [length + 1].
+
+    Every token of a file but its first is predicted once, but for those at its end that do not fill a window.
+    """
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(max(0, vector.length - 1) // self.length for vector in self.tokens))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def sample(self, index: int) -> Tensor:
+        number = bisect.bisect_right(self._ends, index)
+        start = (index - (self._ends[number - 1] if number else 0)) * self.length
+        return torch.from_numpy(self.tokens[number].read(start, start + self.length + 1).astype(numpy.int64))
+
+
+def file_name(file: ByteFile) -> str:
+    """Return the last part of a file's path or URL."""
+    return PurePosixPath(file.name).name

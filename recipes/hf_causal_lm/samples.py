@@ -1,0 +1,67 @@
+"""Turns samples of token sources into what a causal language model is given and asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from worldsize.core import ConfigError
+from worldsize.data.mixture import Mixture
+from worldsize.data.packing import next_tokens
+from worldsize.data.source import Source
+from worldsize.data.sources.tokens import TokenFiles
+from worldsize.data.splits import split_source
+
+
+class LanguageBatch(NamedTuple):
+    """Tokens that are given, and the next ones that are asked for: int64 [batch, context] each.
+
+    Positions count from the beginning of each document, so that attention stays within it; None: from that of the
+    window.
+    """
+
+    inputs_bt: Tensor
+    targets_bt: Tensor
+    positions_bt: Tensor | None = None
+
+
+def language_batch(batch: Any) -> LanguageBatch:
+    """Return a batch of windows with their targets, of tokens [batch, context + 1], or of packed documents."""
+    if isinstance(batch, Tensor):
+        return LanguageBatch(batch[:, :-1], batch[:, 1:])
+    if isinstance(batch, Mapping):
+        return LanguageBatch(*next_tokens(batch))
+    inputs_bt, targets_bt = batch
+    return LanguageBatch(inputs_bt, targets_bt)
+
+
+def check_source(source: Source, context: int, *, says_vocabulary: bool) -> None:
+    """Raise ConfigError unless a source has windows of ``context`` tokens, and the vocabulary is known."""
+    parts = [part.source for part in source.sources.values()] if isinstance(source, Mixture) else [source]
+    for part in parts:
+        if not isinstance(part, TokenFiles):
+            raise ConfigError(
+                f"a language model learns from tokens, and data reads {type(part).__name__}. Prepare tokens with "
+                "worldsize prepare, and choose data=tokens, documents or packed."
+            )
+        if part.length != context:
+            raise ConfigError(
+                f"recipe.context={context}, and the data have samples of length={part.length}. Set both alike, "
+                "e.g. data.length='${recipe.context}'."
+            )
+    if not says_vocabulary:
+        raise ConfigError(
+            "the data do not say how many different tokens there are. Set recipe.tokenizer to the one that they were "
+            "prepared with, or recipe.config.vocab_size."
+        )
+
+
+def source_split(source: Source, split: str, *, share: float, tokens: int | None, context: int) -> Dataset[Any]:
+    """Return what is learned or tested; of the latter at most ``tokens`` tokens."""
+    side = split_source(source, split, share=share)
+    if split == "train" or tokens is None:
+        return side
+    return Subset(side, range(min(len(side), max(1, tokens // context))))
