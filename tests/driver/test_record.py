@@ -24,7 +24,7 @@ def test_a_run_begun_with_another_order_of_many_samples_is_told_so(
     file = tmp_path / "tokens.bin"
     with file.open("wb") as begun:
         begun.truncate(size)
-    recipe = SimpleNamespace(files=lambda: {"tokens": file})
+    recipe = SimpleNamespace(files=lambda: {"tokens": file}, fingerprints=dict)
     settings = SimpleNamespace(config={}, recipe=recipe, initial=None)
     record = SimpleNamespace(manifest={"config": {}, "data": fingerprint(recipe.files()), "determinism": recorded})
     check_same(cast("Any", settings), cast("Any", record), Scrubber(()), ())

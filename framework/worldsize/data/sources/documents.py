@@ -23,8 +23,9 @@ from torch import Tensor
 
 from worldsize.data.packing import packed
 from worldsize.data.sources.tokens import TokenFiles, Vector, file_name
-from worldsize.data.storage.byte_files import ByteFile, open_files
+from worldsize.data.storage.byte_files import ByteFile
 from worldsize.data.storage.index import Scan, indexed
+from worldsize.data.storage.open_files import open_files
 from worldsize.errors import ConfigError
 
 _TOGETHER = 1024  # documents that are packed together

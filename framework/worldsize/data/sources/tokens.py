@@ -18,7 +18,8 @@ from torch import Tensor
 
 from worldsize.core import OneOf, Range
 from worldsize.data.source import FileSource
-from worldsize.data.storage.byte_files import ByteFile, SampleError, open_files
+from worldsize.data.storage.byte_files import ByteFile, SampleError
+from worldsize.data.storage.open_files import open_files
 from worldsize.errors import ConfigError
 
 _HEADER = 4096  # bytes that hold the header of an array of one dimension
