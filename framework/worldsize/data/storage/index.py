@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ def _turn(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
     except Timeout:
         _logger.info("waiting for another process that makes the index of %s", _named(files))
         held.acquire()
+    except OSError as error:
+        raise WorldsizeError(
+            f"the index of {_named(files)} cannot be written: {lock}: {error.strerror}. Set cache.folder of the data to "
+            "another."
+        ) from None
     try:
         yield
     finally:
@@ -82,8 +87,8 @@ def _make(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFile], sca
     for stale in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(stale)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         arrays = _written(temporary, files, scan)
         digests = {name: LocalFile(temporary / name).digest() for name in arrays}
         described = {**facts, "arrays": arrays, "digests": digests}
@@ -106,14 +111,14 @@ def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, l
     arrays: dict[str, list[Any]] = {}
     told = time.monotonic()
     rows = 0
-    try:
+    with ExitStack() as closing:  # each, even if another has no room for its last bytes
         for number, file in enumerate(files):
             for part in scan(file):
                 if (length := len(next(iter(part.values())))) == 0:
                     continue
                 for name, array in {**part, "file": numpy.full(length, number, dtype=numpy.uint32)}.items():
                     if name not in opened:
-                        opened[name] = (folder / name).open("wb")
+                        opened[name] = closing.enter_context((folder / name).open("wb"))
                         arrays[name] = [array.dtype.str, 0]
                     opened[name].write(numpy.ascontiguousarray(array).data)
                     arrays[name][1] += len(array)
@@ -122,9 +127,6 @@ def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, l
                     told = time.monotonic()
                     done = f"file {number + 1} of {len(files)}, {rows:,} samples"
                     _logger.info("index of %s: %s", _named(files), done)
-    finally:
-        for each in opened.values():
-            each.close()
     return arrays
 
 
