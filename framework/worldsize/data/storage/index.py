@@ -70,8 +70,8 @@ def _turn(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
         held.acquire()
     except OSError as error:
         raise WorldsizeError(
-            f"the index of {_named(files)} cannot be written: {lock}: {error.strerror}. Set cache.folder of the data to "
-            "another."
+            f"the index of {_named(files)} cannot be written: {lock}: {error.strerror}. Set cache.folder of the "
+            "data to another."
         ) from None
     try:
         yield
