@@ -6,12 +6,14 @@ import signal
 
 from torch.utils.data import _utils
 
+from worldsize.data.storage.read_counts import COUNTS
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 
 
 def begin_worker(parent: int, _: int) -> None:
-    """Die with the process ``parent``, and leave signals to it."""
+    """Die with the process ``parent``, leave signals to it, and count what is read here alone."""
+    COUNTS.reset()
     die_with_parent(parent)
     for number in SIGNALS:  # they may reach every process; this one is needed until the training process ends
         signal.signal(number, signal.SIG_IGN)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from worldsize.core import Batch
 from worldsize.data.auto_workers import PREFETCHED, AutoWorkers, settling_steps
 from worldsize.data.reader_process import begin_worker
+from worldsize.data.storage.read_counts import COUNTS, ReadCounts
 
 
 class Request(NamedTuple):
@@ -78,13 +79,13 @@ class WorkerLoader:
         loader: DataLoader[Batch] = DataLoader(
             fetcher,  # type: ignore[arg-type]  # it is no Dataset, but is asked for batches alone
             batch_sampler=self._requests,  # type: ignore[arg-type]  # a request stands for its list of indices
-            collate_fn=_as_it_is,
+            collate_fn=_Counted(),
             num_workers=processes,
             prefetch_factor=PREFETCHED,
             worker_init_fn=partial(begin_worker, os.getpid()),
             pin_memory=device.type == "cuda",
         )
-        return iter(loader)
+        return map(_counted_here, loader)
 
 
 def loaded(
@@ -126,5 +127,25 @@ def loaded_by(
             loader, following = following, None
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+class _Loaded(NamedTuple):
+    """A batch, and what the worker has read since its last one."""
+
+    batch: Batch
+    counts: ReadCounts
+
+
+@final
+class _Counted:
+    """Adds to each batch of a worker what it has read for it."""
+
+    def __init__(self) -> None:
+        self._before = ReadCounts()
+
+    def __call__(self, batch: Batch) -> _Loaded:
+        counts, self._before = COUNTS.since(self._before), COUNTS.copy()
+        return _Loaded(batch, counts)
+
+
+def _counted_here(loaded: _Loaded) -> Batch:
+    COUNTS.add(loaded.counts)
+    return loaded.batch

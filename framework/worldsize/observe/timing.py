@@ -12,6 +12,7 @@ import torch
 
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
+from worldsize.data.storage.read_counts import COUNTS
 from worldsize.records.json_lines import drop_lines
 from worldsize.records.metrics import is_timing
 from worldsize.records.run_directory import RunDirectory, make_folder_of
@@ -26,7 +27,7 @@ class Timing:
         self._path = run.timing(rank)
         make_folder_of(self._path, run)
         self._file = self._path.open("a", buffering=1)
-        self._rank = rank
+        self._rank, self._counted = rank, COUNTS.copy()
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -48,6 +49,9 @@ class Timing:
     def write(self, step: int, **seconds: float | None) -> None:
         """Append a line about ``step``; parts that are None, since they were not measured, are left out."""
         measured = {name: value for name, value in seconds.items() if value is not None}
+        counts, self._counted = COUNTS.since(self._counted), COUNTS.copy()
+        read = {"read_bytes": counts.read, "fetched_bytes": counts.fetched, "skipped_samples": counts.skipped}
+        measured |= {name: count for name, count in read.items() if count}
         self._file.write(json.dumps(strict({"step": step, **measured})) + "\n")
 
 

@@ -114,6 +114,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
     if waits := [share for share in waits_by_rank(record).values() if share == share]:
         rows += [("waiting for data", percent(sum(waits) / len(waits)))]
+    rows += _read(record)
     if memory := results.get("peak_memory_bytes"):
         rows += [("peak memory", size(memory))]
     return [
@@ -121,6 +122,19 @@ def summary(record: Record) -> list[tuple[str, str]]:
         ("processes", str(record.manifest["cluster"]["processes"])),
         ("attempts", str(len(record.attempts))),
     ]
+
+
+def _read(record: Record) -> list[tuple[str, str]]:
+    """List what all ranks have read of data in files, as far as it was counted."""
+    lines = [line for timing in record.timing.values() for line in timing]
+    counts = {
+        name: sum(number(line.get(name, 0)) for line in lines)
+        for name in ("read_bytes", "fetched_bytes", "skipped_samples")
+    }
+    rows = [("data read", size(counts["read_bytes"])), ("of that from other machines", size(counts["fetched_bytes"]))]
+    skipped = [("samples skipped", f"{counts['skipped_samples']:,.0f}")]
+    known = [row for row, count in zip(rows, counts.values(), strict=False) if count]
+    return known + (skipped if counts["skipped_samples"] else [])
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
