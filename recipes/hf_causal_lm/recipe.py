@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
 from recipes.hf_causal_lm.samples import LanguageBatch, check_source, language_batch, source_split
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
@@ -146,7 +145,7 @@ class HFCausalLM(Recipe):
     def tokens_per_sample(self) -> int:
         return self.context
 
-    def data(self, split: str) -> Dataset[Any]:
+    def data(self, split: str) -> Any:
         """Return windows of ``context`` tokens, of which :func:`language_batch` takes batches."""
         if self.source is not None:
             return source_split(

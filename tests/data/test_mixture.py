@@ -100,7 +100,7 @@ def test_a_source_of_share_zero_is_never_drawn() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_a_step_holds_the_same_samples_at_every_world_size(size: int) -> None:
     data = mixed(100, 30, weights=(0.6, 0.4))
-    seen = {}
+    seen: dict[tuple[int, int], Any] = {}
     for rank in range(size):
         order = Order(0, 12, 6, logical_ranks_of(rank, size, 6))
         for step, batches in zip(range(1, 5), micro_batches(data, order, CPU), strict=False):

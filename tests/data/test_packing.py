@@ -77,8 +77,8 @@ def test_targets_and_positions_of_a_packed_sample() -> None:
 def test_a_packed_batch_has_the_loss_of_its_documents_alone(kind: str) -> None:
     """Each document by itself, in a batch of one, is the reference."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more: dict[str, dict[str, Any]] = {
         "llama": {"intermediate_size": 32, "num_key_value_heads": 2},
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     }
@@ -99,4 +99,4 @@ def test_a_packed_batch_has_the_loss_of_its_documents_alone(kind: str) -> None:
     inputs, targets, positions = next_tokens({"tokens": tokens, "documents": numbers})
     logits = model(input_ids=inputs, position_ids=positions, use_cache=False).logits.flatten(0, 1)
     together = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    assert torch.allclose(together, alone, rtol=1e-12)
+    assert torch.allclose(together, torch.as_tensor(alone), rtol=1e-12)

@@ -6,21 +6,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from recipes.hf_causal_lm.recipe import HFCausalLM
 from worldsize.core import ConfigError, MicroBatch, RunContext, Strategy, World
+from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
+from worldsize.data.sources.json_lines import JsonLines
+from worldsize.data.sources.tokens import TokenWindows
+from worldsize.data.storage.cache import Cache
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.worlds import run_in_worlds
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+KNOWN = {"model_type": "llama", **TINY, "vocab_size": 50}
 STEPS = 5
 
 
@@ -139,6 +145,58 @@ def test_what_cannot_train_is_refused(text: Path, tmp_path: Path) -> None:
         recipe(tmp_path / "absent")
     with pytest.raises(ConfigError, match="too few"):
         recipe(text, context=1000).data("train")
+
+
+def tokens(folder: Path) -> Path:
+    """Prepare documents of 5 to 40 tokens."""
+    lengths = numpy.random.default_rng(0).integers(5, 41, 300)
+    numpy.save(folder / "documents_00000.npy", numpy.concatenate([[0], numpy.cumsum(lengths)]))
+    numpy.save(folder / "tokens_00000.npy", numpy.random.default_rng(1).integers(0, 50, lengths.sum(), numpy.uint8))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [TokenWindows, DocumentWindows, PackedDocuments])
+def test_a_source_of_tokens_is_learned_and_tested(text: Path, tmp_path: Path, kind: Any) -> None:
+    """The loss of a batch is what transformers computes of each document by itself, where documents are known."""
+    source = kind(str(tokens(tmp_path)), length=16, cache=Cache(str(tmp_path / "cache")))
+    own = recipe(text, source=source, test_share=0.25, config=KNOWN)
+    assert own.files() == {}
+    assert own.fingerprints()["source"]["size"] >= source.files[0].size
+    train, test = own.data("train"), own.data("test")
+    assert len(train) + len(test) == len(source)
+    assert len(test) == round(0.25 * len(source))
+    torch.manual_seed(0)
+    model = own.model()
+    batch = own.collate(train.__getitems__([0, 3, 5]))
+    total, count = own.loss(model, batch)
+    expected, predicted = 0.0, 0
+    for row in range(3):
+        for document in documents_of(batch, row):
+            if len(document) > 1:
+                expected += float(model(input_ids=document[None], labels=document[None]).loss.detach()) * (
+                    len(document) - 1
+                )
+                predicted += len(document) - 1
+    assert int(count) == predicted
+    assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def documents_of(batch: Any, row: int) -> list[Tensor]:
+    """Cut a sample where its document changes; a window of tokens alone is one document."""
+    if isinstance(batch, Tensor):
+        return [batch[row]]
+    owners = batch["documents"][row]
+    return [batch["tokens"][row][owners == owner] for owner in owners[owners >= 0].unique()]
+
+
+def test_a_source_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
+    folder = str(tokens(tmp_path))
+    with pytest.raises(ConfigError, match=r"recipe.context=16, and the data have samples of length=7"):
+        recipe(text, source=TokenWindows(folder, length=7), config=KNOWN)
+    with pytest.raises(ConfigError, match="a language model learns from tokens, and data reads JsonLines"):
+        recipe(text, source=JsonLines(folder), config=KNOWN)
+    with pytest.raises(ConfigError, match="the data do not say how many different tokens there are"):
+        recipe(text, source=TokenWindows(folder, length=16))
 
 
 def test_a_run_with_fsdp_ends_with_the_bits_of_ddp(train: Any, text: Path) -> None:
