@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recipes.hf_causal_lm.samples import LanguageBatch, check_source, language_batch, source_split
+from recipes.hf_causal_lm.samples import LanguageBatch, check_source, language_batch, source_split, vocabulary_of
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
 from recipes.stdlib_lm.corpus import IGNORED, Windows
 from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
@@ -41,7 +41,7 @@ def _built(recipe: HFCausalLM) -> nn.Module:
     if recipe.pretrained is not None:
         config = transformers.AutoConfig.from_pretrained(recipe.pretrained)
     else:
-        given = {"vocab_size": _tokenizer(recipe).size, "max_position_embeddings": recipe.context, **recipe.config}
+        given = {"vocab_size": _vocabulary(recipe), "max_position_embeddings": recipe.context, **recipe.config}
         config = transformers.AutoConfig.for_model(**given)
     with no_init_weights() if recipe.empty else nullcontext():
         model: Any = transformers.AutoModelForCausalLM.from_config(config, **_OPTIONS)
@@ -51,6 +51,13 @@ def _built(recipe: HFCausalLM) -> nn.Module:
             parameter.detach().zero_()
     trained: nn.Module = model.train()
     return trained
+
+
+def _vocabulary(recipe: HFCausalLM) -> int:
+    tokens = recipe.config.get("vocab_size")
+    if tokens is None and (recipe.source is None or recipe.tokenizer or recipe.pretrained):
+        tokens = _tokenizer(recipe).size
+    return int(tokens or 0) if recipe.source is None else vocabulary_of(recipe.source, tokens)
 
 
 def _tokenizer(recipe: HFCausalLM) -> Tokenizer:
@@ -113,8 +120,8 @@ class HFCausalLM(Recipe):
         if self.source is None:
             self.files()
         else:
-            known = bool(self.pretrained or self.tokenizer or "vocab_size" in self.config)
-            check_source(self.source, self.context, says_vocabulary=known)
+            check_source(self.source, self.context)
+            _vocabulary(self)
 
     def model(self) -> nn.Module:
         if self.pretrained is None or self.empty:

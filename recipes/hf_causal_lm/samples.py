@@ -38,10 +38,9 @@ def language_batch(batch: Any) -> LanguageBatch:
     return LanguageBatch(inputs_bt, targets_bt)
 
 
-def check_source(source: Source, context: int, *, says_vocabulary: bool) -> None:
-    """Raise ConfigError unless a source has windows of ``context`` tokens, and the vocabulary is known."""
-    parts = [part.source for part in source.sources.values()] if isinstance(source, Mixture) else [source]
-    for part in parts:
+def check_source(source: Source, context: int) -> None:
+    """Raise ConfigError unless ``source`` has windows of ``context`` tokens."""
+    for part in _parts(source):
         if not isinstance(part, TokenFiles):
             raise ConfigError(
                 f"a language model learns from tokens, and data reads {type(part).__name__}. Prepare tokens with "
@@ -52,11 +51,34 @@ def check_source(source: Source, context: int, *, says_vocabulary: bool) -> None
                 f"recipe.context={context}, and the data have samples of length={part.length}. Set both alike, "
                 "e.g. data.length='${recipe.context}'."
             )
-    if not says_vocabulary:
+
+
+def vocabulary_of(source: Source, given: int | None) -> int:
+    """Return how many different tokens a model of ``source`` knows.
+
+    Args:
+        given: number of the recipe or of its tokenizer; None: that of the data.
+
+    Raises:
+        ConfigError: nobody says how many there are, or the data have more.
+    """
+    known = [part.vocabulary for part in _parts(source) if isinstance(part, TokenFiles)]
+    most = max((number for number in known if number is not None), default=None)
+    if given is None and (most is None or None in known):
         raise ConfigError(
             "the data do not say how many different tokens there are. Set recipe.tokenizer to the one that they were "
             "prepared with, or recipe.config.vocab_size."
         )
+    if given is not None and most is not None and given < most:
+        raise ConfigError(
+            f"the model knows {given:,} different tokens, and the data were prepared with {most:,}. Set "
+            "recipe.tokenizer or recipe.config.vocab_size to those of the data."
+        )
+    return given if given is not None else most or 0
+
+
+def _parts(source: Source) -> list[Source]:
+    return [part.source for part in source.sources.values()] if isinstance(source, Mixture) else [source]
 
 
 def source_split(source: Source, split: str, *, share: float, tokens: int | None, context: int) -> Dataset[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import numpy
 import pytest
 
+from worldsize.data.prepare.folder import Preparation
+from worldsize.data.prepare.tokenizer import Tokenizer
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.byte_files import SampleError
@@ -164,3 +168,55 @@ def test_a_file_that_ends_within_a_number_is_named(tmp_path: Path) -> None:
 def test_a_path_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no such file, or no file in it that ends with \.npy or \.bin"):
         len(TokenWindows(str(tmp_path / "nothing"), length=LENGTH))
+
+
+TEXTS = ["a document", "another, longer document", "the third one"]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A folder that ``worldsize prepare`` has written, in two shards."""
+    folder = tmp_path / "finished"
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"text_{number}.txt").write_text(text)
+    inputs = [tmp_path / f"text_{number}.txt" for number in range(3)]
+    Preparation(inputs, Tokenizer("bytes"), shard_bytes=20).write(folder, processes=1)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [TokenWindows, DocumentWindows, PackedDocuments])
+def test_a_prepared_folder_says_what_its_tokens_are(finished: Path, tmp_path: Path, kind: Any) -> None:
+    data = kind(str(finished), length=5, cache=cache(tmp_path))
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert data.vocabulary == 256
+    assert data.fingerprint()["sha256"] == manifest["sha256"]
+    assert data.fingerprint()["tokenizers"] == [{"name": "bytes", "sha256": manifest["tokenizer"]["sha256"]}]
+    both = kind([str(finished), str(finished)], length=5, cache=cache(tmp_path))
+    assert len(both) == 2 * len(data)
+    assert both.fingerprint()["sha256"] != manifest["sha256"]
+
+
+def test_packed_documents_are_the_texts_that_were_prepared(finished: Path, tmp_path: Path) -> None:
+    data = PackedDocuments(str(finished), length=60, cache=cache(tmp_path))
+    texts = []
+    for sample in data:
+        owners = sample["documents"]
+        texts += [bytes(sample["tokens"][owners == owner].tolist()).decode() for owner in range(int(owners.max()) + 1)]
+    assert sorted(texts) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "tokens_00001.npy").unlink(), r"tokens_00001.npy: .* and there are no bytes"),
+        (lambda folder: numpy.save(folder / "tokens_00000.npy", numpy.zeros(99, numpy.uint8)), "tokens_00000.npy"),
+        (lambda folder: numpy.save(folder / "tokens_00009.npy", numpy.zeros(9, numpy.uint8)), "says no bytes"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is no manifest of worldsize prepare"),
+        (lambda folder: (folder / "manifest.json").write_text('{"shards": []}'), "is no manifest"),
+        (lambda folder: shutil.copytree(folder, folder / ".pieces"), "the preparation of .* has not ended"),
+    ],
+)
+def test_a_folder_that_is_not_what_was_prepared_is_refused(finished: Path, spoil: Any, message: str) -> None:
+    spoil(finished)
+    with pytest.raises(ConfigError, match=message):
+        TokenWindows(str(finished), length=5).fingerprint()

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from recipes.hf_causal_lm.recipe import HFCausalLM
 from worldsize.core import ConfigError, MicroBatch, RunContext, Strategy, World
+from worldsize.data.prepare.folder import Preparation
+from worldsize.data.prepare.tokenizer import Tokenizer
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.sources.tokens import TokenWindows
@@ -195,6 +197,13 @@ def test_a_source_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> No
         recipe(text, source=TokenWindows(folder, length=7), config=KNOWN)
     with pytest.raises(ConfigError, match="a language model learns from tokens, and data reads JsonLines"):
         recipe(text, source=JsonLines(folder), config=KNOWN)
+    file = tmp_path / "words.txt"
+    file.write_text("a text of bytes")
+    Preparation([file], Tokenizer("bytes")).write(tmp_path / "bytes", processes=1)
+    source = TokenWindows(str(tmp_path / "bytes"), length=16)
+    with pytest.raises(ConfigError, match="the model knows 50 different tokens, and the data were prepared with 256"):
+        recipe(text, source=source, config=KNOWN)
+    assert recipe(text, source=source).model().get_input_embeddings().num_embeddings == 256  # type: ignore[operator]
     with pytest.raises(ConfigError, match="the data do not say how many different tokens there are"):
         recipe(text, source=TokenWindows(folder, length=16))
 

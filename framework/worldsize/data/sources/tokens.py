@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from worldsize.core import OneOf, Range
 from worldsize.data.source import FileSource
+from worldsize.data.sources.prepared import Prepared, prepared
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.open_files import open_files
 from worldsize.errors import ConfigError
@@ -92,6 +94,27 @@ class TokenFiles(FileSource):
         """The files of tokens; the boundaries of documents beside them are not among them."""
         files = open_files(self.path, self.cache, endings=self.endings)
         return [file for file in files if not file_name(file).startswith("documents_")]
+
+    @cached_property
+    def prepared(self) -> Sequence[Prepared]:
+        """The facts in the manifests of ``worldsize prepare``, if each path is a folder that has one."""
+        files = open_files(self.path, self.cache, endings=self.endings)
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        facts = [prepared(path, files, self.cache) for path in paths]
+        return [each for each in facts if each] if all(facts) else []
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of different tokens, or None if no manifest states it."""
+        return max((each.vocabulary for each in self.prepared), default=None)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        if not self.prepared:
+            return super().fingerprint()
+        total = "".join(each.sha256 for each in self.prepared)
+        digest = total if len(self.prepared) == 1 else hashlib.sha256(total.encode()).hexdigest()
+        size, tokenizers = sum(file.size for file in self.files), [dict(each.tokenizer) for each in self.prepared]
+        return {"size": size, "sha256": digest, "files": len(self.files), "tokenizers": tokenizers}
 
     @cached_property
     def tokens(self) -> Sequence[Vector]:
