@@ -131,7 +131,7 @@ def test_what_cannot_be_planned_is_refused(plan: Any) -> None:
     done = plan("--model-size", "1e9")
     assert (done.returncode, done.stderr) == (
         2,
-        "--model-size says nothing of time. Give --compute too, e.g. --compute 250ms.\n",
+        "--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.\n",
     )
     assert "has no unit" in plan("--compute", "250").stderr
     assert "no strategy 'fdsp'; did you mean 'fsdp'?" in plan("--strategies", "ddp,fdsp").stderr

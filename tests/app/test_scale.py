@@ -44,7 +44,7 @@ def test_runs_are_not_submitted_to_a_launcher_that_does_not_wait_for_them(
 ) -> None:
     done = command("scale", "+cluster=slurm", "world_sizes=1", cwd=tmp_path, environment=environment_without_wandb)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Slurm hands runs over and does not wait. Set launcher.wait=true" in done.stderr
+    assert "Slurm submits runs and does not wait for them. Set launcher.wait=true" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

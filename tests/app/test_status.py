@@ -63,5 +63,5 @@ def test_a_report_that_could_not_be_written_is_refused_before_any_host_is_examin
     words = ("doctor", "recipe=digits", "--json", str(tmp_path / "nowhere" / "report.json"))
     done = command(*words, cwd=tmp_path, environment=environment_without_wandb)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "is in no folder that can be written" in done.stderr
+    assert "cannot be written: its folder is missing or read-only" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
-"""The commands, one file each, and how every one of them composes and exits.
+"""The commands, one file each, and what all of them share: composing configurations and exiting.
 
-The file of a command is imported when the command is called.
+A command's file is imported only when that command is called.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _OF_RUNS = (
 
 
 def main() -> None:
-    """Entry of the ``worldsize`` command."""
+    """Run the ``worldsize`` command line."""
     show_messages()
     with until_output_closes():
         _call()
@@ -74,13 +74,13 @@ def _call() -> None:
         print(_usage())
     elif name in COMMANDS:
         del sys.argv[1]
-        if name != "train":  # its main is the whole of train.py too, and removes them itself
+        if name != "train":  # its main is also that of train.py, and removes them itself
             remove_leftovers()
         command = importlib.import_module(f"worldsize.app.{name}").main
         try:
             command()
         except OSError as error:
-            if name not in _OF_RUNS or error.filename is None:  # else it is about no file, but perhaps a connection
+            if name not in _OF_RUNS or error.filename is None:  # an error without a file name may be about a connection
                 raise
             sys.exit(refuse(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
     else:
@@ -95,8 +95,8 @@ def _usage() -> str:
 
 
 def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -> int:
-    """Call ``task`` with each configuration that ``arguments`` compose to; return the largest exit code."""
-    from worldsize.config.compose import compose_and_call  # imports Hydra, which most commands do without
+    """Call ``task`` with each configuration composed from ``arguments``; return the largest exit code."""
+    from worldsize.config.compose import compose_and_call  # imports Hydra, which most commands do not need
 
     codes = [0]
 
@@ -122,7 +122,7 @@ def remove_leftovers() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit without taking apart every imported module, which takes the interpreter 0.8 s once torch is among them."""
+    """Exit without tearing down the imported modules, which takes 0.8 s once torch is imported."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -17,7 +17,7 @@ from worldsize.messages import refuse
 from worldsize.records.run_directory import RunDirectory
 from worldsize.world.scratch import leftovers, private_folder
 
-_DRAFT = ".begin_"  # the beginning of the names of run folders that are not complete yet
+_DRAFT = ".begin_"  # prefix of run folders that are not complete yet
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def _tether() -> None:
 
 
 def _begin_with(source: Path, run: Path) -> None:
-    """Make the run folder, unless it is there: of several hosts one is the first."""
+    """Create the run folder from the files in ``source``, unless another host has created it."""
     if (run / "config.yaml").exists():
         return
     try:

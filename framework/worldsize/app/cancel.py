@@ -27,10 +27,10 @@ def main() -> None:
 
 
 def cancel(run: RunDirectory) -> str:
-    """Ask the run to save and to end; say what was done.
+    """Ask the run to save and to end; return a sentence about what was done.
 
     Raises:
-        WorldsizeError: the run is not alive, or it is on another host.
+        WorldsizeError: the run is not being trained, or it was launched on another host.
     """
     view = look(run)
     if view.exit_reason == "completed":
@@ -42,7 +42,7 @@ def cancel(run: RunDirectory) -> str:
         raise WorldsizeError(f"the run {run.path} is not being trained.")
     attempt = view.attempts[-1]
     host, process = attempt["hosts"][0], holder_of(run.path)
-    if process is None and view.is_own and is_locked(run.path):  # where the kernel does not say who holds it
+    if process is None and view.is_own and is_locked(run.path):  # the kernel may not say which process holds the lock
         process = attempt["pid"]
     if host != socket.gethostname() or process is None:
         raise WorldsizeError(f"the run {run.path} was launched on {host}; cancel it there.")

@@ -1,6 +1,6 @@
 """``worldsize doctor [OPTION ...]``: will a run work on this cluster, and how fast are its links?
 
-The cluster's own launcher starts what a run would start on its nodes; there they compare themselves, meet, and measure.
+The cluster's own launcher starts the same processes as for a run; they compare their hosts, connect, and measure links.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """``pairs``: measure between all nodes; ``patience``: seconds that hosts have to answer; ``report``: its file."""
+class Examination:
+    """Options: whether to measure all ``pairs`` of nodes, ``patience`` in seconds, and the ``report`` file."""
 
     pairs: bool = False
     patience: float = 60.0
@@ -50,48 +50,50 @@ def main() -> None:
     parser.add_argument("--json", dest="report", metavar="FILE", help='write what was found; "-": to standard output')
     options = parser.parse_intermixed_args()
     try:
-        exit_process(doctor(options.overrides, Wanted(options.pairs, options.patience, options.report)))
+        exit_process(doctor(options.overrides, Examination(options.pairs, options.patience, options.report)))
     except KeyboardInterrupt:
         exit_process(130)
 
 
-def doctor(arguments: Sequence[str], wanted: Wanted) -> int:
-    """Exit code: 0 all is well, 1 something is not, 2 a configuration that cannot run."""
-    return call_composed(lambda cfg: _examine(cfg, wanted), arguments)
+def doctor(arguments: Sequence[str], options: Examination) -> int:
+    """Examine the cluster; return 0 if all checks pass, 1 if one fails, 2 if the configuration cannot run."""
+    return call_composed(lambda cfg: _examine(cfg, options), arguments)
 
 
-def _examine(cfg: DictConfig, wanted: Wanted) -> int:
+def _examine(cfg: DictConfig, options: Examination) -> int:
     from worldsize.config.composed import settings_of  # imports torch, which takes seconds
 
-    if wanted.report and wanted.report != "-" and not os.access(Path(wanted.report).absolute().parent, os.W_OK):
-        raise ConfigError(f"{wanted.report} is in no folder that can be written. Name another file after --json.")
-    _alter(cfg, wanted)
+    if options.report and options.report != "-" and not os.access(Path(options.report).absolute().parent, os.W_OK):
+        raise ConfigError(
+            f"{options.report} cannot be written: its folder is missing or read-only. Name another file after --json."
+        )
+    _alter(cfg, options)
     settings = settings_of(cfg)
     report, folder = _report(settings, Path(cfg.run.root))
-    console = Console(stderr=wanted.report == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(stderr=options.report == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(report.table())
     if folder and not report.ok:
         console.print(f"logs: {folder}", markup=False, soft_wrap=True)
-    if wanted.report == "-":
+    if options.report == "-":
         print(json.dumps(report.as_json(), indent=2))
-    elif wanted.report:
-        Path(wanted.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    elif options.report:
+        Path(options.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return 0 if report.ok else 1
 
 
-def _alter(cfg: DictConfig, wanted: Wanted) -> None:
+def _alter(cfg: DictConfig, options: Examination) -> None:
     """Change the configuration so that a run examines its cluster instead of training."""
-    cfg.run.examine = "pairs" if wanted.pairs else "tiers"
-    cfg.cluster.timeout = wanted.patience
+    cfg.run.examine = "pairs" if options.pairs else "tiers"
+    cfg.cluster.timeout = options.patience
     cfg.logger, cfg.listeners, cfg.faults = None, {}, []
     changes: dict[str, float] = {"wait": True, "terminal_logs": False, "max_restarts": 0, "max_requeues": 0}
-    changes["save_grace"] = 2 * wanted.patience  # an agent that fails leaves the others time to wait for it in vain
+    changes["save_grace"] = 2 * options.patience  # if an agent fails, the others still time out on it and report
     for key in changes.keys() & cfg.launcher.keys():
         cfg.launcher[key] = changes[key]
 
 
 def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
-    """Examine the cluster; return the report, and the run folder if not all is well."""
+    """Examine the cluster; return the report, and the run folder if a check failed."""
     from worldsize.core import AgentLauncher, BatchLauncher, Plan
     from worldsize.launch.node import NodeLauncher
     from worldsize.planning.doctor.evaluate import evaluate
@@ -124,7 +126,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
 
 
 def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
-    """Start the examination and wait for its end. Raises ConfigError: the launcher refuses."""
+    """Start the examination and wait for it to end; raise ConfigError if the launcher refuses the plan."""
     import torch
 
     from worldsize.core import AgentLauncher, BatchLauncher
@@ -143,7 +145,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> None:
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
     with created(run, is_private=True):
         write_configuration(run, config=config_text(clean.tree(settings.config)))
-    with redirect_stdout(sys.stderr):  # what the agents say
+    with redirect_stdout(sys.stderr):  # the agents' output
         if isinstance(launcher, BatchLauncher):
             _wait(launcher, launcher.submit(with_secrets(settings, plan, clean)))
         elif isinstance(launcher, AgentLauncher):
@@ -161,7 +163,7 @@ def _wait_for_agents(job: Job) -> None:
 
 
 def _wait(launcher: BatchLauncher, job: str | None) -> None:
-    """Wait however long the job is queued; cancel it if this process is interrupted."""
+    """Wait until the job has ended, without a timeout; cancel it if this process is interrupted."""
     from worldsize.driver.scheduled import wait_for
 
     if job is None:
@@ -175,12 +177,12 @@ def _wait(launcher: BatchLauncher, job: str | None) -> None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:
-    """Bytes of the weights and of two moments of each, as Adam keeps them."""
+    """Return the bytes of the weights and of Adam's two moments for each."""
     import torch
 
     try:
         with torch.device("meta"):
             model = recipe.model()
-    except RuntimeError:  # it computes with its initial values
+    except RuntimeError:  # the constructor computes with values, which meta tensors lack
         model = recipe.model()
     return 3.0 * sum(float(tensor.nbytes) for tensor in model.state_dict().values())

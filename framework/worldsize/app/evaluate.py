@@ -17,7 +17,7 @@ from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import refuse
 from worldsize.records.run_record import RunView, view
 
-_OWN = ("checkpoint", "split")  # words of this command, which set no key of the configuration
+_OWN = ("checkpoint", "split")  # words of this command, which are not configuration keys
 
 
 def main() -> None:
@@ -32,27 +32,27 @@ def main() -> None:
     parser.add_argument("--yes", action="store_true", help="go on with another user's run without asking")
     options = parser.parse_intermixed_args()
     try:
-        wanted = {key_of(word): word.partition("=")[2] for word in options.words if key_of(word) in _OWN}
+        choices = {key_of(word): word.partition("=")[2] for word in options.words if key_of(word) in _OWN}
         overrides = [word for word in options.words if key_of(word) not in _OWN]
-        code = evaluate(view(options.run), wanted, overrides, yes=options.yes)
+        code = evaluate(view(options.run), choices, overrides, yes=options.yes)
     except WorldsizeError as error:
         code = refuse(error)
     exit_process(code)
 
 
-def evaluate(record: RunView, wanted: Mapping[str, str], overrides: Sequence[str], *, yes: bool = False) -> int:
-    """Evaluate the checkpoint and the split that ``wanted`` names, and print the metrics; return the exit code.
+def evaluate(record: RunView, choices: Mapping[str, str], overrides: Sequence[str], *, yes: bool = False) -> int:
+    """Evaluate the checkpoint and the split that ``choices`` names, and print the metrics; return the exit code.
 
     Raises:
         WorldsizeError: there is no such checkpoint or split, the checkpoint is damaged, or the run is another user's
-            and was not agreed to.
+            and the user did not agree to use it.
     """
     from worldsize.driver.evaluate import chosen_checkpoint, evaluate_checkpoint  # imports torch, which takes seconds
 
-    path = chosen_checkpoint(record, wanted.get("checkpoint", "last"))
-    split = wanted.get("split")
+    path = chosen_checkpoint(record, choices.get("checkpoint", "last"))
+    split = choices.get("split")
     if split == "":
-        raise ConfigError("split= names no split. Leave it out, or name one: split=test.")
+        raise ConfigError("split= is empty. Leave it out, or name one: split=test.")
     words = [*enter_project(record, overrides, yes=yes), *placed(record)]
 
     def task(cfg: DictConfig) -> int:

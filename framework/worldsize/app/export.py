@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _OWN = ("checkpoint", "output")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_LARGE = 256 << 20  # bytes from which on a bar shows how far it is
+_LARGE = 256 << 20  # bytes; larger exports show a progress bar
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--ema", action="store_true", help="the averaged weights (ema.decay) instead of the last ones")
     options = parser.parse_intermixed_args()
     try:
-        output = export(view(options.run), _wanted(options.words), options)
+        output = export(view(options.run), _choices(options.words), options)
     except WorldsizeError as error:
         sys.exit(refuse(error))
     print(output)
@@ -54,23 +54,23 @@ def size(text: str) -> int:
     """Read a number of bytes, such as 5GB or 500MiB."""
     match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 500MB or 5GB.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size. Write e.g. 500MB or 5GB.")
     return int(match[1]) * _UNITS.get(match[2], 1)
 
 
-def _wanted(words: Sequence[str]) -> dict[str, str]:
-    """Return the values of this command's own words, by name."""
-    wanted = {}
+def _choices(words: Sequence[str]) -> dict[str, str]:
+    """Parse this command's own words, such as output=PATH, to their values by name."""
+    choices = {}
     for word in words:
         name, _, value = word.partition("=")
         if name not in _OWN or not value:
-            raise ConfigError(f"{word!r} is no word of export{neighbours(name, _OWN)} Say NAME=VALUE.")
-        wanted[name] = value
-    return wanted
+            raise ConfigError(f"{word!r} is not an option of export{neighbours(name, _OWN)} Write NAME=VALUE.")
+        choices[name] = value
+    return choices
 
 
-def export(run: RunView, wanted: Mapping[str, str], options: argparse.Namespace) -> Path:
-    """Write the weights of the checkpoint that ``wanted`` names where it says; return the place.
+def export(run: RunView, choices: Mapping[str, str], options: argparse.Namespace) -> Path:
+    """Write the weights of the checkpoint that ``choices`` names; return the path of the output.
 
     Raises:
         WorldsizeError: there is no such checkpoint, it is damaged, or it cannot be written in this format.
@@ -82,15 +82,15 @@ def export(run: RunView, wanted: Mapping[str, str], options: argparse.Namespace)
     from worldsize.driver.evaluate import chosen_checkpoint
     from worldsize.driver.transformers_model import transformers_model
 
-    checkpoint = read(chosen_checkpoint(run, wanted.get("checkpoint", "last")))
+    checkpoint = read(chosen_checkpoint(run, choices.get("checkpoint", "last")))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     source = _weights(checkpoint, averaged=options.ema)
-    described = transformers_model(run, source) if options.format == "hf" else None
-    without = described.without() if described else ()
+    transformers = transformers_model(run, source) if options.format == "hf" else None
+    without = transformers.without() if transformers else ()
     weights = SelectedWeights(source, dtype=dtypes[options.dtype], without=without)
     name = f"export_{checkpoint.step:07d}_{options.format}"
     default = run.directory.path / (f"{name}.pt" if options.format == "torch" else name)
-    output = Path(wanted.get("output", default)).absolute()
+    output = Path(choices.get("output", default)).absolute()
     with published(output) as draft, _progress(sum(entry.nbytes for entry in weights.entries.values())) as written:
         verify(checkpoint)
         if options.format == "torch":
@@ -98,8 +98,8 @@ def export(run: RunView, wanted: Mapping[str, str], options: argparse.Namespace)
         else:
             draft.mkdir()
             write_safetensors(weights, draft, shard_bytes=options.shard_size, written=written)
-            if described:
-                described.save(draft, weights)
+            if transformers:
+                transformers.save(draft, weights)
     return output
 
 
@@ -112,7 +112,7 @@ def _weights(checkpoint: Checkpoint, *, averaged: bool) -> Weights:
     weights = CheckpointWeights(checkpoint, averaged=averaged)
     if rows_only := sorted(tables - weights.entries.keys()):
         raise WorldsizeError(
-            f"the table {rows_only[0]} is saved by its touched rows alone, as it is larger than 1 GiB. "
+            f"the table {rows_only[0]} is larger than 1 GiB, so only its touched rows were saved. "
             "Read them from the checkpoint: read_tensors(checkpoint, 'tables')."
         )
     return weights
@@ -120,7 +120,7 @@ def _weights(checkpoint: Checkpoint, *, averaged: bool) -> Weights:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Written]:
-    """Show how far a large export is, on standard error."""
+    """Show a progress bar on standard error if the export is large; yield the function that advances it."""
     if total < _LARGE:
         yield lambda count: None
         return

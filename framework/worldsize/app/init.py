@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def init(folder: Path) -> list[Path]:
-    """The files written.
+    """Create a project in ``folder``; return the files that were written.
 
     Raises:
         ConfigError: the folder is not empty, or its name cannot be a project's.
@@ -40,7 +40,7 @@ def init(folder: Path) -> list[Path]:
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigError(f"{name!r} cannot be a project's name. Use letters, digits, '-', '_' and '.'.")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there and not empty. Choose another folder; nothing was written.")
+        raise ConfigError(f"{folder} exists and is not empty. Choose another folder; nothing was written.")
     project = planned(
         "init", folder, name=name, recipe=RECIPE, requirement=f"worldsize>={__version__}", source=source()
     )
@@ -48,7 +48,7 @@ def init(folder: Path) -> list[Path]:
 
 
 def source() -> str | None:
-    """Return where uv finds this worldsize, as an inline table of TOML (PEP 610); None: in a package index."""
+    """Return where uv finds this worldsize, as an inline TOML table (PEP 610); None if in a package index."""
     try:
         origin = distribution("worldsize").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -31,21 +31,21 @@ def main() -> None:
 
 
 def _options(kind: str | None) -> list[Row]:
-    """Raises WorldsizeError for a group that does not exist."""
+    """List the options of the group ``kind``, or of all groups; raise WorldsizeError if there is no such group."""
     available, known = options(), plugins()
     groups = sorted({option.group for option in available})
-    wanted = groups if kind is None else [group for group in groups if kind in (group, _plural(group))]
-    if not wanted:
+    chosen = groups if kind is None else [group for group in groups if kind in (group, _plural(group))]
+    if not chosen:
         raise WorldsizeError(f"no kind {kind!r}{neighbours(str(kind), ['plugins', *groups])}")
     return [
         (f"{option.group}={option.name}", _source(option, known), option.about)
         for option in available
-        if option.group in wanted
+        if option.group in chosen
     ]
 
 
 def _plugins() -> list[Row]:
-    """Installed packages that offer nothing are shown with the reason: they fail in no run that does not need them."""
+    """List the plugins, and those that failed to load with the reason: other runs work without them."""
     working = [(each.name, each.version or "", each.source, _about(each)) for each in plugins()]
     broken = [(each.module, each.version, each.distribution, f"broken: {each.broken}") for each in _broken()]
     return [*working, *broken]
@@ -56,7 +56,7 @@ def _broken() -> list[Installed]:
 
 
 def _about(plugin: Plugin) -> str:
-    """Name the plugin's options, and describe the one of its own name, or else the first."""
+    """List the plugin's options, and describe the one with its own name, else the first."""
     offers = sorted(plugin.options, key=lambda option: not plugin.name.endswith(f".{option.name}"))
     names = ", ".join(f"{option.group}={option.name}" for option in offers)
     return f"{names}: {offers[0].about}" if offers else "offers no option"
@@ -67,7 +67,7 @@ def _plural(group: str) -> str:
 
 
 def _source(option: Option, known: Sequence[Plugin]) -> str:
-    """The plugin, with where it comes from unless worldsize has it; or the project's own file."""
+    """Return the plugin that has the option and where that comes from; the file if it is the project's own."""
     owner = next((plugin for plugin in known if option.file.is_relative_to(plugin.folder)), None)
     if owner is not None:
         return owner.name if owner.source == "worldsize" else f"{owner.name} ({owner.source})"

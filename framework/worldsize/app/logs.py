@@ -1,4 +1,4 @@
-"""``worldsize logs RUN``: what the processes of a run say, with their "[worker 3]" prefixes."""
+"""``worldsize logs RUN``: the output of a run's processes, each line with a prefix such as "[worker 3]"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize logs", description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument(
-        "--rank", type=whole(Range(least=0)), action="append", help="of these ranks alone; may be given more than once"
+        "--rank",
+        type=whole(Range(least=0)),
+        action="append",
+        help="of these ranks alone; may be given more than once",
     )
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
     options = parser.parse_args()
@@ -43,7 +46,7 @@ def main() -> None:
 
 
 def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
-    """The command that shows the logs of a run that writes them elsewhere."""
+    """Run the launcher's own command for logs if they are not in the run folder; return its exit code."""
     view = look(scheduler.run)
     if view.job is None or view.attempts:
         return ()
@@ -55,14 +58,14 @@ def _shown(command: Sequence[str]) -> int:
     try:
         return subprocess.run(command, check=False).returncode
     except OSError as error:
-        raise WorldsizeError(f"{command[0]} shows the logs of this run, and cannot be run here: {error}.") from error
+        raise WorldsizeError(f"{command[0]} shows the logs of this run but cannot be started here: {error}.") from error
 
 
 def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
-    """Lines of all logs of its run, each after its prefix; with ``follow`` until the run has ended.
+    """Yield the lines of all logs of the run with their prefixes; with ``follow`` until the run has ended.
 
     Raises:
-        WorldsizeError: this is no run.
+        WorldsizeError: the folder is not a run.
     """
     read: dict[Path, int] = {}
     run = scheduler.run
@@ -71,7 +74,7 @@ def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Ite
         for path in sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name):
             prefix, rank = _prefix(path)
             if ranks is None or rank in ranks:
-                yield from (f"{prefix}{line}" for line in _new(path, read, whole=ended))
+                yield from (f"{prefix}{line}" for line in _new(path, read, has_ended=ended))
         if ended or not follow:
             return
         time.sleep(_POLL)
@@ -82,12 +85,12 @@ def _prefix(path: Path) -> tuple[str, int | None]:
     return (f"[{named[1]} {int(named[2])}] ", int(named[2])) if named else (f"[{path.stem}] ", None)
 
 
-def _new(path: Path, read: dict[Path, int], *, whole: bool) -> list[str]:
-    """Lines since the last look; a last one without an end only if there will be no more."""
+def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> list[str]:
+    """Return the lines added since the last call; an incomplete last line only if the log ``has_ended``."""
     with path.open("rb") as file:
         file.seek(read.get(path, 0))
         data = file.read()
-    if not whole:
+    if not has_ended:
         data = data[: data.rfind(b"\n") + 1]
     read[path] = read.get(path, 0) + len(data)
     return data.decode(errors="replace").splitlines()

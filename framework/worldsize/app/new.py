@@ -26,21 +26,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize new", description=__doc__)
     parser.add_argument("kind", choices=_GROUPS)
     parser.add_argument("name", help="lower case, e.g. my_strategy; it becomes a module and an option")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        written = new(given.kind, given.name, Path.cwd())
+        written = new(arguments.kind, arguments.name, Path.cwd())
     except ConfigError as error:
         sys.exit(refuse(error))
     for path in written:
         print(path.relative_to(Path.cwd()))
-    print(f"\ntry it:   {_TRY[given.kind].format(name=given.name)}\ntest it:  uv run pytest tests/test_{given.name}.py")
+    print(
+        f"\ntry it:   {_TRY[arguments.kind].format(name=arguments.name)}\n"
+        f"test it:  uv run pytest tests/test_{arguments.name}.py"
+    )
 
 
 def new(kind: str, name: str, folder: Path) -> list[Path]:
-    """The files written below ``folder``.
+    """Create a plugin or recipe below ``folder``; return the files that were written.
 
     Raises:
-        ConfigError: the name is taken, or no module can have it.
+        ConfigError: the name is taken, or is not a module name.
     """
     check_name(name)
     _check_free(kind, name)

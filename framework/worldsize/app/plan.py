@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_MOST, _SHOWN = 64, 16  # ranks: of more than that so many, the first and the last
+_MOST, _SHOWN = 64, 16  # ranks to show; of more, the first and the last
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def _seconds(text: str) -> float:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Exit code: 0, or that of a configuration that cannot run, or of which nothing can be predicted."""
+    """Print the plan and its forecasts; return 0, or 2 if the configuration cannot run or be predicted."""
     return call_composed(lambda cfg: _show(cfg, options), options.overrides)
 
 
@@ -85,7 +85,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     if options.model_size is not None and options.compute is None:
-        raise ConfigError("--model-size says nothing of time. Give --compute too, e.g. --compute 250ms.")
+        raise ConfigError("--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.")
     names = _names(options.strategies)
     size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
     links = links_of(options.links) if options.links else {}
@@ -116,7 +116,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     return 0 if forecasts else CONFIG_ERROR
 
 
-_SAMPLES_PER_LOGICAL_RANK = 16  # of a model whose compute is given: no sample is drawn, but pipelines divide them
+_SAMPLES_PER_LOGICAL_RANK = 16  # with --compute no sample is drawn, but pipelines divide micro-batches by this
 _UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."
 
 
@@ -129,10 +129,10 @@ def _print(*lines: Table | str) -> None:
 # ---------------------------------------------------------------- what it costs
 
 
-def _names(wanted: str | None) -> list[str]:
-    """Names of the strategies to compare: those that are ``wanted``, or all."""
+def _names(chosen: str | None) -> list[str]:
+    """Return the names of the strategies to compare: those in the comma-separated ``chosen``, or all."""
     known = GlobalHydra.instance().config_loader().get_group_options("strategy")
-    for name in (names := wanted.split(",") if wanted else known):
+    for name in (names := chosen.split(",") if chosen else known):
         if name not in known:
             raise ConfigError(f"no strategy {name!r}{neighbours(name, known)}")
     return names
@@ -155,13 +155,13 @@ def _forecasts(
 
 
 def _note(text: str) -> None:
-    """Show the line in place of the last one. No thread does it, since processes are forked meanwhile."""
+    """Show ``text`` in place of the last line. Not in a thread, since processes are forked meanwhile."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
-    """The run under each strategy with its defaults, and as it was typed under the chosen one."""
+    """Return the run's settings by strategy: defaults for most, the typed options for the chosen one."""
     from worldsize.config.composed import settings_of
 
     typed = task_overrides()
@@ -173,7 +173,7 @@ def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str
             yield name, settings_of(compose("config", overrides=words), samples_per_logical_rank=shared)
         except WorldsizeError as error:
             refused[name] = str(error)
-        except Exception as error:  # any: of a plugin that nobody has chosen
+        except Exception as error:  # any exception: a plugin may be broken that nobody has chosen
             if name == chosen:
                 raise
             refused[name] = f"it is broken: {type(error).__name__}: {error}"
@@ -182,7 +182,7 @@ def _strategies(refused: dict[str, str], shared: int | None, names: Sequence[str
 def _cost_table(
     forecasts: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings, *, priced: bool
 ) -> Table:
-    """``priced``: say what samples cost, if the cluster says what nodes do."""
+    """Build the table of forecasts; ``priced`` adds the cost of samples, if the cluster has prices."""
     cluster = settings.cluster
     price = (cluster.price_per_hour or 0.0) * cluster.nodes if priced else 0.0
     columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
@@ -207,13 +207,13 @@ def _batch_text(settings: Settings) -> str:
 
 
 def _formula_text(forecasts: Mapping[str, Forecast]) -> str:
-    """Say of which memory is a formula's, and why."""
+    """Explain which memory estimates come from a strategy's own formula, and why."""
     reasons: dict[str, list[str]] = {}
     for name, each in forecasts.items():
         if each.by_formula:
             reasons.setdefault(each.by_formula, []).append(name)
-    said = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
-    return f"* Memory by the strategy's own formula, without activations. {said}." if said else ""
+    explained = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
+    return f"* Memory by the strategy's own formula, without activations. {explained}." if explained else ""
 
 
 def _links_text(cluster: Cluster, file: Path | None) -> str:
@@ -238,7 +238,7 @@ def _retuning_text(settings: Settings) -> str | None:
 
 
 def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
-    """A row a process: its node, and on each axis its coordinate and the ranks that it works with there."""
+    """Build a table of processes: node, and on each axis the coordinate and the ranks of its group."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
     places = {axis: _places(members) for axis, members in groups.items()}
     omitted = range(_SHOWN // 2, cluster.processes - _SHOWN // 2) if cluster.processes > _MOST else range(0)
@@ -258,6 +258,6 @@ def _places(groups: Sequence[Sequence[int]]) -> dict[int, str]:
 
 
 def _short(ranks: Sequence[int]) -> str:
-    """Ranks at equal distances as "0 8 .. 56"."""
+    """Format ranks at equal distances as "0 8 .. 56"."""
     even = len({after - before for before, after in pairwise(ranks)}) == 1
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}" if even and len(ranks) > 4 else " ".join(map(str, ranks))

@@ -50,12 +50,12 @@ def main() -> None:
 
 
 def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
-    """Make the shards, show how far that is, and say what they are."""
+    """Write the shards with a progress bar, and print a summary."""
     bar = Progress("tokenising", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True))
     task = bar.add_task("", total=None)
 
     def show(done: int, total: int) -> None:
-        bar.start()  # once the processes have been forked, since it has a thread
+        bar.start()  # after the processes are forked, since it has a thread
         bar.update(task, completed=done, total=total)
 
     try:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from worldsize.planning.rehearsal.calls import Call
     from worldsize.planning.rehearsal.rank import Rehearsed
 
-_FAILED = 1  # exit code of a rehearsal in which ranks part, wait for each other or fail
+_FAILED = 1  # exit code if ranks make different calls, deadlock or fail
 _SHOWN = 8  # differences
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def rehearse(options: argparse.Namespace) -> int:
-    """Exit code: 0, 1 if something is wrong between ranks, or that of a configuration that cannot run."""
+    """Rehearse the ranks and print the outcome; return 0, 1 if ranks disagree or fail, 2 if the run cannot start."""
     return call_composed(lambda cfg: _rehearse(cfg, options), options.overrides)
 
 
@@ -94,7 +94,7 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
-    """Refuse what could not be written or shown, before time is spent on it."""
+    """Raise ConfigError if the output could not be written or shown, before time is spent."""
     if options.calls is not None and options.calls not in ranks:
         raise ConfigError(
             f"--calls {options.calls}: that rank is not rehearsed. Take one of {spans(ranks)}, or name it in --ranks."
@@ -112,13 +112,13 @@ def _write(file: Path, rehearsed: Sequence[Rehearsed]) -> None:
 
 
 def _common_refusal(rehearsed: Sequence[Rehearsed]) -> str | None:
-    """Return what all ranks refuse in the configuration; None: some do not."""
+    """Return the configuration error that all ranks raise; None if some ranks do not."""
     refusals = {each.refusal for each in rehearsed}
     return refusals.pop() if len(refusals) == 1 else None
 
 
 def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
-    """Return what is written of a rank: its memory, and its calls with the ranks in short."""
+    """Return the facts about a rank for the JSON file: its memory, and its calls with abbreviated ranks."""
     calls = [
         {
             "step": call.step,
@@ -147,16 +147,18 @@ def _ranks(text: str, size: int) -> list[int]:
         try:
             some = range(int(first), int(last or first) + 1)
         except ValueError:
-            raise ConfigError(f"--ranks {text}: {word!r} is no rank. Write e.g. --ranks 0,5,60-63 or all.") from None
+            raise ConfigError(f"--ranks {text}: {word!r} is not a rank. Write e.g. --ranks 0,5,60-63 or all.") from None
         if not some:
-            raise ConfigError(f"--ranks {text}: {word!r} has no rank. Write the smaller one first: {last}-{first}.")
+            raise ConfigError(
+                f"--ranks {text}: {word!r} is an empty range. Write the smaller one first: {last}-{first}."
+            )
         if beyond := sorted(rank for rank in (some[0], some[-1]) if not 0 <= rank < size):
             raise ConfigError(f"--ranks {text}: there is no rank {beyond[0]} among {size}. They are 0 to {size - 1}.")
         ranks |= {*some}
     return sorted(ranks)
 
 
-# ---------------------------------------------------------------- what came out
+# ---------------------------------------------------------------- the outcome
 
 
 def _show(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> int:
@@ -187,34 +189,34 @@ _UNSETTLED = (
 
 
 def _wrong(rehearsed: Sequence[Rehearsed]) -> list[str]:
-    """Say where ranks differ, send each other what does not meet, or else wait for each other."""
+    """Describe where ranks make different calls, messages that do not match, or else a deadlock."""
     from worldsize.planning.rehearsal.differences import differences
     from worldsize.planning.rehearsal.waiting import deadlock, mismatches
 
     parted = differences(rehearsed)
-    said = [str(each) for each in parted[:_SHOWN]]
+    problems = [str(each) for each in parted[:_SHOWN]]
     if len(parted) > _SHOWN:
-        said.append(f"... and {len(parted) - _SHOWN} more groups whose calls part")
-    said += mismatches(rehearsed)[:_SHOWN]
-    if not said and all(each.error is None for each in rehearsed) and (stuck := deadlock(rehearsed)) is not None:
-        said.append(str(stuck))
-    return said
+        problems.append(f"... and {len(parted) - _SHOWN} more groups whose calls part")
+    problems += mismatches(rehearsed)[:_SHOWN]
+    if not problems and all(each.error is None for each in rehearsed) and (stuck := deadlock(rehearsed)) is not None:
+        problems.append(str(stuck))
+    return problems
 
 
 def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
-    """Say what ranks fail with, those that fail in the same way together."""
+    """Describe the ranks' errors, grouping ranks with the same error."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for each in rehearsed:
         if each.error is not None:
             by_text[each.error].append(each.rank)
-    said = [f"{named(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
+    problems = [f"{named(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
     if absent := sorted(_absent_roots(rehearsed)):
-        said.append(f"What {named(absent)} would have given them is not known: add {spans(absent)} to --ranks.")
-    return said
+        problems.append(f"What {named(absent)} would have given them is not known: add {spans(absent)} to --ranks.")
+    return problems
 
 
 def _absent_roots(rehearsed: Sequence[Rehearsed]) -> set[int]:
-    """Return the ranks that were left out, from which others have asked for objects before they failed."""
+    """Return the ranks that were not rehearsed but from which failed ranks had requested objects."""
     last = [each.calls[-1].form for each in rehearsed if each.error is not None and each.calls]
     roots = {int(form.removeprefix(_FROM)) for form in last if form.startswith(_FROM)}
     return roots - {each.rank for each in rehearsed}
@@ -228,7 +230,7 @@ def _print(table: Table) -> None:
 
 
 def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> Table:
-    """A row for all ranks with the same figures."""
+    """Build a table with one row for all ranks that have the same figures."""
     from worldsize.planning.advice import size_text
     from worldsize.planning.rehearsal.storage_log import PARTS
     from worldsize.planning.rehearsal.traffic import traffic
@@ -267,7 +269,7 @@ def _calls_table(rehearsed: Iterable[Rehearsed], rank: int) -> Table:
 
 
 def _moment(call: Call) -> str:
-    """Write the step of a call, or what else it is for, in short."""
+    """Abbreviate the step of a call, or its purpose outside steps."""
     if not call.step:
         return "-"
     return f"{call.step}" if call.phase == "step" else f"{call.step} {call.phase}"

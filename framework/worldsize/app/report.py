@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def write(folders: list[Path], output: Path | None) -> Path:
-    """Write the page of ``folders`` and return its path.
+    """Write the report page of ``folders``; return its path.
 
     Raises:
         WorldsizeError: there is nothing to report, or it cannot be written.
@@ -42,5 +42,5 @@ def write(folders: list[Path], output: Path | None) -> Path:
     try:
         path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        raise WorldsizeError(f"{path} cannot be written: {error.strerror}. Name another place with --output.") from None
+        raise WorldsizeError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from None
     return path

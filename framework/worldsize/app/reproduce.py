@@ -51,7 +51,7 @@ _NO_COMMIT = "only what the record holds"
 
 @dataclass(frozen=True)
 class Options:
-    """The command line."""
+    """Options of the command line."""
 
     manifest: Path
     overrides: Sequence[str]
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def reproduce(options: Options) -> int:
-    """Exit code: the verdict's, see ``worldsize compare``; or that of the run, if it did not complete.
+    """Repeat the run; return the verdict's exit code (see ``worldsize compare``), or the run's if it did not complete.
 
     Raises:
         WorldsizeError: the record is damaged or incomplete, or may not be run; nothing was started.
@@ -107,7 +107,7 @@ def reproduce(options: Options) -> int:
         root, plugins = scratch / "code", scratch / "kept"
         if has_plugins:
             shutil.copytree(original.plugins, plugins)
-            check_kept(manifest.get("plugins", ()), plugins)  # what is run, though the record may have changed since
+            check_kept(manifest.get("plugins", ()), plugins)  # the copies that will run: the record may have changed
         with checked_out(code, patch, root, clones) as folder:
             if not own:
                 remove_compiled(root)
@@ -118,10 +118,10 @@ def reproduce(options: Options) -> int:
 
 
 def _clones(recorded: RunView) -> list[Path]:
-    """List the folders in whose repositories the commit is looked for.
+    """List the folders whose git repositories may contain the commit.
 
-    Git runs programs that a repository's own settings name: of another user's record, no repository is taken that it
-    names or that came with it.
+    Git runs programs that a repository's settings name, so repositories that another user's record names or contains
+    are not used.
     """
     here = [Path.cwd(), bundle()]
     if recorded.is_own:
@@ -131,14 +131,14 @@ def _clones(recorded: RunView) -> list[Path]:
 
 
 def _launched_in(recorded: RunView) -> list[Path]:
-    """List the folders to which the run's relative paths may be relative here: where it was launched, and this one."""
+    """List the folders to resolve the run's relative paths in: where it was launched, and the working directory."""
     code = recorded.manifest["code"]
     then = [Path(code["checkout"]) / code["folder"]] if recorded.is_own and code["checkout"] else []
     return [*then, Path.cwd()]
 
 
 def _ask(recorded: RunView, patch: bytes, lock: Lock | None, changed: Sequence[str], options: Options) -> None:
-    """Show everything of another user's record that would be fetched, installed or run here, and ask."""
+    """Show everything that another user's record would fetch, install or run here, and ask for agreement."""
     manifest, code = recorded.manifest, recorded.manifest["code"]
     places = ", ".join(map(str, (*_clones(recorded), *([code["remote"]] if code["remote"] else []))))
     facts = {
@@ -156,12 +156,12 @@ def _ask(recorded: RunView, patch: bytes, lock: Lock | None, changed: Sequence[s
 
 
 def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> list[str]:
-    """Return the recorded ones that the command line does not replace, with lost secrets asked for by name."""
-    given = {key_of(word) for word in options.overrides}
-    kept = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in given]
-    begun = manifest["config"].get("init_from")  # of a run the checkpoint that was its newest then
-    pinned = [assigned("init_from", begun)] if begun and "init_from" not in given else []
-    revealed = (_revealed(word) if REDACTED in word else word for word in kept)
+    """Return the recorded overrides, with those typed now in their place."""
+    typed = {key_of(word) for word in options.overrides}
+    recorded = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in typed]
+    begun = manifest["config"].get("init_from")  # init_from may name a run; this is the checkpoint that was its newest
+    pinned = [assigned("init_from", begun)] if begun and "init_from" not in typed else []
+    revealed = (_revealed(word) if REDACTED in word else word for word in recorded)
     return [*recorded_flags(manifest, own=own), *revealed, *pinned, *options.overrides]
 
 
@@ -181,7 +181,7 @@ def _python(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Pat
     return rebuilt(lock, folder, root.parent)
 
 
-# the overrides come by standard input: one of them may be a secret, and a command line can be seen by everyone
+# overrides are sent on standard input: one may be a secret, and every user can read a command line
 _CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.app import main; main()"
 
 
@@ -193,7 +193,7 @@ def _run(
     overrides: Sequence[str],
     plugins: Path,
 ) -> tuple[RunDirectory, int]:
-    """Train in the checkout, with the copies of plugins in the folder ``plugins``, if it exists, and no others.
+    """Train in the checkout, only with the copies of plugins in the folder ``plugins``, if it exists.
 
     Returns the new run's folder and its exit code.
 
@@ -227,7 +227,7 @@ def _run(
 
 
 def _runs(original: RunDirectory) -> Path:
-    """Put the new run beside the original, or below the working directory if the manifest lies elsewhere."""
+    """Return the folder for the new run, next to the original or else in the working directory."""
     beside = original.path.parents[1]
     return beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"
 

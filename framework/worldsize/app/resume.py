@@ -1,4 +1,4 @@
-"""``worldsize resume RUN [OVERRIDE ...]``: go on from the newest checkpoint that verifies."""
+"""``worldsize resume RUN [OVERRIDE ...]``: continue a run from its newest undamaged checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize resume", description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("overrides", nargs="*", help="changes, e.g. cluster.processes=2 or steps=2000")
-    parser.add_argument("--yes", action="store_true", help="go on with another user's run without asking")
+    parser.add_argument("--yes", action="store_true", help="resume another user's run without asking")
     parser.add_argument("--allow-older", action="store_true", help="an older checkpoint may stand in for a damaged one")
     parser.add_argument(
         "--ignore",
@@ -44,13 +44,13 @@ def main() -> None:
 def resume(
     record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool, yes: bool = False
 ) -> int:
-    """Train on as ``overrides`` say; return the exit code, as of ``worldsize train``.
+    """Resume the run with ``overrides``; return the exit code of the training, as ``worldsize train`` does.
 
-    ``yes``: go on with another user's run without asking.
+    ``yes``: resume another user's run without asking.
 
     Raises:
-        WorldsizeError: the run is complete, its record holds what worldsize has not written, or it is another user's
-            and was not agreed to.
+        WorldsizeError: the run is complete, worldsize did not write its record, or it is another user's and the user
+            did not agree to it.
     """
     run, manifest, own = record.directory, record.manifest, record.is_own
     if record.is_complete and not overrides:
@@ -72,10 +72,10 @@ def resume(
 
 
 def _ignored(record: RunRecord, ignore: Sequence[str]) -> list[str]:
-    """Return the overrides that say which parts of the newest checkpoint are left as they are."""
+    """Return the overrides that name the parts of the newest checkpoint not to load."""
     parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
     if record.manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
-        parts.append(HYPERPARAMETERS)  # those of the changed configuration, also if no checkpoint has them yet
+        parts.append(HYPERPARAMETERS)  # parts of the changed configuration, which no checkpoint may have yet
     saved = complete(record.directory.checkpoints)
     until = [f"checkpoint.ignore_until={step_of(saved[-1])}"] if saved else []
     return [*until, f"checkpoint.ignore={parts}".replace(" ", "")]

@@ -1,6 +1,6 @@
 """``worldsize scale [OPTION ...] world_sizes=1,2,4,8``: how a step's time falls as processes are added, measured.
 
-Each point is a run of its own, as train starts it, next to what plan would have predicted for it.
+Each point is a separate run, started as by train, next to the prediction of plan.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LISTS = ("world_sizes", "strategies", "accumulations")
 
 @dataclass(frozen=True)
 class Planned:
-    """A point before it is measured. ``words``: its command line, ``predicted``: seconds of a step."""
+    """A point before it is measured: ``words`` of its command line, and ``predicted`` seconds per step."""
 
     strategy: str
     world_size: int
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
-    """Exit code: 0, or that of the first run that failed.
+    """Measure every point and print the table; return 0, or the exit code of the first run that failed.
 
     Raises:
         WorldsizeError: a point cannot run; nothing was started.
@@ -97,7 +97,7 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
         if code:
             break
         done.append(_measured(point, run))
-        (folder / "scaling.json").write_text(json.dumps({**study, **_told(done)}, indent=2) + "\n")
+        (folder / "scaling.json").write_text(json.dumps({**study, **_outcome(done)}, indent=2) + "\n")
     if done:
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table(done, title=f"{first.recipe}, {mode} scaling"))
@@ -105,11 +105,11 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
     return code
 
 
-# ---------------------------------------------------------------- what is to be measured
+# ---------------------------------------------------------------- the points to measure
 
 
 def _planned(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[Planned]:
-    """Every point, checked and predicted."""
+    """Check and predict every point."""
     lists = {name: _list(overrides, name) for name in _LISTS}
     if not lists["world_sizes"]:
         raise ConfigError("no world sizes. Give some, e.g. world_sizes=1,2,4.")
@@ -137,7 +137,7 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
             settings = settings_of(cfg)
         if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.wait:
             raise ConfigError(
-                f"{type(settings.launcher).__name__} hands runs over and does not wait. Set launcher.wait=true, "
+                f"{type(settings.launcher).__name__} submits runs and does not wait for them. Set launcher.wait=true, "
                 "where there is such an option, or run scale inside the job; nothing was started."
             )
         if settings.training.steps < _FEWEST:
@@ -167,11 +167,11 @@ def _list(overrides: Sequence[str], name: str) -> list[str]:
 
 def _number(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{text!r} is no number of processes or micro-batches. Write e.g. world_sizes=1,2,4.")
+        raise ConfigError(f"{text!r} is not a number of processes or micro-batches. Write e.g. world_sizes=1,2,4.")
     return int(text)
 
 
-# ---------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------- the results
 
 
 def _measured(point: Planned, run: Path) -> Point:
@@ -190,13 +190,13 @@ def _measured(point: Planned, run: Path) -> Point:
     )
 
 
-def _told(points: Sequence[Point]) -> dict[str, Any]:
-    told = [{**asdict(point), "efficiency": share} for point, share in zip(points, efficiencies(points), strict=True)]
-    return {"points": told, "knee": knees(points)}
+def _outcome(points: Sequence[Point]) -> dict[str, Any]:
+    rows = [{**asdict(point), "efficiency": share} for point, share in zip(points, efficiencies(points), strict=True)]
+    return {"points": rows, "knee": knees(points)}
 
 
 def table(points: Sequence[Point], *, title: str) -> Table:
-    """A row a point; the knee of each strategy is marked."""
+    """Build the table of points; the knee of each strategy is marked."""
     knee = knees(points)
     drawn = Table("strategy", "processes", "micro-batches", "step", "spread", *PHASES, title=title)
     for column in ("samples/s", "efficiency", "predicted", "error"):

@@ -1,4 +1,4 @@
-"""``worldsize status [RUN ...]``: runs below a folder and how each ended."""
+"""``worldsize status [RUN ...]``: list the runs below a folder and how each ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main() -> None:
     runs = [run for root in roots for run in runs_below(root)]
     if not runs:
         where = ", ".join(map(str, roots))
-        sys.exit(refuse(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder that holds some.")))
+        sys.exit(refuse(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder of runs.")))
     rows, remarks = [_HEAD], []
     for run in runs:
         row, remark = _row(run)
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _row(run: RunDirectory) -> tuple[Row, str | None]:
-    """Return the cells of a run, the folder last, which no terminal then cuts; and what is wrong with its record."""
+    """Return the table cells of a run, the folder last so that no terminal cuts it, and errors of its record."""
     try:
         view = look(run)
         last = view.attempts[-1] if view.attempts else {"start": "", "world_size": ""}

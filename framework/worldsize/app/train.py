@@ -1,4 +1,4 @@
-"""``train.py`` and ``worldsize train``: compose the configuration, then run it once, or once a sweep's point."""
+"""``train.py`` and ``worldsize train``: compose the configuration, then run it, once per point of a sweep."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def main() -> None:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Exit code: 0 completed, 1 a process failed, 2 a configuration that cannot run, 128 + n ended by signal n."""
+    """Train; return 0 if completed, 1 if a process failed, 2 if it cannot run, 128 + n if ended by signal n."""
     sweep: list[Launch] = []
 
     def task(cfg: DictConfig) -> Trial:
-        # imports torch, which takes seconds: a misspelt option is told before
+        # imports torch, which takes seconds: misspelt options are reported before
         from worldsize.driver.execute import execute
 
         return execute(cfg, sweep)
 
-    from worldsize.config.compose import wants_sweep  # imports Hydra, which other commands do without
+    from worldsize.config.compose import wants_sweep  # imports Hydra, which other commands do not need
 
     try:
         if wants_sweep(arguments):
@@ -50,7 +50,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _submit(sweep: Sequence[Launch]) -> int:
-    """Submit what a sweep has collected, since all of it was right."""
+    """Submit the runs that a sweep has collected, since all are valid."""
     from worldsize.driver.execute import submit_sweep
 
     try:

@@ -1,4 +1,4 @@
-"""``worldsize watch RUN``: a running job live, from any shell that sees its folder; ends with the run's exit code."""
+"""``worldsize watch RUN``: show a running job live, from any shell that sees its folder; exit with its exit code."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def main() -> None:
 
 
 def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] = time.sleep) -> int:
-    """Show the run until it has ended; the exit code of its last attempt, 1 if it was killed or never began.
+    """Show the run until it ends; return the exit code of its last attempt, 1 if it was killed or never began.
 
     Raises:
-        WorldsizeError: this is no run.
+        WorldsizeError: the folder is not a run.
     """
     watched, scheduler = Watched(run.path), Scheduler(run)
     with _live(console) if console.is_terminal else _lines(console, run) as show:
         while True:
-            alive = is_alive(scheduler)  # before the look: what was written until the end is shown
+            alive = is_alive(scheduler)  # checked before reading, so that everything written until the end is shown
             watched.look()
             view = look(run)
             show(watched, view, state_of(view, scheduler))
@@ -66,18 +66,18 @@ def _live(console: Console) -> Iterator[Show]:
 
 @contextmanager
 def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
-    """A line for each change of state, evaluation and event, and for steps now and then."""
+    """Print a line for each change of state, evaluation and event, and for a step at intervals."""
     steps = Plain(look(run).manifest["config"].get("steps") or 0, console)
-    seen: set[str] = set()
+    shown: set[str] = set()
 
     def show(watched: Watched, view: RunView, state: str) -> None:
         reasons = [each["exit_reason"] for each in view.attempts]
         for number, reason in enumerate([*reasons[:-1], state], start=1):
-            if (line := printable(f"attempt {number}: {reason}")) not in seen:
-                seen.add(line)
+            if (line := printable(f"attempt {number}: {reason}")) not in shown:
+                shown.add(line)
                 console.print(line, highlight=False, markup=False)
-        if watched.damaged and (line := damage_of(watched)) not in seen:
-            seen.add(line)
+        if watched.damaged and (line := damage_of(watched)) not in shown:
+            shown.add(line)
             console.print(line, highlight=False, markup=False)
         for row in watched.news:
             if row.get("event") in ("step", "evaluation"):

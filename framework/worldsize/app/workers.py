@@ -1,4 +1,4 @@
-"""``worldsize workers add|remove|list``: change a running job, whose strategy lets workers come and go."""
+"""``worldsize workers add|remove|list``: add or remove workers of a running job whose strategy allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that ``init`` and ``new`` begin with; one folder a kind, laid out as in a project."""
+"""Template files for ``init`` and ``new``: one folder per kind, laid out as in a project."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FOLDER = Path(__file__).parent
 
 
 def planned(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, str]:
-    """Files below ``folder`` and their texts; "NAME" in a path stands for ``name``, "dot_" for a leading dot.
+    """Map the files to create below ``folder`` to their texts; "NAME" in a path becomes ``name``, "dot_" a leading dot.
 
     Raises:
-        ConfigError: the class would have a name that its file uses already.
+        ConfigError: the class name is already used in the template's file.
     """
     environment = Environment(loader=FileSystemLoader(_FOLDER / kind), undefined=StrictUndefined, trim_blocks=True)
     environment.keep_trailing_newline = True
@@ -35,13 +35,13 @@ def _path(template: str, name: str) -> str:
 
 
 def write(files: dict[Path, str]) -> Sequence[Path]:
-    """Write all of them, or none if one exists.
+    """Write all files, or none if one exists.
 
     Raises:
-        ConfigError: one exists, or cannot be written.
+        ConfigError: a file exists or cannot be written.
     """
     if there := [path for path in files if path.exists()]:
-        raise ConfigError(f"{there[0]} exists, and is left as it is. Choose another name; nothing was written.")
+        raise ConfigError(f"{there[0]} exists and was not changed. Choose another name; nothing was written.")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
