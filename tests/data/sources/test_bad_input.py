@@ -256,7 +256,7 @@ def test_an_image_that_has_changed_since_it_was_indexed_is_named(files: Callable
     assert len(images) == SAMPLES
     path = folder / "cat" / "004.png"
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(SampleError, match=f"{path}, byte 20: it has 20 bytes, and had .* when the folder was indexed"):
+    with pytest.raises(SampleError, match=f"{path}, byte 20: it is shorter than the .* bytes that it had when"):
         images[2]
     path.unlink()
     with pytest.raises(SampleError, match=f"{path}, byte 0: it cannot be read: No such file"):

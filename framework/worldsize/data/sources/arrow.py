@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, final
 
-from worldsize.data.sources.tables import PlacedPart, Table, TableSource, arrow, check_columns
+from worldsize.data.sources.table_parts import Table, arrow
+from worldsize.data.sources.tables import PlacedPart, TableSource, check_columns
 from worldsize.data.storage.byte_files import ByteFile, LocalFile, SampleError
 from worldsize.data.storage.read_counts import COUNTS
 from worldsize.data.storage.reader import ByteReader
@@ -38,13 +39,10 @@ class ArrowSource(TableSource):
             batch = batch.select(list(self.columns))
         return batch, _opened(file).memory(batch)
 
-    def table_of(self, part: int, indices: Sequence[int]) -> Table:
-        messages = _opened(self.file_of(part))
-        messages.check_size()
-        chosen = super().table_of(part, indices)
-        if messages.is_mapped:
-            COUNTS.read += chosen.nbytes
-        return chosen
+    def touch(self, file: ByteFile, size: int) -> None:
+        if isinstance(file, LocalFile):
+            _opened(file).check_size()
+            COUNTS.read += size  # as pages of a mapped file, which nothing else sees
 
 
 @final
@@ -82,11 +80,6 @@ class _Messages:
     def __del__(self) -> None:
         if (descriptor := getattr(self, "_descriptor", None)) is not None:
             os.close(descriptor)
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether the file is mapped into memory."""
-        return self._mapped is not None
 
     def check_size(self) -> None:
         """Raise SampleError if a mapped file is shorter than it was: to touch what it lost ends the process."""

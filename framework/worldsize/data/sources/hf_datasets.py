@@ -67,17 +67,15 @@ class HfDataset(ArrowSource):
         except ValueError as error:
             raise ConfigError(f"{file.name}, byte 0: it is no JSON: {error}. Bring the file again.") from None
 
-    def rows_of(self, part: int, indices: Sequence[int]) -> list[dict[str, Any]]:
-        rows = super().rows_of(part, indices)
+    def finished(self, rows: list[dict[str, Any]], file: ByteFile, part: int) -> list[dict[str, Any]]:
         for name in self._images:
+            place = f"{file.name}, byte {int(self.index['start'][part])} ({name})"
             for row in rows:
-                row[name] = self._image(row[name], part, name)
+                row[name] = None if row[name] is None else _image(row[name], place)
         return rows
 
-    def _image(self, stored: Mapping[str, Any] | None, part: int, column: str) -> Any:
-        place = f"{self.file_of(part).name}, byte {int(self.index['start'][part])} ({column})"
-        if stored is None:
-            return None
-        if stored["bytes"] is None:
-            raise SampleError(f"{place}: the image is not in the data set, only its path is. Save it with its images.")
-        return decoded(stored["bytes"], "png", place)
+
+def _image(stored: Mapping[str, Any], place: str) -> Any:
+    if stored["bytes"] is None:
+        raise SampleError(f"{place}: the image is not in the data set, only its path is. Save it with its images.")
+    return decoded(stored["bytes"], "png", place)

@@ -86,19 +86,20 @@ class ImageFolder(FileSource):
     def __len__(self) -> int:
         return len(self.index["size"])
 
-    def file_at(self, index: int) -> ByteFile:
-        """Open the file of image ``index``."""
-        first = int(self.index["end"][index - 1]) if index else 0
-        name = bytes(self.index["name"][first : int(self.index["end"][index])]).decode(errors="surrogateescape")
-        folder, _ = self._walked[int(self.index["file"][index])]
-        return folder.file(name, int(self.index["size"][index]))
+    def place(self, index: int) -> tuple[Folder, str, int]:
+        """Return the folder, the name and the size of image ``index``."""
+        ends, names = self.index["end"], self.index["name"]
+        first = int(ends[index - 1]) if index else 0
+        name = names[first : int(ends[index])].tobytes().decode(errors="surrogateescape")
+        return self._walked[int(self.index["file"][index])][0], name, int(self.index["size"][index])
 
     def sample(self, index: int) -> dict[str, Any]:
-        file = self.file_at(index)
-        image = decoded(file.read(0, file.size), file.name.rpartition(".")[2].lower(), f"{file.name}, byte 0")
+        folder, name, size = self.place(index)
+        ending = name.rpartition(".")[2].lower()
+        image = decoded(folder.content(name, size), ending, f"{folder.name}/{name}, byte 0")
         sample = {"image": image if self.transform is None else self.transform(image)}
         if self.classes:
-            sample["label"] = int(self._labels[self.index["file"][index]])
+            sample["label"] = self._labels[int(self.index["file"][index])]
         return sample
 
     @cached_property
@@ -114,7 +115,8 @@ class ImageFolder(FileSource):
             for first in range(0, len(array), _HASHED):
                 hashed.update(array[first : first + _HASHED].tobytes())
         for index in numpy.linspace(0, len(self) - 1, min(_LOOKS, len(self)), dtype=int).tolist():
-            hashed.update(self.file_at(index).digest().encode())
+            folder, name, size = self.place(index)
+            hashed.update(folder.content(name, size))
         return {"size": int(self.index["size"].sum()), "sha256": hashed.hexdigest(), "files": len(self)}
 
 

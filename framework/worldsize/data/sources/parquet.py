@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, final
 
-from worldsize.data.sources.tables import PlacedPart, Table, TableSource, arrow, check_columns
+from worldsize.data.sources.table_parts import Table, arrow
+from worldsize.data.sources.tables import PlacedPart, TableSource, check_columns
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.reader import ByteReader
 

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple, final
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 
 from worldsize.core import OneOf, Range
 from worldsize.data.sources.indexed import Array, IndexedSource
+from worldsize.data.sources.table_parts import Table, TableReader
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
-from worldsize.errors import ConfigError, missing_extra, neighbours
-
-Table = Any  # pyarrow's Table or RecordBatch
-_KEPT = 1024  # parts that a process keeps at most, even if they take no memory
-
-
-def arrow() -> Any:
-    """Import pyarrow, which is an extra and takes time."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_extra("Reading tables", package="pyarrow", extra="data") from None
-    return pyarrow
+from worldsize.errors import ConfigError, neighbours
 
 
 class PlacedPart(NamedTuple):
@@ -93,68 +79,49 @@ class TableSource(IndexedSource):
         return int(self.index["stop"][-1])
 
     def sample(self, index: int) -> dict[str, Any]:
-        return self.rows_of(int(self._parts_of([index])[0]), [index])[0]
+        return self._rows(int(self._reader.parts_of([index])[0]), [index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Read the samples of one part together, whatever their order."""
-        if not all(0 <= index < len(self) for index in indices):
+        """Read several samples, in their order; what lies in one part is taken from it at once."""
+        if not indices or min(indices) < 0 or max(indices) >= len(self):
             return super().__getitems__(indices)
-        parts = self._parts_of(indices)
-        samples: dict[int, Any] = {}
-        for part in dict.fromkeys(parts.tolist()):
-            places = numpy.flatnonzero(parts == part).tolist()
-            wanted = [indices[place] for place in places]
-            try:
-                samples.update(zip(places, self.rows_of(part, wanted), strict=True))
-            except SampleError:
-                samples.update(zip(places, super().__getitems__(wanted), strict=True))
-        return [samples[place] for place in range(len(indices))]
+        places: dict[int, list[int]] = {}
+        for place, part in enumerate(self._reader.parts_of(indices).tolist()):
+            places.setdefault(part, []).append(place)
+        samples: list[Any] = [None] * len(indices)
+        try:
+            for part, here in places.items():
+                for place, row in zip(here, self._rows(part, [indices[each] for each in here]), strict=True):
+                    samples[place] = row
+        except SampleError:  # of one of them: each is read by itself, as on_error says
+            return super().__getitems__(indices)
+        return samples
 
     def following(self, index: int) -> int:
-        return int(self.index["stop"][self._parts_of([index])[0]])
-
-    def _parts_of(self, indices: Sequence[int]) -> Array:
-        wanted = numpy.array(indices, dtype=numpy.uint64)  # a signed number would be compared as a float
-        return numpy.searchsorted(self.index["stop"], wanted, side="right")
+        return int(self.index["stop"][self._reader.parts_of([index])[0]])
 
     @cached_property
-    def _recent(self) -> _Recent:
-        return _Recent(self.keep)
+    def _reader(self) -> TableReader:
+        return TableReader(self.index, self.keep, lambda row, *place: self.read_part(self.file_of(row), *place))
 
-    def rows_of(self, part: int, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def _rows(self, part: int, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return samples of one part."""
-        return to_rows(self.table_of(part, indices), self.format)
+        file = self.file_of(part)
+        table, first = self._reader.part(part), self._reader.first_of(part)
+        self.touch(file, table.row_bytes * len(indices))
+        rows = table.rows([index - first for index in indices], self.format)
+        return self.finished(rows, file, part)
 
-    def table_of(self, part: int, indices: Sequence[int]) -> Table:
-        """Return samples of one part as a table."""
-        first = int(self.index["stop"][part - 1]) if part else 0
-        start, number = int(self.index["start"][part]), int(self.index["number"][part])
-        table = self._recent.get(part, lambda: self.read_part(self.file_of(part), start, number))
-        if len(indices) == 1:
-            return table.slice(indices[0] - first, 1)
-        return table.take(arrow().array([index - first for index in indices], type=arrow().int64()))
+    def touch(self, file: ByteFile, size: int) -> None:
+        """Prepare to take rows of about ``size`` bytes from a part of a file that has been read, or mapped.
 
+        Raises:
+            SampleError: the file is not as it was.
+        """
 
-@final
-class _Recent:
-    """Keeps the tables read last, up to a number of bytes."""
-
-    def __init__(self, capacity: float) -> None:
-        self._capacity = capacity
-        self._kept: OrderedDict[int, tuple[Table, float]] = OrderedDict()
-        self._bytes = 0.0
-
-    def get(self, number: int, read: Callable[[], tuple[Table, float]]) -> Table:
-        """Return table ``number``, which ``read`` reads if it is not kept."""
-        if number in self._kept:
-            self._kept.move_to_end(number)
-            return self._kept[number][0]
-        table, size = read()
-        self._kept[number] = table, size
-        self._bytes += size
-        while len(self._kept) > 1 and (self._bytes > self._capacity or len(self._kept) > _KEPT):
-            self._bytes -= self._kept.popitem(last=False)[1][1]
-        return table
+    def finished(self, rows: list[dict[str, Any]], file: ByteFile, part: int) -> list[dict[str, Any]]:
+        """Return the samples that rows of a part of the tables become."""
+        return rows
 
 
 def check_columns(columns: Sequence[str] | None, names: Sequence[str], place: str) -> None:
@@ -162,40 +129,3 @@ def check_columns(columns: Sequence[str] | None, names: Sequence[str], place: st
     for name in columns or ():
         if name not in names:
             raise ConfigError(f"{place}: there is no column {name!r}{neighbours(name, names)}")
-
-
-def to_rows(table: Table, form: str) -> list[dict[str, Any]]:
-    """Return each row as a dict."""
-    if form == "python":
-        rows: list[dict[str, Any]] = table.to_pylist()
-        return rows
-    names = table.schema.names
-    columns = [_values(table.column(number)) for number in range(len(names))]
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def _values(column: Any) -> list[Any]:
-    """Return a column's values: numbers of NumPy, arrays where they are lists of numbers, or Python's own objects."""
-    types = arrow().types
-    chunks = getattr(column, "chunks", [column])
-    kind = column.type
-    if _is_number(kind):
-        return [value for chunk in chunks for value in chunk.to_numpy(zero_copy_only=False)]
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if is_list and _is_number(kind.value_type):
-        return [_array(item.values) for chunk in chunks for item in chunk]
-    values: list[Any] = column.to_pylist()
-    return values
-
-
-def _array(values: Any) -> Any:
-    """Return a list of numbers as an array that its owner may write to."""
-    if values is None:
-        return None
-    array = values.to_numpy(zero_copy_only=False)
-    return array if array.flags.writeable else array.copy()
-
-
-def _is_number(kind: Any) -> bool:
-    types = arrow().types
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

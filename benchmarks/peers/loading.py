@@ -1,0 +1,248 @@
+"""Print how many samples a second one loader hands to the training process, from two workers of it.
+
+The first tenth of the samples, while workers start, is not counted. Exit code 3: the loader is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+BATCH, WORKERS, SHUFFLED = 64, 2, 1000
+GROUP = 1000  # rows of a row group
+
+
+def main(loader: str, folder: Path) -> None:
+    library, _, kind = loader.partition(":")
+    try:
+        batches, samples = LOADERS[library](kind, folder)
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        sys.exit(3)
+    print(rate(batches, samples))
+
+
+def rate(batches: Iterator[Any], samples: int) -> float:
+    """Return samples a second, over nine tenths of ``samples``."""
+    count, begun, first = 0, 0.0, 0
+    for batch in batches:
+        count += len(batch)
+        if not first and count >= samples // 10:
+            begun, first = time.perf_counter(), count
+        if count >= samples - BATCH * WORKERS:
+            break
+    return (count - first) / (time.perf_counter() - begun)
+
+
+def keep(samples: list[Any]) -> list[Any]:
+    """Make no tensors of the samples, so that loaders are measured and not torch's collate."""
+    return samples
+
+
+def pixels(image: Any) -> Any:
+    """Return an image as an array."""
+    import numpy
+
+    return numpy.asarray(image.convert("RGB"))
+
+
+def ours(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
+    import torch
+
+    from worldsize.data.loader import micro_batches
+    from worldsize.data.order import Order
+    from worldsize.data.source import Transformed
+    from worldsize.data.sources.hf_datasets import HfDataset
+    from worldsize.data.sources.images import ImageFolder
+    from worldsize.data.sources.json_lines import JsonLines
+    from worldsize.data.sources.parquet import Parquet
+    from worldsize.data.sources.webdataset import WebDataset
+    from worldsize.data.storage.cache import Cache
+
+    path, cache = str(folder / kind), Cache(folder=str(folder / "cache"))
+    makers: dict[str, Callable[[], Any]] = {
+        "jsonl": lambda: JsonLines(path, cache=cache),
+        "parquet": lambda: Parquet(path, cache=cache),
+        "hf_dataset": lambda: HfDataset(path, cache=cache),
+        "tar": lambda: WebDataset(path, cache=cache, decode=["txt", "cls"]),
+        "tar_images": lambda: Transformed(WebDataset(path, cache=cache, decode=["jpg", "cls"]), as_array),
+        "images": lambda: ImageFolder(path, cache=cache, transform=pixels),
+    }
+    source = makers[kind]()
+    order = Order(0, BATCH, 1, (0,), **in_blocks(kind))
+    steps = micro_batches(source, order, torch.device("cpu"), workers=WORKERS, collate=keep)
+    return (batch.data for step in steps for batch in step), len(source)
+
+
+def in_blocks(kind: str) -> dict[str, Any]:
+    """Return how Parquet is shuffled: in blocks of a row group, eight at a time."""
+    if kind != "parquet":
+        return {}
+    from worldsize.data.shuffle import Shuffle
+
+    return {"shuffle": Shuffle(block=GROUP, window=8)}
+
+
+def as_array(sample: Any) -> Any:
+    """Return a sample with its image as an array."""
+    return {**sample, "jpg": pixels(sample["jpg"])}
+
+
+class Lines:
+    """JSON lines as one reads them by hand: a list says where each begins, and a sample is parsed when it is due."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted(folder.iterdir())
+        self.files: list[Any] = []  # opened in each worker, since a position is shared with the parent's
+        self.places = []
+        for number, path in enumerate(self.paths):
+            position = 0
+            with path.open("rb") as file:
+                for line in file:
+                    self.places.append((number, position))
+                    position += len(line)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Any:
+        self.files = self.files or [path.open("rb") for path in self.paths]
+        number, position = self.places[index]
+        self.files[number].seek(position)
+        return json.loads(self.files[number].readline())
+
+
+class Pictures:
+    """A folder of images as one reads it by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted(folder.glob("*/*"))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        from PIL import Image
+
+        with Image.open(self.paths[index]) as image:
+            return {"image": pixels(image), "label": int(self.paths[index].parent.name[5:])}
+
+
+def naive(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
+    """Return torch's DataLoader over the shortest reader that one writes by hand."""
+    if kind == "parquet":
+        return loaded(row_groups(folder / kind)), rows_of(folder / kind)
+    dataset: Any = Lines(folder / kind) if kind == "jsonl" else Pictures(folder / kind)
+    return loaded(dataset, shuffle=True), len(dataset)
+
+
+def rows_of(folder: Path) -> int:
+    from pyarrow import parquet
+
+    return sum(parquet.read_metadata(path).num_rows for path in folder.iterdir())
+
+
+def row_groups(folder: Path) -> Any:
+    """Return a stream of rows: each worker shuffles its row groups, and the rows within each."""
+    import random
+
+    from pyarrow import parquet
+    from torch.utils.data import IterableDataset, get_worker_info
+
+    class RowGroups(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            info = get_worker_info()
+            assert info is not None
+            files = [parquet.ParquetFile(path) for path in sorted(folder.iterdir())]
+            groups = [(file, number) for file in files for number in range(file.num_row_groups)]
+            for file, number in random.Random(0).sample(groups, len(groups))[info.id :: info.num_workers]:
+                rows = file.read_row_group(number, use_threads=False).to_pylist()
+                random.shuffle(rows)
+                yield from rows
+
+    return RowGroups()
+
+
+def loaded(dataset: Any, **options: Any) -> Iterator[Any]:
+    from torch.utils.data import DataLoader
+
+    return iter(DataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, collate_fn=keep, **options))
+
+
+def huggingface(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
+    """Return the library datasets: a table on disk as it is, other files as a stream that is shuffled in a buffer."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    if kind == "hf_dataset":
+        table = datasets.load_from_disk(str(folder / kind))
+        return loaded(table, shuffle=True), len(table)
+    name = {"jsonl": "json"}.get(kind, kind)
+    files = [str(path) for path in sorted((folder / kind).iterdir())]
+    stream = datasets.load_dataset(
+        name, data_files=files, split="train", streaming=True, cache_dir=str(folder / "datasets")
+    )
+    return loaded(stream.shuffle(seed=0, buffer_size=SHUFFLED)), 100_000
+
+
+def webdataset(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
+    import webdataset as library
+
+    urls = [str(path) for path in sorted((folder / kind).iterdir())]
+    stream = library.WebDataset(urls, shardshuffle=len(urls)).shuffle(SHUFFLED).decode("rgb8")
+    return loaded(stream), 100_000 if kind == "tar" else 8_000
+
+
+def texts(folder: Path) -> Iterable[Any]:
+    for path in sorted((folder / "jsonl").iterdir()):
+        with path.open() as lines:
+            yield from map(json.loads, lines)
+
+
+def streaming(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
+    """Return MosaicML's streaming, which reads its own format: written before, from the same samples."""
+    from streaming import MDSWriter, StreamingDataset
+
+    written = folder / "mds"
+    if not written.exists():
+        with MDSWriter(out=str(written), columns={"id": "int", "text": "str", "score": "float64"}) as writer:
+            for sample in texts(folder):
+                writer.write(sample)
+    dataset = StreamingDataset(local=str(written), shuffle=True, batch_size=BATCH)
+    return loaded(dataset), len(dataset)
+
+
+def litdata(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
+    """Return litdata, which reads its own format: written before, from the same samples."""
+    import litdata as library
+
+    written = folder / "litdata"
+    if not written.exists():
+        files = [str(path) for path in sorted((folder / "jsonl").iterdir())]
+        library.optimize(fn=lines_of, inputs=files, output_dir=str(written), chunk_bytes="32MB", num_workers=1)
+    dataset = library.StreamingDataset(str(written), shuffle=True)
+    loader = library.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, collate_fn=keep)
+    return iter(loader), len(dataset)
+
+
+def lines_of(path: str) -> Iterator[Any]:
+    """Yield the samples of a file."""
+    with Path(path).open() as lines:
+        yield from map(json.loads, lines)
+
+
+LOADERS: dict[str, Callable[[str, Path], tuple[Iterator[Any], int]]] = {
+    "ours": ours,
+    "naive": naive,
+    "datasets": huggingface,
+    "webdataset": webdataset,
+    "streaming": streaming,
+    "litdata": litdata,
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
