@@ -72,7 +72,7 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(train: Any, evaluate:
     )
     for words, said in (
         (("checkpoint=5",), "Known: best, last, 4, 8."),
-        (("checkpoint=best",), "the run does not say what is best"),
+        (("checkpoint=best",), "the run has no metric for the best checkpoint"),
         (("split=validatoin",), "no split 'validatoin'; did you mean 'validation'?"),
         (("split=",), "split= is empty"),
         (("cluster=slurm",), "evaluate starts its processes on this machine"),

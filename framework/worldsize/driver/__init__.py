@@ -1,1 +1,1 @@
-"""The launching process: it records a run, starts and watches its processes, and restarts them."""
+"""The launching process: it records a run, starts and monitors its processes, and restarts them."""

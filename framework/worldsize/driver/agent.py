@@ -1,4 +1,4 @@
-"""One host's part of a run: the hosts meet, check that they agree, and train under the lead of the first."""
+"""One host's agent: the hosts connect, check that they match, and train under the lead of the first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from dataclasses import replace
 
 import torch
-import torch._dynamo  # takes seconds, as the next one does: here, before others wait for this host
+import torch._dynamo  # takes seconds, like the next import: done here, before others wait for this host
 
 import worldsize.worker.process  # noqa: F401
 from worldsize.config.recorded import read_settings
@@ -29,14 +29,14 @@ from worldsize.world.environments import Node, meeting_name, node, port_of
 
 
 def agent(run: RunDirectory) -> int:
-    """Play this host's part until the run ends; return the exit code.
+    """Run this host's processes until the run ends; return the exit code.
 
     Raises:
-        WorldsizeError: the hosts do not find each other, or differ; nothing was started.
+        WorldsizeError: the hosts cannot connect, or differ; nothing was started.
     """
-    torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
+    torch.set_num_threads(1)  # this process forks, so it must not have an OpenMP pool
     secrets = os.environ.get("WORLDSIZE_SECRETS")
-    make_importable([run.plugins, *roots()])  # the copies here come before the paths of the host that launched the run
+    make_importable([run.plugins, *roots()])  # local copies come before the paths of the host that launched the run
     if not run.config.exists():
         raise ConfigError(
             f"{socket.gethostname()} does not see the run folder {run.path}. All hosts need it: set run.root to a "
@@ -65,10 +65,10 @@ def _lead(settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirect
         code = 1
         try:
             if place.count > 1:
-                facts = facts_of(settings.recipe, place)  # takes seconds: before the others have come and want to hear
+                facts = facts_of(settings.recipe, place)  # takes seconds, so before other hosts connect and wait
                 agents = gather(place, _port(settings, run), read_key(run.path), **_waits(settings, launcher))
                 others = [other for other, _ in agents]
-                check_hosts(settings, facts, [theirs for _, theirs in agents])
+                check_hosts(settings, facts, [facts_there for _, facts_there in agents])
             code = run_attempts(settings, Lead.of(launcher, place, others), plan, record)
         finally:
             for other in others:

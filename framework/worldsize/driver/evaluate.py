@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint of a run by processes of their own, which leave the run's metrics as they are."""
+"""Evaluates a checkpoint of a run in separate processes; the run's own metrics do not change."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _logger = logging.getLogger(__name__)
 
 
 def chosen_checkpoint(record: RunView, name: str) -> Path:
-    """Return the folder of the checkpoint that ``name`` means: "best", "last" or the number of a step.
+    """Return the folder of the checkpoint ``name``: "best", "last" or the number of a step.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such checkpoint.
     """
     run = record.directory
     folders = complete(run.checkpoints)
@@ -59,7 +59,8 @@ def _best(record: RunView, folders: Sequence[Path]) -> Path:
     metric, direction = keep.get("best"), keep.get("direction", "max")
     if not isinstance(metric, str) or direction not in ("max", "min"):
         raise ConfigError(
-            "checkpoint=best: the run does not say what is best. Give a step, or train with checkpoint.keep.best."
+            "checkpoint=best: the run has no metric for the best checkpoint. "
+            "Give a step, or train with checkpoint.keep.best."
         )
     best = Retention(best=metric, direction=direction).best_of(folders)
     if best is None:
@@ -70,13 +71,13 @@ def _best(record: RunView, folders: Sequence[Path]) -> Path:
 def evaluate_checkpoint(
     cfg: DictConfig, record: RunView, path: Path, *, split: str | None, words: Sequence[str]
 ) -> tuple[Table | None, int]:
-    """Evaluate the checkpoint in ``path`` as the composed ``cfg`` says; return a table of the metrics and an exit code.
+    """Evaluate the checkpoint in ``path`` with the configuration ``cfg``; return a metrics table and an exit code.
 
-    The outcome is kept in a folder below ``evaluations`` of the run: ``evaluation.json``, and the processes' logs.
+    The results are written to a folder below the run's ``evaluations``: ``evaluation.json`` and the processes' logs.
 
     Raises:
         WorldsizeError: the checkpoint is damaged, the recipe has no such split, its data have changed, or the cluster
-            cannot run it.
+            cannot evaluate it.
     """
     checkpoint = read(path)
     _alter(cfg, path, split)
@@ -89,7 +90,7 @@ def evaluate_checkpoint(
             "Add cluster=laptop, or cluster=node, and cluster.processes=N."
         )
     launcher.check(settings.cluster)
-    verify(checkpoint)  # reads all of it, so it comes after what is refused at once
+    verify(checkpoint)  # reads the whole checkpoint, so cheap checks come first
     run = _folder(record.directory, checkpoint.step)
     clean = scrubber_of(cfg, settings)
     with created(run, is_private=settings.run.private):
@@ -106,7 +107,9 @@ def _alter(cfg: DictConfig, path: Path, split: str | None) -> None:
     """Change the configuration so that its processes evaluate instead of training."""
     cfg.run.evaluates = str(path.resolve())
     cfg.logger, cfg.faults, cfg.profile.steps, cfg.init_from = None, [], None, None
-    cfg.checkpoint.keep.best = cfg.early_stopping.metric = cfg.sweep.metric = None  # may be metrics of another split
+    cfg.checkpoint.keep.best = cfg.early_stopping.metric = cfg.sweep.metric = (
+        None  # it may need metrics of another split
+    )
     if split is not None:
         cfg.evaluation.splits = [split]
     for key in {"max_restarts", "terminal_logs"} & cfg.launcher.keys():
@@ -114,13 +117,13 @@ def _alter(cfg: DictConfig, path: Path, split: str | None) -> None:
 
 
 def _folder(run: RunDirectory, step: int) -> RunDirectory:
-    """Return a folder for an evaluation of ``step`` that is not there yet."""
+    """Return the path of a new folder for an evaluation of ``step``."""
     stamp = time.strftime("%Y-%m-%d_%H%M%S", time.gmtime())
     return RunDirectory(run.path / "evaluations" / f"step_{step:07d}_{stamp}_{os.urandom(3).hex()}")
 
 
 def _play(settings: Settings, launcher: Launcher, run: RunDirectory, clean: Scrubber) -> int:
-    """Start the processes and wait for their end; return the exit code."""
+    """Start the processes and wait for them to end; return the exit code."""
     plan = Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
     settings.strategy.prepare(run.servers(1))
     outcome = launcher.launch(replace(with_secrets(settings, plan, clean), attempt=1)).wait()

@@ -1,4 +1,4 @@
-"""One host's part of an examination of the cluster: facts of its own, the meeting of all hosts, a gang that measures.
+"""One host's part in examining the cluster: its own facts, the connection of all hosts, and measurements by processes.
 
 Every host writes its facts to the run's folder and sends them to the first host, so that neither a blocked port nor a
 folder that cannot be written hides the rest.
@@ -35,19 +35,19 @@ from worldsize.world.interfaces import address_towards, interface_of, interfaces
 
 _logger = logging.getLogger(__name__)
 
-_ASKED = 5  # times that a host is asked for the time
-_VISIBLE = 3.0  # seconds after which a file that one host has written must be seen by another
+_CLOCK_REQUESTS = 5  # number of requests for a host's clock
+_VISIBLE = 3.0  # seconds within which a file written by one host must be visible to another
 _POLL = 0.05
 
 
 def examine(
     settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node, *, port: int = 0
 ) -> int:
-    """Take part until the first host has collected everything; return the exit code."""
+    """Examine this host until the first host has all findings; return the exit code."""
     waits = {"patience": plan.cluster.timeout, "silence": launcher.node_timeout}
     facts = _facts(settings, run, place, port)
     connection, others, meeting = None, list[RemoteAgent](), dict[str, Any]()
-    with _port_probe(facts):  # closed before processes are forked: it has a thread
+    with _port_probe(facts):  # closed before processes are forked, since it has a thread
         facts["folder"]["error"] = _write_facts(run, facts)
         if place.rank:
             connection = _join(run, place, facts, port, waits)
@@ -58,7 +58,7 @@ def examine(
     return Follower(launcher, plan, place, connection).follow() if connection else 1
 
 
-# ---------------------------------------------------------------- one host by itself
+# ---------------------------------------------------------------- one host alone
 
 
 def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
 
 
 def _unseen(run: RunDirectory, facts: Message) -> str | None:
-    """Wait for what another host has written; return why it is not seen here, None if it is or could not be written."""
+    """Wait for a file that another host wrote; return why it is not visible here, None if it is or was not written."""
     deadline = time.monotonic() + _VISIBLE
     while facts["folder"]["error"] is None:
         if read_facts(run.findings, f"node_{facts['node']:05d}").get("nonce") == facts["nonce"]:
@@ -149,14 +149,14 @@ def _unseen(run: RunDirectory, facts: Message) -> str | None:
 def _join(
     run: RunDirectory, place: Node, facts: Mapping[str, Any], port: int, waits: Mapping[str, float]
 ) -> AgentConnection | None:
-    """Connect to the first host and answer its questions; None if it is not reached."""
+    """Connect to the first host and answer its requests; return None if it cannot be reached."""
     try:
         connection = reach(place, port, read_key(run.path), facts=facts, **waits)
         with HeartbeatSender([connection], waits["silence"]):
             while "probes" not in (question := connection.receive()):
                 connection.send(clock=time.time())
             connection.send(unreached=probe_all(question["probes"], place.rank), unseen=_unseen(run, question["first"]))
-            connection.receive()  # all have probed
+            connection.receive()  # all hosts have probed
         return connection
     except (WorldsizeError, OSError) as error:
         _logger.error("%s", error)
@@ -167,7 +167,7 @@ def _join(
 def _meet(
     run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
 ) -> tuple[list[RemoteAgent], dict[str, Any]]:
-    """Wait for the other hosts at this first one; return who came, and what came out of the meeting."""
+    """Wait on the first host for the others; return which hosts connected, and what they found."""
     if place.count == 1:
         return [], {"hosts": [facts]}
     try:
@@ -175,7 +175,7 @@ def _meet(
     except (WorldsizeError, OSError) as error:
         _write_facts(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
         return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
-    others, everyone = [other for other, _ in agents], [facts, *(theirs for _, theirs in agents)]
+    others, everyone = [other for other, _ in agents], [facts, *(facts_there for _, facts_there in agents)]
     met: dict[str, Any] = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
     with HeartbeatSender([other.connection for other in others], waits["silence"]):
         try:
@@ -186,7 +186,7 @@ def _meet(
 
 
 def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: dict[str, Any]) -> None:
-    """Ask the hosts for their clocks, which ports they cannot reach, and whose files they do not see."""
+    """Ask the hosts for their clocks, for ports that they cannot reach, and for files that they cannot see."""
     probes = [
         {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["probe"]}
         for facts in everyone
@@ -206,32 +206,32 @@ def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Me
 
 
 def _ahead(connection: AgentConnection) -> float:
-    """Measure how far another host's clock is ahead, in seconds, up to half the answer's time (Cristian 1989)."""
+    """Measure how many seconds another host's clock is ahead, to within half the round trip (Cristian 1989)."""
     answers = []
-    for _ in range(_ASKED):
-        asked = time.time()
+    for _ in range(_CLOCK_REQUESTS):
+        sent_at = time.time()
         connection.send(clock=None)
-        said, now = float(connection.receive()["clock"]), time.time()
-        answers.append((now - asked, said - (asked + now) / 2))
+        their_clock, now = float(connection.receive()["clock"]), time.time()
+        answers.append((now - sent_at, their_clock - (sent_at + now) / 2))
     return min(answers)[1]
 
 
 def _obstacle(place: Node, met: Mapping[str, Any]) -> str | None:
-    """Return why no processes can be started, or None."""
+    """Return why no processes can be started, or None if they can."""
     hosts = met["hosts"]
     if len(hosts) < place.count:
         return f"only {len(hosts)} of {place.count} hosts have met"
-    if lost := [facts["host"] for facts in hosts if facts["folder"]["error"]]:
-        return f"{', '.join(lost)} cannot write the run's folder"
-    if lost := [facts["host"] for facts in hosts if facts["interface"]["error"]]:
-        return f"{', '.join(lost)} has no such interface"
+    if failing := [facts["host"] for facts in hosts if facts["folder"]["error"]]:
+        return f"{', '.join(failing)} cannot write the run's folder"
+    if failing := [facts["host"] for facts in hosts if facts["interface"]["error"]]:
+        return f"{', '.join(failing)} has no such interface"
     return "some hosts do not reach each other" if any(met["unreached"].values()) else None
 
 
 def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: dict[str, Any]) -> int:
-    """Have processes measure on all hosts, unless something stands in their way."""
+    """Start processes that measure on all hosts, unless an obstacle was found."""
     try:
-        write_facts(run.findings, "meeting", meeting)  # already now: perhaps nothing comes of the processes
+        write_facts(run.findings, "meeting", meeting)  # written now, since the processes may fail
         if not meeting.get("skipped"):
             outcome = lead.launch(plan).wait()
             write_facts(run.findings, "meeting", {**meeting, "outcome": asdict(outcome)})

@@ -1,4 +1,4 @@
-"""Launch a run, or resume one: a composed configuration becomes a plan, a run folder, processes and a summary."""
+"""Launches or resumes a run: a composed configuration becomes a plan, a run folder, processes and a summary."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Launch:
 
 
 def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
-    """Check, record and run; return how it ended, with the value that the sweep goes by.
+    """Check, record and run the configuration; return how it ended, with the sweep's objective value.
 
     ``sweep`` collects the runs of a sweep that :func:`submit_sweep` submits as one job.
 
     Raises:
-        ConfigError: before any process has started and with no run folder left.
-        SweepEnded: the run has ended, without the metric that the sweep goes by.
+        ConfigError: the run cannot start; no process was started and no run folder remains.
+        SweepEnded: the run has ended without the metric that the sweep optimizes.
     """
-    if cfg.init_from is not None:  # of a run the checkpoint that is its newest now
+    if cfg.init_from is not None:  # init_from may name a run; this is its newest checkpoint now
         cfg.init_from = str(source_of(Path(cfg.init_from)))
     lengths = lengths_of(cfg)
     settings = checked(cfg)
@@ -87,7 +87,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
 
 
 def _check_submission(launcher: BatchLauncher) -> None:
-    """Refuse a sweep whose runs cannot be submitted together once this process has all of them."""
+    """Raise ConfigError if the launcher cannot submit the runs of this sweep together."""
     name = type(launcher).__name__
     if is_search():
         raise ConfigError(
@@ -99,10 +99,10 @@ def _check_submission(launcher: BatchLauncher) -> None:
 
 
 def checked(cfg: DictConfig) -> Settings:
-    """Build the settings of a run that this process is to start.
+    """Build the settings of a run, and check that this process can start it.
 
     Raises:
-        ConfigError: it cannot be started.
+        ConfigError: the run cannot be started.
     """
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     settings = settings_of(cfg)
@@ -114,7 +114,7 @@ def checked(cfg: DictConfig) -> Settings:
 def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> int:
     """Hand the plan to the launcher; return the exit code.
 
-    ``record`` is opened if this process starts the attempts. Jobs and agents record theirs, under a lock of their own.
+    ``record`` is opened if this process starts the attempts; jobs and agents record their own, under their own lock.
     """
     try:
         with writing(run):
@@ -168,7 +168,7 @@ def _submit(launcher: BatchLauncher, plans: Sequence[Plan], runs: Sequence[RunDi
 
 
 def _ended(run: RunDirectory) -> int:
-    """Show how a run ended that was trained by its job; return its exit code."""
+    """Show how a run ended that its job has trained; return its exit code."""
     ended = look(run)
     if ended.exit_reason == "completed":
         Console().print(summary_table(read_result(run), run.path))
@@ -178,11 +178,11 @@ def _ended(run: RunDirectory) -> int:
 
 
 def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore: Sequence[str]) -> int:
-    """Run an existing run again, from its newest checkpoint, as ``words`` say; return the exit code.
+    """Resume an existing run from its newest checkpoint, with the overrides ``words``; return the exit code.
 
     Raises:
-        WorldsizeError: its configuration cannot run; it or the data are others than then, in what ``ignore`` does not
-            name; or the run has more steps behind it already than it shall have.
+        WorldsizeError: the configuration cannot run; it or the data differ from the recorded ones in something that
+            ``ignore`` does not name; or the run already has more steps than asked for.
     """
     settings, run = checked(cfg), record.directory
     clean = scrubber_of(cfg, settings)
@@ -199,7 +199,7 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
     _check_steps(settings, run)
     amend_record(settings, plan, record, clean, words)
     if not isinstance(launcher, Launcher):
-        record.close()  # the job, or the agent of the first host, takes the lock
+        record.close()  # the job, or the first host's agent, takes the lock
     return _start(settings, plan, run, nullcontext(record))
 
 

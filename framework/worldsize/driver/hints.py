@@ -1,4 +1,4 @@
-"""Spells our commands in hints as the user can paste them."""
+"""Writes our commands in hints as the user can paste them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def command_line(*words: str | Path) -> str:
-    """Spell one of our commands as this user can paste it, e.g. ``uv run worldsize resume RUN``."""
+    """Format one of our commands as this user can paste it, e.g. ``uv run worldsize resume RUN``."""
     uv = ("uv", "run") if needs_uv(os.environ, Path.cwd(), Path(sys.prefix)) else ()
     return shlex.join([*uv, "worldsize", *map(str, words)])
 
 
 def needs_uv(environ: Mapping[str, str], folder: Path, prefix: Path) -> bool:
-    """Whether ``worldsize`` is found by ``uv run`` alone: in a uv project whose environment nobody has activated.
+    """Return whether ``worldsize`` is only found by ``uv run``: in a uv project whose environment is not activated.
 
     Args:
         environ: variables of this process; uv sets UV for what it runs, and an activated environment VIRTUAL_ENV.

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
-    """Describe this host: ``must_match`` is equal on all hosts of a run, ``should_match`` had better be."""
+    """Describe this host: ``must_match`` must be equal on all hosts of a run, ``should_match`` should be."""
     environment = capture_environment()
     return {
         "node": place.rank,
@@ -45,7 +45,7 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
 
 
 def lock_digest() -> str | None:
-    """Digest the lock of the working directory, else of worldsize's own clone; None if there is none."""
+    """Digest the lock of the working directory, else of worldsize's own clone; return None if there is none."""
     locks = (folder / "uv.lock" for folder in (Path.cwd(), bundle()))
     return next((hashlib.sha256(lock.read_bytes()).hexdigest()[:12] for lock in locks if lock.exists()), None)
 
@@ -55,7 +55,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def code_digest(roots: Sequence[Path]) -> str:
-    """Digest the Python files of worldsize, and of recipes and plugins below ``roots``; the run folder has others."""
+    """Digest the Python files of worldsize, and of recipes and plugins below ``roots``."""
     own = Path(worldsize.__file__).parent
     folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
@@ -63,14 +63,14 @@ def code_digest(roots: Sequence[Path]) -> str:
 
 
 def data_digest(files: Mapping[str, Path]) -> str:
-    """Digest names and sizes, or say what is missing; the contents were hashed where the run was launched."""
-    if lost := [name for name in sorted(files) if not files[name].exists()]:
-        return f"without {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+    """Digest names and sizes, or describe what is missing; contents were hashed where the run was launched."""
+    if missing := [name for name in sorted(files) if not files[name].exists()]:
+        return f"without {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
     return _digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
 
 
 def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Raise WorldsizeError (or warn, by ``cluster.on_node_mismatch``) where a host differs from the first."""
+    """Raise WorldsizeError, or warn as ``cluster.on_node_mismatch`` says, if a host differs from the first."""
     differences = [
         f"{other['host']} (node {other['node']}) has {name} {its_value}, {first['host']} has {value}"
         for other in others

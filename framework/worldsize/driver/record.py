@@ -1,4 +1,4 @@
-"""Collect what a run folder records before the first step: configuration, code, environment, data, shape, level."""
+"""Collects what a run folder records before the first step: configuration, code, environment, data, shape, level."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ _logger = logging.getLogger(__name__)
 
 
 def scrubber_of(cfg: DictConfig, settings: Settings) -> Scrubber:
-    """Return what takes the secrets of a composed configuration out of texts."""
+    """Return the scrubber that removes the secrets of a composed configuration from texts."""
     return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
 
 
 def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:
-    """Add to the plan the values that will be in no file of the run."""
+    """Add to the plan the secret values, which no file of the run contains."""
     secrets = withheld(settings.config, clean.tree(settings.config))
     return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
 
 
 def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber) -> None:
-    """Fill the run folder with everything that is known before the start.
+    """Write everything that is known before the start to the run folder.
 
     Raises:
-        ConfigError: the run re-creates another one, whose data were different, or less exactly than demanded.
+        ConfigError: the run re-creates another one whose data differ, or less exactly than --strict demands.
     """
     config = clean.tree(settings.config)
     code = _code(settings, clean)
@@ -88,7 +88,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "reproducibility": asdict(promised_level(settings.determinism)),
     }
     written = clean.tree({**manifest, **_parentage(settings, manifest)})
-    # keyed by names of files and packages, such as secrets.py and google-auth
+    # its keys are names of files and packages, such as secrets.py and google-auth
     if "init_from" in manifest:
         written["init_from"] = manifest["init_from"]
     written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
@@ -97,9 +97,9 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
 
 
 def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrubber, words: Sequence[str]) -> None:
-    """Let the record say how the run goes on from here, and what has changed.
+    """Update the record for a resumed run: its configuration from now on, and what has changed.
 
-    ``words``: all overrides of the run, as they hold from now on.
+    ``words``: all overrides of the run from now on.
     """
     manifest, config = record.manifest, clean.tree(settings.config)
     amended = {**manifest, **clean.tree(_configured(settings, plan, config)), "overrides": clean.words(words)}
@@ -111,17 +111,17 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """Render ``config.yaml``, from which processes start; ``config`` has no secrets any more."""
+    """Render ``config.yaml``, which processes start from; ``config`` is without secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
 def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
-    """Render ``overrides.yaml``, what was typed, without secrets."""
+    """Render ``overrides.yaml``, the typed overrides without secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(clean.words(words)))
 
 
 def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect what follows from the configuration alone."""
+    """Collect the facts that follow from the configuration alone."""
     return {
         "config": config,
         "config_sha256": _digest(config),
@@ -134,10 +134,10 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
     """Raise WorldsizeError if the resumed run would compute something different."""
     manifest = record.manifest
     changed = changes(manifest["config"], clean.tree(settings.config))
-    kept = [f"{key}: {then} then, {now} now" for key, then, now in changes_but(changed, ("steps", *ignore))]
-    if kept:
+    differences = [f"{key}: {then} then, {now} now" for key, then, now in changes_but(changed, ("steps", *ignore))]
+    if differences:
         raise ConfigError(
-            f"the run was begun with another configuration: {'; '.join(kept)}. "
+            f"the run was begun with another configuration: {'; '.join(differences)}. "
             "Leave the change out, or accept it with --ignore KEY; nothing was started."
         )
     if "data" not in ignore:
@@ -149,12 +149,12 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
             order,
             ORDER,
         )
-    if settings.initial and not complete(record.directory.checkpoints):  # else it goes on from its newest checkpoint
+    if settings.initial and not complete(record.directory.checkpoints):  # else it resumes from a checkpoint
         check_initial(settings.initial, manifest.get("init_from"))
 
 
 def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -> None:
-    """Raise WorldsizeError unless the weights that a run begins from are whole, and those of its record."""
+    """Raise WorldsizeError if the initial weights are damaged, or are not those of the run's record."""
     weights = open_weights(initial.path)
     weights.verify()
     if fingerprint(weights.files()) != recorded:
@@ -169,13 +169,13 @@ def _other_weights(path: object) -> str:
 
 
 def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
-    """Describe the checkout, with the bytes of its patch; ``framework`` is worldsize's own, where it is another one."""
+    """Describe the checkout, with the bytes of its patch; ``framework`` is worldsize's, if separate."""
     code = capture_code(Path.cwd(), exclude=settings.run.root.resolve(), include=settings.run.include)
     patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
     if _is_inside(bundle(), code.checkout):
         own = Code()
-    else:  # nothing of it is kept but digests, so nothing in it is too private
+    else:  # only digests of it are recorded, so it may contain private files
         own = capture_code(bundle(), exclude=bundle() / "runs", include=["*"])
     framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
     code = replace(code, patch=patch)
@@ -183,7 +183,7 @@ def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
 
 
 def _plugin(plugin: Plugin, settings: Settings, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
-    """Describe a plugin; one that other hosts could not find is copied into the run folder."""
+    """Describe a plugin, and copy it into the run folder if other hosts could not find it."""
     if plugin.foreign:
         copy = kept_folder(run.plugins, plugin.name)
         keep(plugin.folder, copy, clean.text, include=settings.run.include)
@@ -201,7 +201,7 @@ def _is_inside(folder: Path, root: str | None) -> bool:
 
 
 def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
-    """Record the lock of the working directory, else the one of the clone."""
+    """Record the lock file of the working directory, else that of worldsize's clone."""
     project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
     return {"lock_sha256": write_environment(run.environment, project, clean.text)}
 
@@ -227,7 +227,7 @@ def _digest(config: Any) -> str:
 
 
 def _shape(plan: Plan) -> dict[str, Any]:
-    """Describe the cluster in a few words, however many ranks it has; see the record's schema."""
+    """Describe the cluster in a few words whatever its number of ranks; see the record's schema."""
     cluster = plan.cluster
     return {
         "name": cluster.name,

@@ -1,8 +1,7 @@
-"""Use a recorded run again: decide what of its record may be used, enter its project, compose its configuration.
+"""Reuses a recorded run: decides which of its parts to trust, enters its project, composes its configuration.
 
-A record is one's own if one's own key made its signature (:func:`worldsize.records.manifest.is_own`). A record of
-another user may name any code; nothing that it names is imported, installed or run before its reader has seen it and
-agreed.
+A record is the user's own if the user's key signed it (:func:`worldsize.records.manifest.is_own`). A record of another
+user may name any code; nothing that it names is imported, installed or run before the user has seen it and agreed.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ _BUNDLED = "worldsize"  # the source of a plugin that came with worldsize
 
 
 def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes: bool) -> list[str]:
-    """Go to the folder in which a recorded run began, so that its recipes and plugins are found from there.
+    """Change to the folder in which a recorded run began, so that its recipes and plugins are found.
 
     Args:
         record: The run.
-        overrides: Options that were typed now.
-        yes: Go on with another user's run without asking.
+        overrides: The options typed now.
+        yes: Use another user's run without asking.
 
     Returns:
-        The run's options: the recorded ones that no typed one replaces, then those.
+        The run's options: recorded ones that no typed option replaces, then the typed ones.
 
     Raises:
-        WorldsizeError: its record holds what worldsize has not written, or it is another user's and was not agreed to;
-            or an option was typed that only a new run takes.
+        WorldsizeError: worldsize did not write the record, it is another user's and the user did not agree to it, or an
+            option was typed that only a new run accepts.
     """
     check_typed(overrides)
     run, manifest, own = record.directory, record.manifest, record.is_own
@@ -59,12 +58,12 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
         project = run.project
     os.chdir(project)
     if has_plugins:
-        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # it goes on with the code that it began with
-    return [*_kept(recorded, overrides), *overrides]
+        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # the run resumes with the code that it began with
+    return [*_not_replaced(recorded, overrides), *overrides]
 
 
 def check_typed(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if an option was typed that only a new run takes."""
+    """Raise ConfigError if an option was typed that only a new run accepts."""
     if typed := [word for word in overrides if key_of(word) == "init_from"]:
         raise ConfigError(
             f"{typed[0]}: a run that has begun keeps the weights that it began from. Leave it out, or begin a new run "
@@ -73,9 +72,9 @@ def check_typed(overrides: Sequence[str]) -> None:
 
 
 def placed(record: RunRecord | RunView) -> list[str]:
-    """Return the options that say where the run's folder is, that of its groups, and the weights that it began from."""
+    """Return the options for the run's folder, the folder of its groups, and its initial weights."""
     run, begun = record.directory, record.manifest["config"].get("init_from")
-    own = [assigned("init_from", begun)] if begun else []  # of a run the checkpoint that was its newest then
+    own = [assigned("init_from", begun)] if begun else []  # the checkpoint, also if init_from named a run
     flags = recorded_flags(record.manifest, own=record.is_own)
     return [*flags, assigned("run.root", run.path.parents[1]), assigned("run.name", run.id), *own]
 
@@ -83,9 +82,9 @@ def placed(record: RunRecord | RunView) -> list[str]:
 def check_before_start(
     manifest: Mapping[str, Any], config: Mapping[str, Any], overrides: Sequence[str], *, yes: bool
 ) -> None:
-    """Refuse what another user's configuration composes to beyond the allow-list and the record.
+    """Raise ConfigError if another user's configuration names targets beyond the allow-list and its record.
 
-    Targets that were not shown are asked about.
+    The user is asked about targets that were not shown before.
     """
     _check_composed(config, overrides)
     _check_plugins(manifest, used(config, choices()))
@@ -94,7 +93,7 @@ def check_before_start(
 
 
 def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
-    """Show what another user's run would run here, and ask whether to go on."""
+    """Show the code that another user's run would execute here, and ask for agreement."""
     facts = {
         "run": [manifest["run_id"]],
         "code": [f"copies of the plugins below, and the configuration in {project}"],
@@ -105,10 +104,10 @@ def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
     ask(facts, yes=yes, deed="Run this code?")
 
 
-def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the recorded words that no override replaces.
+def _not_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the recorded overrides that no typed override replaces.
 
-    With another strategy goes what was said of the old one, and with another cluster what was said of its launcher.
+    Another strategy also drops the options of the old one, and another cluster those of its launcher.
     """
     replaced = [key_of(word) for word in overrides]
     groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
@@ -118,10 +117,10 @@ def _kept(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
-    """Return the overrides of a record; without those of the allow-list, which another user's record cannot widen.
+    """Return the overrides of a record, without those that would widen the allow-list if it is another user's.
 
     Raises:
-        WorldsizeError: one of them is an option of the command line, or changes Hydra itself.
+        WorldsizeError: an override is a command-line flag, or changes Hydra itself.
     """
     for word in manifest["overrides"]:
         if word.lstrip().startswith("-") or _changes_hydra(key_of(word)):
@@ -133,12 +132,12 @@ def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
 
 
 def recorded_flags(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
-    """Return the flags of the command line that a record of one's own was made with."""
+    """Return the command-line flags of the recorded run; none if the record is another user's."""
     return [f"--config-dir={manifest['config_dir']}"] if own and "config_dir" in manifest else []
 
 
 def _changes_hydra(key: str) -> bool:
-    """Whether a key, or a package that it puts a group into (``group@package`` or ``group@from:to``), is Hydra's."""
+    """Return whether a key, or the package it assigns (``group@package`` or ``group@from:to``), is Hydra's."""
     name, _, packages = key.partition("@")
     return re.split(r"[./]", name)[0].strip() == "hydra" or "hydra" in re.findall(r"\w+", packages)
 
@@ -148,10 +147,9 @@ def _widens(word: str) -> bool:
 
 
 def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *, own: bool) -> None:
-    """Refuse a record with a target outside the allow-list, which only ``typed`` overrides and one's own record widen.
+    """Raise ConfigError if a record names a target outside the allow-list; nothing is imported.
 
-    Raises:
-        ConfigError: it names one; nothing was imported.
+    Only ``typed`` overrides, and the record if it is the user's ``own``, widen the list.
     """
     config = manifest["config"]
     recorded = [*config.get("allow_targets", ()), *config["run"].get("packages", ())] if own else []
@@ -159,12 +157,11 @@ def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *,
 
 
 def _check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
-    """Refuse what the configuration files of another user put outside the allow-list, or into it.
+    """Raise ConfigError if another user's configuration names targets outside the allow-list, or widens it.
 
-    ``config``: what they compose to, with the ``typed`` overrides, which alone widen the allow-list.
+    ``config``: the composed configuration, including the ``typed`` overrides, which alone widen the allow-list.
 
-    Raises:
-        ConfigError: nothing was imported but launchers inside the allow-list.
+    Nothing is imported but launchers inside the allow-list.
     """
     if others := sorted(set(config["allow_targets"]) - set(_typed_prefixes(typed))):
         raise ConfigError(
@@ -190,27 +187,27 @@ def target_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def project_of(manifest: Mapping[str, Any], run: RunDirectory, *, own: bool) -> Path:
-    """Return the folder in which the run began; where it cannot be entered, its copy, or the working directory.
+    """Return the folder in which the run began; if it cannot be entered, its copy or the working directory.
 
-    The copy is only where what lies there will be compared with the record: where that is not one's ``own``.
+    The copy is only used for another user's record, whose code is compared with the record; not for one's ``own``.
     """
     known = [*map(Path, manifest["config"]["run"]["import_path"][:1]), *([] if own else [run.project])]
     return next((folder for folder in known if _can_be_entered(folder)), Path.cwd())
 
 
 def _can_be_entered(folder: Path) -> bool:
-    with suppress(OSError, ValueError):  # ValueError: no path at all
+    with suppress(OSError, ValueError):  # ValueError: not a path
         return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
     return False
 
 
 def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> None:
-    """Refuse code of a project or a folder of plugins that is not the recorded one, before it is imported.
+    """Raise ConfigError if code of the project or of a plugin folder is not the recorded one, before it is imported.
 
-    ``plugins``: those that the configuration needs. What came with worldsize or is installed is this user's own.
+    ``plugins``: those that the configuration needs; plugins of worldsize and installed ones are trusted.
 
     Raises:
-        ConfigError: the record does not list one, or lists it with another digest.
+        ConfigError: the record does not list a plugin, or lists it with another digest.
     """
     distributions = {each.distribution for each in installed()}
     listed = {each["name"]: each["sha256"] for each in manifest.get("plugins", ())}
@@ -228,38 +225,38 @@ def _check_digest(folder: Path, name: str, recorded: str | None) -> None:
 
 
 def take_code(manifest: Mapping[str, Any], project: Path, run: RunDirectory) -> None:
-    """Put copies of the code that another user's record lists into the run's folder, in place of what lies there.
+    """Copy the code that another user's record lists into the run's folder, replacing what is there.
 
-    Nothing else can be imported from there: no compiled file, link, hidden or unlisted file. Of ``project``, the
-    folder of its recipes and plugins, comes also the YAML that a configuration is composed of.
+    Compiled, hidden and unlisted files and links are not copied, so nothing else can be imported from there. The YAML
+    files of ``project``, the folder of the recipes and plugins, are copied too, to compose the configuration.
 
     Raises:
-        WorldsizeError: a copy is not what the record lists; nothing was replaced.
+        WorldsizeError: a copy differs from the record; nothing was replaced.
     """
     plugins = manifest.get("plugins", ())
     with temporary_folder() as scratch:
-        kept, copied = scratch / "plugins", scratch / "project"
-        for each in (kept, copied):
+        recorded_plugins, copied = scratch / "plugins", scratch / "project"
+        for each in (recorded_plugins, copied):
             each.mkdir()
         for plugin in plugins:
             name = plugin["name"]
             if plugin["kept"]:
-                copy_files(kept_folder(run.plugins, name), kept_folder(kept, name))
+                copy_files(kept_folder(run.plugins, name), kept_folder(recorded_plugins, name))
             elif plugin["source"] == "project":
                 copy_files(kept_folder(project, name), kept_folder(copied, name))
                 _check_digest(kept_folder(copied, name), name, plugin["sha256"])
-        has_kept = check_kept(plugins, kept)
+        has_plugins = check_kept(plugins, recorded_plugins)
         for file in _yaml_of(project):
             target = copied / file.relative_to(project)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
         _replace(run.project, copied)
-        if has_kept:
-            _replace(run.plugins, kept)
+        if has_plugins:
+            _replace(run.plugins, recorded_plugins)
 
 
 def _yaml_of(project: Path) -> Iterator[Path]:
-    """List the configuration files of a project, but those that this worldsize has itself."""
+    """List the configuration files of a project, except those that this worldsize has itself."""
     own = (main_conf().parent, bundle())
     for conf in (project / "conf", *(folder / "conf" for folder in folders_of(project))):
         for file in files_of(conf):

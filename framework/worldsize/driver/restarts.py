@@ -1,4 +1,4 @@
-"""Start the processes of a run, and start them again after a failure."""
+"""Starts the processes of a run, and restarts them after a failure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _logger = logging.getLogger(__name__)
 
 
 def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> int:
-    """Start the run, and again after a failure while ``launcher.max_restarts`` lasts; return the exit code.
+    """Start the run, and restart it after failures at most ``launcher.max_restarts`` times; return the exit code.
 
-    A failure at the same step twice in a row ends it: a third would be no other.
+    A second failure in a row at the same step ends the run, since another attempt would fail there too.
     """
     try:
         return _run_attempts(settings, launcher, plan, record)
@@ -63,7 +63,7 @@ def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunReco
     job = launcher.launch(replace(plan, attempt=number))
     with Progress(run.metrics, settings.training.steps, console):
         outcome = job.wait()
-    shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses of an attempt end with it
+    shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses are those of one attempt
     record.end_attempt(outcome)
     return outcome
 

@@ -1,4 +1,4 @@
-"""Determine the state of a run that may wait for a scheduler, from its record and from what the scheduler says."""
+"""Determines the state of a run that a scheduler may have queued, from its record and the scheduler's answers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 SILENT = "the scheduler does not answer"
-_INTERVAL = 15.0  # seconds: a controller has others to serve
-_POLL, _SLOWEST = 0.5, 5.0  # seconds between two questions: at first, and of a job that takes long
+_INTERVAL = 15.0  # seconds between queries, since the scheduler's controller serves many users
+_POLL, _SLOWEST = 0.5, 5.0  # seconds between two queries: at first, and for a job that takes long
 
 
 @final
@@ -30,22 +30,22 @@ class Scheduler:
 
     run: RunDirectory
     _launcher: BatchLauncher | None = None
-    _asked: float = field(default=float("-inf"))
-    _said: str | None = None
+    _queried_at: float = field(default=float("-inf"))
+    _state: str | None = None
 
     def state(self, job: str) -> str | None:
-        """Return the scheduler's word for the job, :data:`SILENT`, or None if the job is over."""
-        if time.monotonic() - self._asked >= _INTERVAL:
-            self._said = self._answer(job)
-            self._asked = time.monotonic()
-        return self._said
+        """Return the scheduler's state of the job, :data:`SILENT` if it does not answer, or None if the job is over."""
+        if time.monotonic() - self._queried_at >= _INTERVAL:
+            self._state = self._answer(job)
+            self._queried_at = time.monotonic()
+        return self._state
 
     @property
     def launcher(self) -> BatchLauncher | None:
-        """Return the launcher that submitted the run's jobs; None if the run has gone on without a scheduler since.
+        """Return the launcher that submitted the run's jobs; None if the run was resumed without a scheduler.
 
         Raises:
-            WorldsizeError: the record's launcher cannot be built, or not without another user's code.
+            WorldsizeError: the record's launcher cannot be built, or only with another user's code.
         """
         from worldsize.config.recorded import read_launcher  # imports torch, which takes seconds
 
@@ -61,17 +61,17 @@ class Scheduler:
 
 
 def state_of(record: RunView, scheduler: Scheduler) -> str:
-    """Say how the run ended, or what its scheduler says as long as it has not."""
+    """Return how the run ended, or else the scheduler's state of its job."""
     if record.exit_reason not in ("running", None) or record.job is None:
         return record.exit_reason or "not started"
-    told = scheduler.state(record.job)
-    if told == SILENT:
+    job_state = scheduler.state(record.job)
+    if job_state == SILENT:
         return f"{record.exit_reason or 'submitted'}; {SILENT}"
-    return told or record.exit_reason or "its job is over, and no attempt is noted here"
+    return job_state or record.exit_reason or "its job is over, and no attempt is noted here"
 
 
 def is_alive(scheduler: Scheduler) -> bool:
-    """Whether the scheduler's run is being trained, waits in a queue, or is about to be started again."""
+    """Return whether the run is being trained, is queued, or is about to be restarted."""
     record = look(scheduler.run)
     if record.job and record.exit_reason in (None, "preempted"):
         return scheduler.state(record.job) is not None
@@ -79,15 +79,15 @@ def is_alive(scheduler: Scheduler) -> bool:
 
 
 def wait_for(launcher: BatchLauncher, jobs: Sequence[str]) -> None:
-    """Block until all jobs have ended. How the runs ended stands in their folders."""
-    pause, unsaid = _POLL, True
+    """Block until all jobs have ended; the run folders say how."""
+    pause, is_first_failure = _POLL, True
     while True:
         try:
             if all(launcher.state(job) is None for job in jobs):
                 return
-        except WorldsizeError as error:  # a controller that is restarted says nothing for a while
-            if unsaid:
+        except WorldsizeError as error:  # a controller does not answer while it restarts
+            if is_first_failure:
                 _logger.info("%s It is asked again.", error)
-            unsaid = False
+            is_first_failure = False
         time.sleep(pause)
         pause = min(1.05 * pause, _SLOWEST)

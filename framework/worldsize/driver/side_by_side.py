@@ -1,4 +1,4 @@
-"""Signals of a sweep whose launcher calls the runs in processes of its own, several at once."""
+"""Forwards signals in a sweep whose launcher calls several runs at once, in its own processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WAKING = 0.5  # seconds
 
 @final
 class SideBySide:
-    """Passes the signals of the launching process on to those that call the runs, which note themselves in ``folder``.
+    """Forwards signals from the launching process to those that call the runs, which register in ``folder``.
 
-    They are in process groups of their own: Ctrl-C of the terminal would come to them a second time, which ends a run
-    at once. The launching process takes none itself, since joblib would kill the others before they have saved.
+    Those have their own process groups, since a second signal from Ctrl-C would end a run at once. The launching
+    process does not act on signals itself, since joblib would kill the others before they have saved.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +30,7 @@ class SideBySide:
         self._launching = os.getpid()
 
     def join(self) -> None:
-        """Note this process, where the next run is about to begin; signals wait until that run takes them."""
+        """Register this process, which is about to begin a run; signals are blocked until that run handles them."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)
@@ -38,19 +38,19 @@ class SideBySide:
         (self._processes / str(os.getpid())).touch()
 
     def is_asked(self) -> bool:
-        """Tell whether a signal has come, so that no further run shall begin; true for good."""
+        """Return whether a signal has come, after which no further run begins."""
         return self._asked.exists()
 
     def exit_code(self) -> int:
-        """Return 128 and the number of the first signal; 0: none has come."""
+        """Return 128 plus the number of the first signal, or 0 if none has come."""
         return 128 + int(self._asked.read_text()) if self.is_asked() else 0
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Pass on the signals that ask for an end, and that of a terminal that closes, without taking them.
+        """Forward SIGINT, SIGTERM and SIGHUP inside the context, without acting on them.
 
-        The kernel may hand a signal to any thread, but Python handles it in the main one, which joblib lets wait: a
-        timer wakes that.
+        The kernel may deliver a signal to any thread, but Python handles it in the main thread, which joblib blocks; a
+        timer wakes it.
         """
         numbers = [number for number in (*SIGNALS, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._pass_on) for number in numbers}
@@ -66,6 +66,6 @@ class SideBySide:
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         if not self.is_asked():
             self._asked.write_text(str(number))
-        for process in self._processes.iterdir():  # one that is not there yet looks whether it is asked
+        for process in self._processes.iterdir():  # a process that has not registered yet checks is_asked() itself
             with suppress(ProcessLookupError):
                 os.kill(int(process.name), signal.SIGTERM if number == signal.SIGHUP else number)

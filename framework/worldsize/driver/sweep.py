@@ -1,4 +1,4 @@
-"""The runs of a sweep: what its sweeper is told of each, when it goes no further, and with which exit code it ends."""
+"""Calls the runs of a sweep: returns their values to the sweeper, and decides when to stop and with which exit code."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from worldsize.world.scratch import temporary_folder
 
 
 def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) -> int:
-    """Call ``task`` with each configuration, and hand its values to the sweeper; return the largest exit code.
+    """Call ``task`` with each configuration, and return its values to the sweeper; return the largest exit code.
 
-    A sweep's launcher may call it in processes of its own, which a pickle of it reaches: exit codes come back through
-    files.
+    A sweep's launcher may pickle the task and call it in other processes, so exit codes are returned through files.
     """
     with temporary_folder() as folder, _idle_children_ended():
         sweep = _Sweep(task, ExitCodes(folder), SideBySide(folder) if is_side_by_side(arguments) else None)
@@ -40,8 +39,8 @@ def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) ->
         except WorldsizeError as error:
             refused = refuse(error)
         except TrialFailedError:
-            pass  # its own error has been shown
-        except Exception:  # of a sweeper that has no value to go by
+            pass  # the run's own error has been shown
+        except Exception:  # the sweeper has no values to compare
             if not sweep.has_no_value():
                 raise
         return max(refused, *sweep.exit_codes())
@@ -49,7 +48,7 @@ def call_sweep(task: Callable[[DictConfig], Trial], arguments: Sequence[str]) ->
 
 @contextmanager
 def _idle_children_ended() -> Iterator[None]:
-    """Kill the processes that a launcher has started and keeps for more runs; SIGTERM waits for a run to take it."""
+    """Kill the idle processes that a launcher keeps for more runs; they block SIGTERM until a run handles it."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -62,17 +61,17 @@ def _idle_children_ended() -> Iterator[None]:
 
 @final
 class _Sweep:
-    """Calls ``task``, in this process or in others; ``side_by_side``: several of these call at once."""
+    """Calls ``task``, in this process or in others; with ``side_by_side`` several processes call at once."""
 
     def __init__(self, task: Callable[[DictConfig], Trial], codes: ExitCodes, side_by_side: SideBySide | None) -> None:
         self._task, self._codes, self.side_by_side = task, codes, side_by_side
         self._launching = os.getpid()
 
     def call(self, cfg: DictConfig) -> float | SweepEnd | None:
-        """Run the next configuration, unless a run was asked to end; return what the sweeper is told.
+        """Run the next configuration, unless a run was asked to end; return the values for the sweeper.
 
         Raises:
-            SweepEnded: the run was asked to end, and no other goes on beside it.
+            SweepEnded: the run was asked to end, and no other run continues in parallel.
             TrialFailedError: the run of a search has no value.
         """
         is_here = os.getpid() == self._launching
@@ -81,7 +80,7 @@ class _Sweep:
             if self.side_by_side is not None:
                 self.side_by_side.join()
         if self._is_asked() or any(map(ends_sweep, self._codes.noted())):
-            return SweepEnd()  # another process waits for those that go on
+            return SweepEnd()  # another process waits for the runs that continue
         trial = self._tried(cfg)
         self._codes.note(trial.exit_code, of_search=is_search())
         if ends_sweep(trial.exit_code):
@@ -93,26 +92,26 @@ class _Sweep:
         return trial.value
 
     def _is_asked(self) -> bool:
-        """Tell whether a signal has come to the launching process, which passes it on."""
+        """Return whether the launching process has received a signal, which it forwards."""
         return self.side_by_side is not None and self.side_by_side.is_asked()
 
     def _tried(self, cfg: DictConfig) -> Trial:
         try:
             return self._task(cfg)
-        except WorldsizeError as error:  # Hydra would print where it was raised
+        except WorldsizeError as error:  # Hydra would print a traceback
             return Trial(refuse(error))
         except Exception:
             if not is_search():
                 raise
-            traceback.print_exc()  # the sweeper may go on, and would not show it
+            traceback.print_exc()  # the sweeper may continue without showing it
             return Trial(1)
 
     def has_no_value(self) -> bool:
-        """Tell whether the sweeper could not but fail: no run of a search has completed, or a signal has ended it."""
+        """Return whether the search has no value: none of its runs has completed, or a signal has ended it."""
         return self._is_asked() or self._codes.is_failed_search()
 
     def exit_codes(self) -> list[int]:
-        """Return the code of each run, and that of a signal which no run was there to take."""
+        """Return the exit code of each run, and that of a signal that no run has handled."""
         codes = self._codes.noted()
         if self.side_by_side is not None and not any(map(ends_sweep, codes)):
             codes.append(self.side_by_side.exit_code())

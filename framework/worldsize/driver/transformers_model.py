@@ -1,4 +1,4 @@
-"""What transformers needs beside the weights of a run's model: its configuration, and the recipe's tokenizer."""
+"""Exports what transformers needs besides a model's weights: its configuration, and the recipe's tokenizer."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class TransformersModel:
 
     Attributes:
         recipe: The recipe of the run.
-        model: Its model, without values of its own.
+        model: Its model, with weights on the meta device.
     """
 
     recipe: Recipe
     model: Any
 
     def without(self) -> Sequence[str]:
-        """Return the names of weights that are another weight too, which transformers ties again as it loads them."""
+        """Return the names of tied weights to leave out; transformers ties them again when it loads the model."""
         return [name for name, first in tied_names(self.model).items() if name != first]
 
     def save(self, folder: Path, weights: Weights) -> None:
-        """Write the configuration and what else belongs to the weights in ``folder``."""
+        """Write the configuration, and other files that belong to the weights, to ``folder``."""
         dtypes = {entry.dtype for entry in weights.entries.values() if entry.dtype.is_floating_point}
         dtype = {"dtype": str(dtypes.pop()).removeprefix("torch.")} if len(dtypes) == 1 else {}
         self.model.config.update({"architectures": [type(self.model).__name__], **dtype})
@@ -45,17 +45,18 @@ class TransformersModel:
         except OSError as error:
             if error.filename is not None or error.errno is not None:
                 raise
-            raise WorldsizeError(  # transformers raises one without a file where it finds no tokenizer
+            raise WorldsizeError(  # transformers raises OSError without a file name if it finds no tokenizer
                 f"{type(self.recipe).__name__}.save_assets, which adds the tokenizer, failed: {error}. "
                 "Bring the file back that the recipe names, or export with --format safetensors."
             ) from error
 
 
 def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
-    """Build the model of a run's recipe, whose code is run for it.
+    """Build the model of a run's recipe, by running the recipe's code.
 
     Raises:
-        WorldsizeError: the run is another user's, transformers is not installed, or the model is none of its models.
+        WorldsizeError: the run is another user's, transformers is not installed, or the model is not a model of
+            transformers.
     """
     if not run.is_own:
         raise WorldsizeError(
@@ -70,9 +71,9 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
     model = built_empty(recipe)
     if not isinstance(model, transformers.PreTrainedModel):
         raise WorldsizeError(
-            f"{type(recipe).__name__} trains a {type(model).__name__}, which is no model of transformers. "
+            f"{type(recipe).__name__} trains a {type(model).__name__}, which is not a model of transformers. "
             "Export with --format safetensors or torch."
         )
     if strange := sorted(weights.entries.keys() ^ model.state_dict().keys()):
-        raise WorldsizeError(f"the recipe's model is not the one that was saved: {strange[0]} is in one of them only.")
+        raise WorldsizeError(f"the recipe's model is not the one that was saved: only one of them has {strange[0]}.")
     return TransformersModel(recipe, model)
