@@ -17,7 +17,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.messages import printable, refuse
 from worldsize.observe.progress import Plain
 from worldsize.observe.report.svg import plain
-from worldsize.observe.report.timeline import told
+from worldsize.observe.report.timeline import describe_event
 from worldsize.observe.watch import Watched, damage_of, screen
 from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunView, look
@@ -83,7 +83,7 @@ def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
             if row.get("event") in ("step", "evaluation"):
                 steps.show(dict(row))
             else:
-                console.print(plain(told(row), at_most=200), highlight=False, markup=False)
+                console.print(plain(describe_event(row), at_most=200), highlight=False, markup=False)
 
     yield show
 

@@ -1,4 +1,4 @@
-"""The table that compares two runs."""
+"""Builds the table that compares two runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from worldsize.messages import printable
 from worldsize.reproducibility.compare import Comparison, Divergence
 
 _COLOURS = {"bitwise identical": "bold green", "within tolerance": "bold yellow", "different": "bold red"}
-_SHOWN = 20  # tensors, the most divergent first
+_SHOWN = 20  # number of tensors shown, the most divergent first
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
-    """Show metrics, the tensors that differ, what is missing, and the verdict."""
+    """Build a table of metrics, tensors that differ, missing items, and the verdict."""
     equal = sum(each.is_equal for each in comparison.tensors)
     differing = sorted((each for each in comparison.tensors if not each.is_equal), key=_order, reverse=True)
     parts: list[RenderableType] = [_table("metric", comparison.metrics)]

@@ -1,4 +1,4 @@
-"""Tells which share of the time goes by in waiting for data, on each rank, and what shortens it."""
+"""Computes the share of time that each rank waits for data, and names the remedy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from worldsize.observe.report.read import Line, number
 
-_LONG = 0.05  # share of the time from which on a remedy is named
-_NAMED = 5  # ranks, those that wait longest
+_LONG = 0.05  # share of the time above which a remedy is named
+_NAMED = 5  # number of ranks named, those that wait longest
 
 
 def waited_share(lines: Sequence[Line]) -> float:
-    """Return the share of the time of steps that one rank waited for its data, by its lines; NaN if none tells it.
+    """Return the share of step time that one rank waited for data, from its timing lines; NaN if unknown.
 
-    A line has the means of the steps since the one before it.
+    A line has the means of the steps since the line before it.
     """
     data = total = 0.0
     last = 0
@@ -28,7 +28,7 @@ def waited_share(lines: Sequence[Line]) -> float:
 
 
 def waiting_text(shares: Mapping[int, float], config: Mapping[str, Any]) -> str | None:
-    """Say for which share of the time ranks wait for data, and the remedy; None if it is at most 5 %.
+    """Describe which share of the time ranks wait for data, and the remedy; return None if it is at most 5 %.
 
     Args:
         shares: of each rank; NaN where it is not known.

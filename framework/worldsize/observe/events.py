@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 def is_event(row: Row) -> bool:
-    """Return whether a row says what each line of ``events.jsonl`` says: what happened, when, and at which rank."""
+    """Return whether a row has the fields of each line of ``events.jsonl``: event, time and rank."""
     numbers = ("step", "rank") if row.get("event") in ("straggling", "data_workers") else ()
     is_timed = type(row.get("time")) in (int, float)
     return isinstance(row.get("event"), str) and is_timed and all(type(row.get(key)) is int for key in numbers)
@@ -25,7 +25,7 @@ def is_event(row: Row) -> bool:
 
 @final
 class EventLog:
-    """Appends notable events to ``path``, and logs them too."""
+    """Appends notable events to ``path``, and logs them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

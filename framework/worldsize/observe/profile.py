@@ -1,4 +1,4 @@
-"""A trace of some steps by PyTorch's profiler, which Perfetto and chrome://tracing show."""
+"""Traces some steps with PyTorch's profiler, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def traced(
 ) -> Generator[T]:
     """Yield ``batches`` of the steps after ``first`` unchanged; trace steps ``span[0]`` to ``span[1]`` into ``path``.
 
-    A step's trace begins when its data are asked for, and ends when those of the next one are. Close the iterator to
+    A step's trace begins when its data are requested, and ends when those of the next step are. Close the iterator to
     write a trace that the end of the run cuts short.
     """
     source = iter(batches)

@@ -1,4 +1,4 @@
-"""The launching process's view of a run: it follows ``metrics.jsonl``, whoever writes it and wherever."""
+"""Shows a run's progress in the launching process, which reads ``metrics.jsonl`` as it grows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from worldsize.messages import printable
 from worldsize.records.json_lines import complete_lines, row_of
 from worldsize.records.metrics import is_metric
 
-_INTERVAL = 0.1  # seconds between looks at the file
-_PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
+_INTERVAL = 0.1  # seconds between reads of the file
+_PLAIN_EVERY = 2.0  # seconds between lines without a terminal
 
 
 @final
@@ -69,7 +69,7 @@ class Tail:
 
     def read(self) -> Iterator[bytes]:
         """Yield the lines completed since the last call; those of a file that was replaced from its start."""
-        with suppress(OSError):  # whoever may not read it now may do so at the next look
+        with suppress(OSError):  # a file that cannot be read now may be readable at the next call
             if (inode := self._path.stat().st_ino) != self._file:
                 self._file, self._offset = inode, 0
             for line, end in complete_lines(self._path, self._offset):
@@ -99,7 +99,7 @@ class _Live:
 
 @final
 class Plain:
-    """Progress as plain lines, for output that is no terminal: steps now and then, each evaluation."""
+    """Prints progress as plain lines, for output that is not a terminal: steps at intervals, and each evaluation."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console, self._shown = steps, console, 0.0
@@ -108,7 +108,7 @@ class Plain:
         """Do nothing: plain lines need no preparation."""
 
     def close(self) -> None:
-        """Do nothing: every line is complete already."""
+        """Do nothing: plain lines need no cleanup."""
 
     def show(self, row: dict[str, Any]) -> None:
         """Print an evaluation, and a step if it is the last one or enough time has passed since the one before."""
@@ -122,7 +122,7 @@ class Plain:
 
 
 def figures(row: dict[str, Any]) -> str:
-    """Format the loss, the metrics and the rate, in samples a second, of a row of ``metrics.jsonl`` about a step."""
+    """Format loss, metrics and samples per second of a step's row in ``metrics.jsonl``."""
     shown = {"loss": row["loss"], **row.get("metrics", {})}
     return f"{_figures(shown)}  {row['samples_per_second']:,.0f} samples/s"
 

@@ -1,6 +1,6 @@
-"""Finds hosts with a slow link, by measuring once all ranks wait for long.
+"""Finds hosts with slow links, by measuring links when all ranks wait long for communication.
 
-Where ranks wait for each other, all wait as long for a slow link, so that no rank's own times can tell.
+Ranks that wait for each other wait equally long for a slow link, so their own times do not show which link it is.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from worldsize.core import Link, StepDone, World
 from worldsize.observe.stragglers import Straggler
 
-_WINDOWS, _SECONDS = 3, 0.5  # windows whose median counts; each has a logged step or more, and lasts so long
-_SHARE = 0.5  # share of a step, waited for communication, that is worth a first measurement
-_WORSE = 1.5  # times the usual wait that are worth another one
-_LEAST = 0.1  # share of a step that is worth another one at all
-_SLOWER = 3.0  # a slow host carries so many times less than most
+_WINDOWS, _SECONDS = 3, 0.5  # number of windows in the median, and their seconds; a window has at least one logged step
+_SHARE = 0.5  # share of a step waiting for communication that triggers the first measurement
+_WORSE = 1.5  # multiple of the usual wait that triggers another one
+_LEAST = 0.1  # minimal share of a step for another one
+_SLOWER = 3.0  # a slow host has this many times less bandwidth than most
 
 
 def slow_link_search(world: World) -> SlowLinkSearch | None:
-    """Begin a search if hosts can be compared and all their processes train; else None."""
+    """Return a search if hosts can be compared and all their processes train; else None."""
     node = world.groups.get("node")
     if node is None or world.size < dist.get_world_size() or world.size <= 2 * node.size():
         return None
@@ -32,22 +32,22 @@ def slow_link_search(world: World) -> SlowLinkSearch | None:
 
 @final
 class SlowLinkSearch:
-    """Decides the same on all ranks, from figures that all of them have.
+    """Decides when to measure links; the same on all ranks, which all have the same figures.
 
-    A measurement takes all ranks a second or two. There is one as soon as they wait for communication for half of a
-    step, and again whenever they wait half as long again; after each that finds nothing, the next one comes later.
+    A measurement takes all ranks a second or two. The first is made when they wait for communication for half of a
+    step, further ones when they wait 1.5 times as long; each that finds nothing delays the next.
 
-    A host is named when two measurements agree that each of its measured links carries less than a third of what most
-    hosts carry. The first measures links to neighbours, the second those at a distance of two: a host between two slow
-    ones is not slow. A host is named again if waits have been shorter in between.
+    A host is reported when in two measurements each of its links has less than a third of the bandwidth of most hosts.
+    The first measures links to neighbours, the second those at a distance of two, since a host between two slow ones is
+    not slow. A host is reported again if waits have been shorter in between.
     """
 
     def __init__(self, per_node: int) -> None:
         self.per_node = per_node
         self._recent: deque[StepDone] = deque(maxlen=_WINDOWS)
-        self._last, self._seconds = 0, 0.0  # the last logged step; seconds of the window that is not full yet
-        self._usual: float | None = None  # seconds of a step that ranks usually wait for communication
-        self._rest, self._pause = 0, _WINDOWS  # windows without a measurement: still, and after one that finds nothing
+        self._last, self._seconds = 0, 0.0  # the last logged step, and the seconds of the current window
+        self._usual: float | None = None  # usual seconds per step that ranks wait for communication
+        self._rest, self._pause = 0, _WINDOWS  # windows to wait: now, and after a measurement that finds nothing
         self._since = 0
         self._suspected: set[int] = set()
         self._named: set[int] = set()
@@ -58,7 +58,7 @@ class SlowLinkSearch:
         return 2 if self._suspected else 1
 
     def is_due(self, done: StepDone) -> bool:
-        """Return whether all ranks should measure their links now, after ``done``, and have the result judged."""
+        """Return whether all ranks should measure their links now, after the step ``done``, and call :meth:`judge`."""
         if done.exposed_seconds is None or not self._fills_a_window(done):
             return False
         self._recent.append(done)
@@ -89,7 +89,7 @@ class SlowLinkSearch:
         return is_full
 
     def judge(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
-        """Name hosts with slow links, each by its first rank. ``links`` as measured, from node to node."""
+        """Return hosts with slow links, each by its first rank, from the measured ``links`` between nodes."""
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)
             for node in sorted({node for ends in links for node in ends})

@@ -1,7 +1,7 @@
-"""Finds ranks that are slower than their peers, and by what: data or computing (the network: see slow_links.py).
+"""Finds ranks that are slower than their peers, and the cause: data or computing (for networks see slow_links.py).
 
-Where ranks wait for each other, all take the same time for a step. What tells them apart is how long each is busy: its
-step without the time for which it waits for others.
+If ranks wait for each other, all take the same time for a step. They differ in how long each is busy: the time of a
+step without waiting for others.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 Figures = NDArray[np.float64]
 Cause = Literal["data", "compute", "network"]
 
-_STEPS, _SECONDS = 40, 0.5  # the steps that are judged: at least so many, which last at least so long
-_BLOCKS = 8  # blocks into which these are divided
-_LEAST = 0.05  # share by which a straggler is slower in each block
-_MARGIN = 0.10  # and in most blocks
-_DEVIATIONS = 2.5  # or so many usual deviations of blocks, if these are more
-_HISTORY = 5  # times as many steps tell how much blocks usually deviate
-_KEPT, _TIMES = 5000, 400_000  # steps that are remembered at most, and their times on all ranks together
+_STEPS, _SECONDS = 40, 0.5  # a judgement needs at least this many steps, and this many seconds
+_BLOCKS = 8  # number of blocks that these steps are divided into
+_LEAST = 0.05  # a straggler is slower by this share in each block
+_MARGIN = 0.10  # and by this share in most blocks
+_DEVIATIONS = 2.5  # or by this many usual deviations of blocks, if that is more
+_HISTORY = 5  # the usual deviation is taken from this many times as many steps
+_KEPT, _TIMES = 5000, 400_000  # largest numbers of steps remembered, and of their times on all ranks together
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank found slow, with its cause.
+    """A slow rank with the cause.
 
-    ``slower``: its busy time to the median of its peers, or how many times less its link carries; ``since``: the
-    first of the steps that show it.
+    ``slower``: its busy time divided by the median of its peers, or how many times less bandwidth its link has;
+    ``since``: the first step of the evidence.
     """
 
     rank: int
@@ -43,26 +43,26 @@ class Straggler:
 @final
 @dataclass
 class Stragglers:
-    """Names ranks found slow twice in a row, and again if they have recovered since.
+    """Reports ranks judged slow twice in a row, and again if they have recovered in between.
 
-    ``peers``: groups of ranks that have equal work; ``first``: steps that were done before.
+    ``peers``: groups of ranks with equal work; ``first``: number of steps done before.
 
-    The steps looked at are divided into blocks, and a rank is judged by the median of each: a few slow steps change
-    no median, and what slows a rank down for a while does not reach all blocks. It must be slower than the median of
-    its peers in every block, and by a margin that grows with the noise: 2.5 times the median absolute deviation of
-    blocks from their rank's own median, scaled to a standard deviation.
+    Recent steps are divided into blocks, and a rank is judged by the median of each: a few slow steps do not change a
+    median, and a short slowdown does not affect all blocks. The rank must be slower than the median of its peers in
+    every block, and by a margin that grows with the noise: 2.5 times the median absolute deviation of blocks from their
+    rank's own median, scaled to a standard deviation.
     """
 
     peers: Sequence[Sequence[int]]
     first: int = 0
     _recent: Figures = field(default_factory=lambda: np.empty((0, 0, 4)))  # [steps, ranks, 4]
     _numbers: list[int] = field(default_factory=list)  # of these steps
-    _fresh: list[Figures] = field(default_factory=list)  # that have been told since it was last judged
+    _fresh: list[Figures] = field(default_factory=list)  # steps added since the last judgement
     _suspected: set[int] = field(default_factory=set)
     _named: set[int] = field(default_factory=set)
 
     def judge(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Straggler]:
-        """Return ranks that have become slow.
+        """Return the ranks that have become slow.
 
         ``splits`` [ranks, steps, 4]: seconds of data, compute, communication and update, up to ``step``.
         """
@@ -89,12 +89,12 @@ class Stragglers:
         return new
 
     def _is_time(self) -> bool:
-        """Return whether there are enough fresh steps to spend the fraction of a millisecond that judging takes."""
+        """Return whether there are enough new steps to judge, which takes a fraction of a millisecond."""
         steps = sum(map(len, self._fresh))
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 
     def _take(self, step: int) -> None:
-        """Add the fresh steps, evenly spaced between the last known one and ``step``."""
+        """Add the new steps, evenly spaced between the last known one and ``step``."""
         fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
         numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
         kept = _kept(fresh.shape[1])
@@ -103,19 +103,19 @@ class Stragglers:
         self._fresh = []
 
     def _looked_at(self) -> int:
-        """Number of steps to look at, a multiple of the number of blocks."""
+        """Return the number of steps to judge, a multiple of the number of blocks."""
         seconds = float(np.median(self._recent[-_STEPS:].sum(2).max(1)))
         block = max(_STEPS / _BLOCKS, _SECONDS / max(seconds, 1e-9) / _BLOCKS)
         return _BLOCKS * min(math.ceil(block), _kept(self._recent.shape[1]) // _BLOCKS)
 
 
 def _kept(ranks: int) -> int:
-    """Return how many steps are remembered of so many ranks."""
+    """Return how many steps to remember for this number of ranks."""
     return max(_STEPS * _HISTORY, min(_KEPT, _TIMES // ranks))
 
 
 def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Straggler, bool]]:
-    """Measure how slow each rank is in the last window, and whether that is certain."""
+    """Measure how slow each rank is in the last window, and whether that is significant."""
     data_wsp, compute_wsp, _, update_wsp = np.moveaxis(recent_wspk[:, :, ranks], 3, 0)
     ratio_wbp = _to_others(_blocks(data_wsp + compute_wsp + update_wsp))
     noise = 1.4826 * float(np.median(abs(ratio_wbp - np.median(ratio_wbp, 1, keepdims=True))))
@@ -135,7 +135,7 @@ def _blocks(seconds_wsp: Figures) -> Figures:
 
 
 def _excess(seconds_wsp: Figures) -> Figures:
-    """Return how many seconds each rank needs more than its peers, in most blocks: [ranks]."""
+    """Return the seconds by which each rank exceeds its peers in most blocks: [ranks]."""
     blocks_wbp = _blocks(seconds_wsp)
     return np.asarray(np.median(blocks_wbp - median_of_others(blocks_wbp), (0, 1)))
 

@@ -1,4 +1,4 @@
-"""Listeners in processes of their own, so that they cost the training neither time nor the interpreter's lock."""
+"""Runs listeners in separate processes, so that they take neither time nor the interpreter's lock from training."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from worldsize.world.preemption import SIGNALS
 
 _logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # ranks come first, but where they take every core a listener still starts within its time
-_TURN = 60.0  # seconds that a listener waits for that of an attempt before it
-_INTERVAL = 1.0  # seconds in which steps are told of once; what else happens is told at once, such as a checkpoint
+_NICENESS = 10  # ranks have priority, but a listener must still start in time if they use every core
+_TURN = 60.0  # seconds that a listener waits for the one of the previous attempt
+_INTERVAL = 1.0  # seconds between batches of step events; other events, such as a checkpoint, are sent at once
 
 
 @final
 class SubprocessListeners:
     """Forks a process for each listener that builds it and tells it every event, in order.
 
-    Make it before the process group and CUDA exist. In a thread wandb's start and its log calls cost a tiny
-    model a third of its speed. A listener that cannot be made or fails is reported once and left alone, and one that is
-    slow holds no other one up: losing a logger must not lose the run. If the training process dies, the listeners are
-    told RunFailed.
+    Create it before the process group and CUDA exist. (In a thread, wandb's start and log calls cost a tiny model a
+    third of its speed.) A listener that fails or cannot be created is reported once and then ignored, and a slow one
+    does not delay the others: losing a logger must not lose the run. If the training process dies, the listeners
+    receive RunFailed.
 
     Args:
-        makers: Make the listeners, by the name under which a warning speaks of each.
-        timeout: Seconds that a run which has ended waits for the rest to be told.
-        grace: Returns the seconds that a run which was asked to end, or failed, has until it is killed; it waits no
-            longer than that.
-        lock: Returns the file at which the listeners of that name take turns, which several attempts of a run may
-            have: the one of an attempt that was killed goes on until it has told what happened before.
+        makers: Functions that create the listeners, by the name used in warnings.
+        timeout: Seconds that a run which has ended waits for the remaining events to be delivered.
+        grace: Returns the seconds until a run is killed that failed or was asked to end; it waits no longer.
+        lock: Returns the lock file for the listeners of a name in successive attempts of a run: the one of a killed
+            attempt continues until it has delivered its events.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class SubprocessListeners:
         self._timeout, self._grace = timeout, grace
         self._ended = False
         self._unsent = b""
-        self._sent = -math.inf  # when something was sent
+        self._sent = -math.inf  # time of the last message
         self._processes: list[_ListenerProcess] = []
         for name, make in makers.items():
             place = lock(name) if lock else None
@@ -63,10 +62,10 @@ class SubprocessListeners:
 
     def __call__(self, event: Event) -> None:
         if self._ended:
-            return  # a failure after the end: they have been told the end already
+            return  # a failure after the end: the listeners have already received the end
         self._unsent += pickle.dumps(event)
         if isinstance(event, StepDone) and time.monotonic() < self._sent + _INTERVAL:
-            return  # each message wakes a process that then wants a core of those who train
+            return  # each message wakes a process, which takes a core from training
         self._sent = time.monotonic()
         for process in self._processes:
             process.send(self._unsent)
@@ -78,7 +77,7 @@ class SubprocessListeners:
             self._finish(seconds)
 
     def _finish(self, seconds: float) -> None:
-        """Send each listener the rest as fast as it takes it, and wait for all until the time is over."""
+        """Send each listener its remaining events, and wait for all listeners at most ``seconds``."""
         deadline = time.monotonic() + seconds
         behind = {process.sender: process for process in self._processes if process.is_behind}
         while behind and (left := deadline - time.monotonic()) > 0:
@@ -97,7 +96,7 @@ class SubprocessListeners:
 
 @final
 class _ListenerProcess:
-    """One listener's process, and the pipe that events go through; ``before``: those that were forked before it."""
+    """One listener's process and its pipe for events; ``before``: the listeners forked before it."""
 
     def __init__(
         self, name: str, make: Callable[[], Listener], before: Sequence[_ListenerProcess], lock: Path | None
@@ -115,7 +114,7 @@ class _ListenerProcess:
         os.close(receiver)
 
     def send(self, message: bytes) -> None:
-        """Send as much of what has not been sent as the pipe takes now."""
+        """Send as much of the queued data as the pipe accepts now."""
         self._unsent += message
         try:
             while self._unsent:
@@ -123,11 +122,11 @@ class _ListenerProcess:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self._unsent.clear()  # it has said why, and ended
+            self._unsent.clear()  # the listener has reported its error and ended
 
     @property
     def is_behind(self) -> bool:
-        """Whether something has not been sent yet."""
+        """Return whether data are still queued."""
         return bool(self._unsent)
 
     def close(self) -> None:
@@ -137,7 +136,7 @@ class _ListenerProcess:
             os.close(self.sender)
 
     def has_ended(self, deadline: float) -> bool:
-        """Wait for the process until ``deadline``; kill it then and return False."""
+        """Wait for the process until ``deadline`` in monotonic seconds; kill it then and return False."""
         self._process.join(max(0.0, deadline - time.monotonic()))
         if not self._process.is_alive():
             return True
@@ -148,9 +147,9 @@ class _ListenerProcess:
 def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequence[int], lock: Path | None) -> None:
     """Pass events to the listener, in the forked process."""
     for sender in senders:
-        os.close(sender)  # or the end of the training process would not be seen
-    os.nice(_NICENESS)  # what it starts inherits that
-    for number in SIGNALS:  # what they ask of the run, the training process says
+        os.close(sender)  # otherwise the end of the training process would go unnoticed
+    os.nice(_NICENESS)  # its child processes inherit that
+    for number in SIGNALS:  # the training process answers signals for the run
         signal.signal(number, signal.SIG_IGN)
     try:
         with open(receiver, "rb") as events, _turn(lock):
@@ -158,12 +157,12 @@ def _serve(name: str, make: Callable[[], Listener], receiver: int, senders: Sequ
             while not isinstance(event := _next(events), RunEnded | RunFailed):
                 listener(event)
             listener(event)
-    except Exception as error:  # any: a third party's code, which must not end the training
+    except Exception as error:  # any exception: third-party code must not end the training
         _logger.warning("the %s failed and is off for the rest of the run: %s: %s", name, type(error).__name__, error)
 
 
 def _turn(lock: Path | None) -> AbstractContextManager[object]:
-    """Wait for ``lock``, but not for ever, and return what holds it; nothing does where a file system has no locks."""
+    """Wait a limited time for ``lock``; return the file that holds it (no lock on file systems without locks)."""
     if lock is None:
         return nullcontext()
     deadline = time.monotonic() + _TURN
@@ -178,7 +177,7 @@ def _turn(lock: Path | None) -> AbstractContextManager[object]:
 
 def _locked(file: IO[str]) -> bool:
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which no process inherits that the listener starts
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by the listener's child processes
     except (BlockingIOError, PermissionError):
         return False
     return True
@@ -188,5 +187,5 @@ def _next(events: BinaryIO) -> Event:
     try:
         event: Event = pickle.load(events)
         return event
-    except (EOFError, pickle.UnpicklingError):  # the latter: killed in the middle of an event
+    except (EOFError, pickle.UnpicklingError):  # EOFError: the training process was killed while it sent an event
         return RunFailed("the training process ended without a word")

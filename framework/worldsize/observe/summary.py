@@ -1,4 +1,4 @@
-"""The table that ends a run."""
+"""Builds the table shown at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from worldsize.messages import printable, printable_lines
 
 
 def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
-    """Final metrics, the recipe's remarks, size and speed, digest and folder of a completed run."""
+    """Build a table of final metrics, the recipe's notes, size, speed, digest and folder of a completed run."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column()
-    table.add_column(overflow="fold")  # a folder that is cut off cannot be opened
+    table.add_column(overflow="fold")  # the folder must not be cut off: users open it
     for name, value in result["metrics"].items():
         table.add_row(Text(printable(spoken_name(name))), f"{value:.4f}")
     for line in result["remarks"]:

@@ -41,13 +41,13 @@ class Timing:
                 self._file.close()
 
     def begin(self, first: int) -> None:
-        """Drop what was written of steps after ``first``, which will be done again."""
+        """Drop the lines of steps after ``first``, which will be repeated."""
         self._file.close()
         drop_lines(self._path, is_valid=is_timing, is_kept=lambda row: bool(row["step"] <= first))
         self._file = self._path.open("a", buffering=1)
 
     def write(self, step: int, **seconds: float | None) -> None:
-        """Append a line about ``step``; parts that are None, since they were not measured, are left out."""
+        """Append a line about ``step``, without parts that were not measured (None)."""
         measured = {name: value for name, value in seconds.items() if value is not None}
         counts, self._counted = COUNTS.since(self._counted), COUNTS.copy()
         read = {"read_bytes": counts.read, "fetched_bytes": counts.fetched, "skipped_samples": counts.skipped}
@@ -60,27 +60,27 @@ _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
 
 @final
 class UnitTimes:
-    """Writes the times of a process that takes units of steps as they are dealt, as :class:`Timing` does.
+    """Writes the times of a process that is assigned units of steps, in the format of :class:`Timing`.
 
-    At every ``every`` steps it writes the means since the last line. What is neither data nor computing is waiting:
-    for weights, and for work.
+    Every ``every`` steps it writes the means since the last line. Time that is neither data nor computing is waiting
+    for weights or for work.
     """
 
     def __init__(self, timing: Timing, device: torch.device, *, every: int) -> None:
         self._timing, self._timer, self._every = timing, StepTimer(device), every
         self._data = self._compute = self._update = 0.0
-        self._last, self._since = -1, 0.0  # step of the last line, and when it was written
+        self._last, self._since = -1, 0.0  # step and time of the last line
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Count the time within as a wait for data."""
+        """Count the time inside the context as a wait for data."""
         begun = time.perf_counter()
         yield
         self._data += time.perf_counter() - begun
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """Count the time within as computing a unit of ``step``."""
+        """Count the time inside the context as computing a unit of ``step``."""
         if self._last < 0:
             self._timing.begin(step - 1)
             self._last, self._since = step - 1, time.perf_counter() - self._data

@@ -1,4 +1,4 @@
-"""Finds out over which transport collectives go; for NCCL it reads the log that NCCL writes when its ranks connect."""
+"""Determines which transport collectives use; for NCCL from the log that it writes when ranks connect."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from worldsize.core import Cluster, World
 
-_SOCKETS_AT_MOST = 5e9  # bytes a second; a link that is declared faster is no plain socket
+_SOCKETS_AT_MOST = 5e9  # bytes per second; a link declared faster is not a plain socket
 
 
 def listen_to_nccl(folder: Path) -> dict[str, str]:
-    """Return the variables that make NCCL write how it connects to a file of each process in ``folder``."""
+    """Return the environment variables that make NCCL log its connections to a file per process in ``folder``."""
     return {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
@@ -28,7 +28,7 @@ def listen_to_nccl(folder: Path) -> dict[str, str]:
 
 
 def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Run a first collective, and tell which transports and which interface this process uses for it.
+    """Run a first collective, and return which transports and which interface this process uses for it.
 
     Transports are "nvlink" (NCCL's P2P), "shm", "ib" and "socket".
     """
@@ -38,11 +38,11 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Pa
         interface = environ.get("GLOO_SOCKET_IFNAME")
         return {"backend": cluster.backend, "transports": ["socket"], "interface": interface}
     log = folder / f"nccl_{socket.gethostname()}_{os.getpid()}.log"
-    return {"backend": "nccl", **heard(log.read_text() if log.exists() else "")}
+    return {"backend": "nccl", **parse_nccl_log(log.read_text() if log.exists() else "")}
 
 
-def heard(text: str) -> dict[str, Any]:
-    """Read transports and interface from NCCL's own words."""
+def parse_nccl_log(text: str) -> dict[str, Any]:
+    """Parse transports and interface from NCCL's log."""
     names = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}
     transports = {names[each] for each in re.findall(r" via (P2P|SHM|NET/IB|NET/Socket)", text)}
     used = re.search(r"NET/(?:IB|Socket) : Using \[0\]([\w.]+)", text)
@@ -63,5 +63,5 @@ def transport_warning(transport: Mapping[str, Any], cluster: Cluster) -> str | N
 
 
 def write(path: Path, transport: Mapping[str, Any]) -> None:
-    """Write the result of :func:`audit` as JSON, over what is there."""
+    """Write the result of :func:`audit` as JSON, replacing the file."""
     path.write_text(json.dumps(transport))

@@ -1,4 +1,4 @@
-"""A running job as its files show it: nothing is asked of its processes, so any host that sees the folder can look."""
+"""Shows a running job from its files alone, so that any host that sees the folder can show it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from worldsize.observe.events import is_event
 from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
-from worldsize.observe.report.timeline import told
+from worldsize.observe.report.timeline import describe_event
 from worldsize.records.json_lines import Row, row_of
 from worldsize.records.metrics import is_metric, is_timing
 from worldsize.records.run_directory import RunDirectory
 
 _EVENTS = 6  # the last ones
-_RANKS = 16  # the slowest, where there are more
+_RANKS = 16  # the slowest, if there are more
 _END = 4096  # bytes of a file that hold its last line
 
 
@@ -37,14 +37,14 @@ class Watched:
         step: the last step that was logged
         evaluation: the last evaluation
         events: the last few events
-        news: the last step, the evaluations and the events since the look before
+        news: the last step, the evaluations and the events since the previous call of look()
         damaged: lines that could not be read so far
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._metrics = Tail(folder / "metrics.jsonl", from_start=True)
-        self._told = Tail(folder / "events.jsonl", from_start=True)
+        self._event_file = Tail(folder / "events.jsonl", from_start=True)
         self.step: Mapping[str, Any] | None = None
         self.evaluation: Mapping[str, Any] | None = None
         self.events: list[Mapping[str, Any]] = []
@@ -52,9 +52,11 @@ class Watched:
         self.damaged = 0
 
     def look(self) -> None:
-        """Read what the files have gained, and replace ``news`` by it."""
+        """Read what was appended to the files, and replace ``news`` with it."""
         last, evaluations = b"", []
-        for line in self._metrics.read():  # of a long run all at first, so only what is shown is parsed
+        for (
+            line
+        ) in self._metrics.read():  # the first call reads all of a long run, so only rows that are shown are parsed
             if b'"event": "evaluation"' in line:
                 evaluations += self._rows([line], is_metric)
             elif line.startswith(b"{") and line.endswith(b"}\n"):
@@ -62,7 +64,7 @@ class Watched:
             else:
                 self.damaged += 1
         steps = self._rows([last] if last else [], is_metric)
-        events = self._rows(self._told.read(), is_event)
+        events = self._rows(self._event_file.read(), is_event)
         self.step = steps[-1] if steps else self.step
         self.evaluation = evaluations[-1] if evaluations else self.evaluation
         self.news = [*sorted([*steps, *evaluations], key=_place), *events]
@@ -76,12 +78,12 @@ class Watched:
         return valid
 
     def timing(self, rank: int) -> Mapping[str, Any]:
-        """Return the times of the rank in its last logged step; empty where runs do not tell them."""
+        """Return the times of the rank in its last logged step; empty if the run does not record them."""
         return last_row(RunDirectory(self._folder).timing(rank))
 
 
 def last_row(path: Path) -> Mapping[str, Any]:
-    """Read the last line of a rank's times, which may be growing; empty if there is none."""
+    """Read the last line of a rank's timing file, which may be growing; empty if there is none."""
     with suppress(OSError), open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
         lines = file.read().splitlines()
@@ -90,12 +92,12 @@ def last_row(path: Path) -> Mapping[str, Any]:
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return what orders lines as they were written: the evaluation of a step comes after it."""
+    """Return the sort key of lines in order of writing: a step's evaluation comes after the step."""
     return row["step"], row["event"] == "evaluation"
 
 
 def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> RenderableType:
-    """Render the job for a terminal; ``state`` is the run's state in a word."""
+    """Render the job for a terminal; ``state`` is the run's state in one word."""
     parts: list[RenderableType] = [_header(manifest, state)]
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"])]
@@ -108,7 +110,7 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
     if evaluation := watched.evaluation:
         words = by_split({name: number(value) for name, value in evaluation["metrics"].items()})
         parts.append(Text(f"after step {evaluation['step']}  {plain(words)}"))
-    parts += [Text(plain(told(event), at_most=200), style="red") for event in watched.events]
+    parts += [Text(plain(describe_event(event), at_most=200), style="red") for event in watched.events]
     parts += [Text(damage_of(watched), style="yellow")] if watched.damaged else []
     return Group(*parts)
 
@@ -139,7 +141,7 @@ def _progress(step: Mapping[str, Any], steps: int) -> Table:
 def _ranks(times: Mapping[int, Mapping[str, Any]], step: Mapping[str, Any]) -> Table:
     """List ranks with their times.
 
-    The slowest is the one that takes longest itself, if that is known: a step waits for all.
+    The slowest rank has the longest own time, if that is known, since a step waits for all ranks.
     """
     seconds = [(number(each), *_own_seconds(times[rank])) for rank, each in enumerate(step["step_seconds"])]
     order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank][:2]), reverse=True)
@@ -156,7 +158,7 @@ def _ranks(times: Mapping[int, Mapping[str, Any]], step: Mapping[str, Any]) -> T
 
 
 def _own_seconds(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the seconds of a rank's own work, and those of its wait for data; NaN where it does not tell them."""
+    """Return the seconds of a rank's own work, and of its wait for data; NaN if not recorded."""
     data = number(row.get("data_seconds"))
     return data + number(row.get("compute_seconds")), data
 

@@ -1,1 +1,1 @@
-"""One self-contained HTML page of a run, a sweep or a scaling study: no script, nothing that is fetched."""
+"""One self-contained HTML page about a run, a sweep or a scaling study, without scripts or external files."""

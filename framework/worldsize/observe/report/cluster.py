@@ -1,4 +1,4 @@
-"""The machines of a run, and which rank was where."""
+"""The machines of a run, and the ranks on each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, final
 
 from worldsize.observe.report.read import Record
 
-_GROUPS = 64  # of an axis that are shown
+_GROUPS = 64  # number of groups shown for an axis
 
 
 @final
@@ -28,7 +28,7 @@ class Rank:
 @final
 @dataclass(frozen=True)
 class Node:
-    """One node with its hardware, as text, and the ranks that it runs."""
+    """One node: its hardware as text, and its ranks."""
 
     name: str
     machine: str
@@ -50,7 +50,7 @@ def nodes(record: Record) -> list[Node]:
 
 
 def _places(cluster: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Iterate over the places of all ranks, which follow from the roles' numbers of processes."""
+    """Iterate over the places of all ranks, computed from the roles' numbers of processes."""
     roles = chain.from_iterable(enumerate([each["role"]] * each["processes"]) for each in cluster["roles"])
     for rank, (role_rank, role) in enumerate(roles):
         node, local_rank = divmod(rank, cluster["processes_per_node"])
@@ -65,9 +65,9 @@ def _rank(place: Mapping[str, Any], record: Record) -> Rank:
 
 
 def _hosts(record: Record) -> Sequence[str]:
-    """Hosts of the nodes; empty if unknown.
+    """Return the hosts of the nodes; empty if unknown.
 
-    An attempt names the launching host first, whether it trains or not.
+    An attempt names the launching host first, even if that does not train.
     """
     named = record.attempts[-1]["hosts"] if record.attempts else []
     count = record.manifest["cluster"]["nodes"]

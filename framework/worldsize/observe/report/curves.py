@@ -1,4 +1,4 @@
-"""Lines over steps: loss, metrics, rates; of one run or of several."""
+"""Line charts over steps of loss, metrics and rates, for one run or several."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Numbers = NDArray[np.float64]
-_POINTS = 300  # of a line; more are not seen
+_POINTS = 300  # points of a line; more cannot be distinguished
 _STYLES = ("-", "--", ":", "-.")
 
 
 @final
 class Curve:
-    """Values over steps; many become means of neighbours, NaN left out."""
+    """Values over steps; if there are many, means of neighbours without NaN."""
 
     def __init__(self, label: str, steps: Sequence[float], values: Sequence[float]) -> None:
         self.label = label
@@ -32,7 +32,7 @@ class Curve:
 
     @property
     def is_point(self) -> bool:
-        """Whether there is at most one finite value, which makes no line."""
+        """Return whether there is at most one finite value, which makes no line."""
         return int(np.isfinite(self.values).sum()) < 2
 
 
@@ -64,13 +64,13 @@ def means(values_nk: Numbers, *, at_most: int) -> Numbers:
     missing = -len(values_nk) % group
     padded = np.pad(values_nk, ((0, missing), (0, 0)), constant_values=np.nan)
     with catch_warnings():
-        simplefilter("ignore", RuntimeWarning)  # a group of NaN alone
+        simplefilter("ignore", RuntimeWarning)  # a group of only NaN
         reduced_mk: Numbers = np.nanmean(padded.reshape(-1, group, values_nk.shape[1]), axis=1)
     return reduced_mk
 
 
 def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]:
-    """Draw the curves in one chart; none if nothing was logged twice. An axis with a unit begins at zero."""
+    """Draw the curves in one chart; return none if nothing was logged twice. An axis with a unit begins at zero."""
     shown = [each for each in curves if not each.is_point]
     if not shown:
         return []
@@ -94,7 +94,7 @@ def lines(title: str, curves: Sequence[Curve], *, unit: str = "") -> list[Chart]
 
 
 def run_curves(record: Record) -> list[Chart]:
-    """Draw what a run logged about learning and speed."""
+    """Draw a run's charts of learning and speed."""
     return [
         *common_curves({"last": record}),
         *lines("Learning rate", [curve("last", record.steps, "lr")]),
@@ -103,7 +103,7 @@ def run_curves(record: Record) -> list[Chart]:
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
-    """Draw the figures that runs have in common, laid over each other."""
+    """Draw the quantities that runs have in common, one chart each with all runs."""
     rates = [curve(label, each.steps, "samples_per_second") for label, each in records.items()]
     charts = lines("Training loss", [curve(label, each.steps, "loss") for label, each in records.items()])
     for name in metric_names(row for record in records.values() for row in record.steps):

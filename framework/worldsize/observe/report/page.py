@@ -1,4 +1,4 @@
-"""Renders the page of a report. Every text in it is untrusted: a name may be markup, so templates escape."""
+"""Renders the page of a report. All its texts are untrusted: a name may contain markup, so templates escape."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run_page(record: Record) -> str:
 
 
 def sweep_page(folders: Sequence[Path]) -> str:
-    """Render the runs in ``folders`` side by side, as HTML; those that cannot be read are listed with the reason."""
+    """Render the runs in ``folders`` side by side as HTML; unreadable ones are listed with the reason."""
     sweep = read_sweep(folders)
     return _rendered("sweep.html.j2", sweep=sweep, typed=typed, curves=common_curves(sweep.runs))
 
@@ -93,11 +93,11 @@ def _rendered(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-# ---------------------------------------------------------------- what a run is, in words
+# ---------------------------------------------------------------- a run in words
 
 
 def summary(record: Record) -> list[tuple[str, str]]:
-    """List the name and the figure of what one looks for first."""
+    """List the most important figures with their names."""
     results, last = record.results, record.steps[-1] if record.steps else {}
     goodput = results.get("goodput") or {}
     rows = [(spoken_name(name), figure(value)) for name, value in record.metrics.items()]
@@ -125,7 +125,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
 
 
 def _read(record: Record) -> list[tuple[str, str]]:
-    """List what all ranks have read of data in files, as far as it was counted."""
+    """List what all ranks have read from data files, if it was counted."""
     lines = [line for timing in record.timing.values() for line in timing]
     counts = {
         name: sum(number(line.get(name, 0)) for line in lines)
@@ -138,7 +138,7 @@ def _read(record: Record) -> list[tuple[str, str]]:
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
-    """List what was run, from which code, on what, and what may be expected of a repetition."""
+    """List what was run, its code and machines, and how exactly it can be repeated."""
     manifest = record.manifest
     config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
     determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]
@@ -175,17 +175,17 @@ def _commit(code: Mapping[str, Any]) -> str:
 
 
 def commands(record: Record) -> list[tuple[str, str]]:
-    """List commands to type next: what each does, and the command."""
+    """List the next commands to type, each with its purpose."""
     started = shlex.join(["worldsize", "train", *record.manifest["overrides"]])
     again = shlex.join(["worldsize", "reproduce", str(record.folder / "run_manifest.json")])
     return [("the same again, rebuilt and compared", again), ("how it was started", started)]
 
 
-# ---------------------------------------------------------------- figures in words
+# ---------------------------------------------------------------- figures as text
 
 
 def figure(value: Any) -> str:
-    """Format a number for people, "–" if it is none: whole from a thousand on, else four digits."""
+    """Format a number for people: an integer from 1000 on, else four digits; "–" if it is not a number."""
     amount = number(value)
     if amount != amount:
         return "–"
@@ -193,7 +193,7 @@ def figure(value: Any) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share of 1 in percent with one decimal, "–" for NaN."""
+    """Format a fraction in percent with one decimal, "–" for NaN."""
     return f"{share:.1%}" if share == share else "–"
 
 

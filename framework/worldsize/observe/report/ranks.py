@@ -1,4 +1,4 @@
-"""Charts of where the time of a step goes: by rank, and by phase."""
+"""Charts of a step's time by rank and by phase."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rank_charts(record: Record) -> list[Chart]:
 
 
 def waits_by_rank(record: Record) -> dict[int, float]:
-    """Return the share of the time that each rank waited for data; without times of its own, that of the first."""
+    """Return the share of time that each rank waited for data; the first rank's for those without timing."""
     if record.timing:
         return {rank: waited_share(lines) for rank, lines in record.timing.items()}
     steps = [{**line, "step_seconds": max(map(number, line["step_seconds"]), default=0.0)} for line in record.steps]
@@ -52,7 +52,7 @@ def waits_by_rank(record: Record) -> dict[int, float]:
 def heat_map(
     title: str, seconds: Mapping[int, Mapping[int, float]], stragglers: Sequence[Line], note: str
 ) -> list[Chart]:
-    """Draw ``seconds`` by step and rank, with a cross where a rank was found to straggle."""
+    """Draw ``seconds`` by step and rank, with a cross at each straggler."""
     ranks = 1 + max((rank for row in seconds.values() for rank in row), default=-1)
     table_sr = np.array([[number(row.get(rank)) for rank in range(ranks)] for row in seconds.values()])
     if not np.isfinite(table_sr).any():
@@ -83,7 +83,7 @@ def heat_map(
 
 
 def step_breakdown(record: Record) -> list[Chart]:
-    """Draw the phases of a step, stacked: means over ranks. Unknown phases are one beside the wait for data."""
+    """Draw the phases of a step as stacked means over ranks; unknown phases are one next to the wait for data."""
     lines = [line for timing in record.timing.values() for line in timing] or list(record.steps)
     names = PHASES if any("compute_seconds" in line for line in lines) else ("data", "step")
     steps, seconds_sp = _by_step(lines, names)
@@ -110,7 +110,7 @@ def step_breakdown(record: Record) -> list[Chart]:
 
 
 def _by_step(lines: Sequence[Line], names: Sequence[str]) -> tuple[list[int], Numbers]:
-    """Return the steps, and the seconds [steps, phases] of each: means over the lines that know all phases."""
+    """Return the steps and their seconds [steps, phases], means over the lines that have all phases."""
     parts_by_step: defaultdict[int, list[list[float]]] = defaultdict(list)
     for line in lines:
         parts = [_seconds(line, name) for name in names]

@@ -1,6 +1,6 @@
-"""Reads what a run folder tells, at whatever moment it is looked at.
+"""Reads a run folder at any moment of the run.
 
-The configuration is the one in the manifest, from which secrets were taken out.
+The configuration is that of the manifest, without secrets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from worldsize.records.run_directory import RunDirectory, runs_below
 from worldsize.records.run_record import look
 
 SCALING = "scaling.json"
-_MOST = 10_000  # lines of a file: more than a screen has points
+_MOST = 10_000  # lines of a file; more than a screen has pixels
 Line = Mapping[str, Any]
 
 
@@ -32,7 +32,7 @@ Line = Mapping[str, Any]
 class Record:
     """A run: its manifest, the lines of metrics.jsonl by kind, those of each rank's timing, and its events.
 
-    Of long files the steps are thinned; ``damaged``: lines that were left out since they could not be read.
+    The steps of long files are thinned; ``damaged``: number of unreadable lines, which are left out.
     """
 
     folder: Path
@@ -45,17 +45,17 @@ class Record:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Attempts as the manifest lists them, the first one first; empty for a run not started yet."""
+        """Attempts as the manifest lists them, in order; empty for a run not started yet."""
         return list(self.manifest["attempts"])
 
     @property
     def state(self) -> str:
-        """Exit reason of the last attempt, as the manifest names it, or "not started"."""
+        """The exit reason of the last attempt, or "not started"."""
         return str(self.attempts[-1]["exit_reason"]) if self.attempts else "not started"
 
     @property
     def results(self) -> dict[str, Any]:
-        """Results that the manifest has, empty until an attempt has ended."""
+        """Results in the manifest, empty until an attempt has ended."""
         return self.manifest["results"] or {}
 
     def changes(self, attempt: int) -> list[tuple[str, Any, Any]]:
@@ -70,7 +70,7 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics at the end of the run, or if it has not ended, of the last evaluation."""
+        """Metrics at the end of the run, or of the last evaluation if it has not ended."""
         metrics = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
         return {name: number(value) for name, value in metrics.items()}
 
@@ -99,7 +99,7 @@ def read_run(folder: Path) -> Record:
 
 
 def _timing_files(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[int, Path]]:
-    """Yield the rank and the path of each file of a rank that an attempt had."""
+    """Yield the rank and the path of each rank's timing file."""
     sizes = (manifest["cluster"]["processes"], *(attempt["world_size"] for attempt in manifest["attempts"]))
     for path in sorted((folder / "timing").rglob("worker_*.jsonl")):
         named = re.fullmatch(r"worker_(\d{5,7})\.jsonl", path.name, re.ASCII)
@@ -108,7 +108,7 @@ def _timing_files(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[i
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """List the run that ``folder`` is, else the runs in it, else those that name it as their sweep."""
+    """Return [folder] if it is a run, else the runs in it, else the runs that name it as their sweep."""
     if is_file(RunDirectory(folder).manifest):
         return [folder]
     inside = [run.path for run in runs_below(folder)]
@@ -116,7 +116,7 @@ def runs_of(folder: Path) -> list[Path]:
 
 
 def _siblings(folder: Path) -> list[Path]:
-    """List the runs of the root that sweeps lie in, as ``runs/sweeps/<sweep>`` does."""
+    """List the runs below the root that contains the sweep, which is at ``runs/sweeps/<sweep>``."""
     return [run.path for run in runs_below(folder.parents[1])] if folder.parent.name == "sweeps" else []
 
 
@@ -127,7 +127,7 @@ def _group(run: Path) -> str:
 
 
 def number(value: Any) -> float:
-    """Convert a value of ``metrics.jsonl``, which has infinities and NaN as words, to a float; NaN if it is none."""
+    """Convert a value of ``metrics.jsonl``, where infinities are words, to a float; NaN if it is not a number."""
     try:
         converted = float(value)
     except (TypeError, ValueError, OverflowError):

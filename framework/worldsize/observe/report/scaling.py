@@ -1,4 +1,4 @@
-"""A scaling study: measured, predicted and ideal."""
+"""Charts of a scaling study: measured, predicted and ideal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SHAPE = {
 @final
 @dataclass(frozen=True)
 class Point:
-    """A measured world size. Seconds are those of a step; NaN where they were not measured or predicted."""
+    """A measured world size. Seconds are per step, NaN if not measured or not predicted."""
 
     series: str
     strategy: str
@@ -64,7 +64,7 @@ class Point:
         return self.samples_per_second * self.step_seconds / (self.predicted_seconds or math.nan)
 
     def phase_seconds(self, phase: str) -> float:
-        """Return the seconds of a phase in a step: 0 if not measured; "rest" is what the others leave."""
+        """Return the seconds of a phase in a step, 0 if not measured; "rest" is the remainder."""
         if phase == "rest":
             return max(0.0, self.step_seconds - sum(self.phases.values()))
         return self.phases.get(phase, 0.0)
@@ -93,7 +93,7 @@ def read_study(path: Path) -> Study:
     """Read the file that ``worldsize scale`` wrote.
 
     Raises:
-        WorldsizeError: it is damaged, or of a newer schema.
+        WorldsizeError: the file is damaged, or of a newer schema.
     """
     try:
         facts = parse(read_regular(path, at_most=LARGEST))
@@ -106,7 +106,7 @@ def read_study(path: Path) -> Study:
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Measure again: worldsize scale.") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise WorldsizeError(f"{path} is no scaling study: {error!r}. Measure again: worldsize scale.") from None
+        raise WorldsizeError(f"{path} is not a scaling study: {error!r}. Measure again: worldsize scale.") from None
     if schema > _SCHEMA:
         raise WorldsizeError(f"{path} has schema {schema}; this worldsize reads {_SCHEMA}. Upgrade worldsize.")
     return Study(facts, dict(series))
@@ -194,7 +194,7 @@ def _world_sizes(axes: Axes, study: Study) -> None:
 
 
 def _breakdown(name: str, points: Sequence[Point]) -> Chart:
-    """Draw the phases that were measured, and "rest" if they do not fill the step."""
+    """Draw the measured phases, and "rest" if they do not add up to the step."""
     title = f"Step breakdown: {plain(name)}"
     known = [phase for phase in PHASES if any(phase in point.phases for point in points)]
     shades = {phase: f"c{PHASES.index(phase) + 1}" for phase in known}

@@ -1,4 +1,4 @@
-"""Load of parameter servers, where the strategy tells it with each logged step."""
+"""Load of parameter servers, if the strategy reports it with each logged step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Server:
 @final
 @dataclass(frozen=True)
 class HotRows:
-    """Rows of a table that were pushed most often, in a sample, with how often."""
+    """The most pushed rows of a table, with their numbers of pushes in a sample."""
 
     table: str
     rows: tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ def servers(record: Record) -> list[Server]:
 
 
 def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
-    """Collect by server the steps, and what it did up to each since the line before."""
+    """Collect the steps of each server, and its work since the line before."""
     loads: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line in record.steps:
         for index, load in enumerate(_servers_of(line)):
@@ -55,7 +55,7 @@ def _loads(record: Record) -> dict[int, list[tuple[int, Line]]]:
 
 
 def _servers_of(line: Line) -> Sequence[Line]:
-    """Return the facts about each server in a line; nothing if they have an unknown form."""
+    """Return the facts about each server in a line; nothing if their format is unknown."""
     facts = line.get("facts")
     listed = facts.get("servers") if isinstance(facts, dict) else None
     return listed if isinstance(listed, list) and all(map(_is_load, listed)) else []
@@ -82,7 +82,7 @@ def _total(name: str, loads: Sequence[Line]) -> Server:
 
 
 def hot_rows(record: Record) -> list[HotRows]:
-    """List each table's rows with most pushes over the run; a table without any is left out."""
+    """List each table's most pushed rows over the run, without tables that have none."""
     counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for line in record.steps:
         for load in _servers_of(line):

@@ -1,4 +1,4 @@
-"""Charts as inline SVG in the page's own colours and fonts: the same in light, dark and print."""
+"""Charts as inline SVG in the page's own colours and fonts, for light, dark and print."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-WIDTH = 360  # units; a page column is about as many pixels wide, on a phone too
+WIDTH = 360  # units; about the width of a page column in pixels, also on a phone
 _VARIABLES = ("ink", "muted", "line", "good", "bad", *(f"c{n}" for n in range(1, 9)))
-# colours that stand for variables of the page's style sheet until the chart is drawn
+# placeholder colours, replaced by variables of the style sheet once the chart is drawn
 _SENTINELS = {name: f"#01{index:02x}fe" for index, name in enumerate(_VARIABLES)}
 SERIES = 8  # colours that are told apart
 
 
 def colour(name: str) -> str:
-    """Colour that becomes the style sheet's variable ``name`` once the chart is drawn; KeyError if there is none."""
+    """Return the placeholder of the style sheet's colour ``name``; raise KeyError if there is none."""
     return _SENTINELS[name]
 
 
 def series_colour(index: int) -> str:
-    """Colour of a series by its index from 0; it repeats after ``SERIES``."""
+    """Return the colour of a series by its index from 0; colours repeat after ``SERIES``."""
     return colour(f"c{index % SERIES + 1}")
 
 
@@ -40,7 +40,7 @@ def series_colour(index: int) -> str:
 class Chart:
     """A drawn chart with its texts.
 
-    ``note`` says what the eye cannot know; ``key`` has labels and the style sheet's names of their colours.
+    ``note`` explains the chart; ``key`` has labels and the style sheet's names of their colours.
     """
 
     title: str
@@ -50,12 +50,12 @@ class Chart:
 
 
 def tip(artist: Artist, text: str) -> None:
-    """Show ``text`` where the pointer rests on ``artist``."""
+    """Show ``text`` when the pointer rests on ``artist``."""
     artist.set_gid("tip:" + plain(text).encode().hex())
 
 
 def plain(text: str, *, at_most: int = 60) -> str:
-    """Return ``text`` shortened, with a sign in place of what fonts cannot show."""
+    """Return ``text`` shortened, with characters replaced that fonts lack."""
     shown = "".join(letter if letter.isprintable() else "�" for letter in text)
     return shown if len(shown) <= at_most else shown[: at_most - 1] + "…"
 
@@ -75,7 +75,7 @@ def draw(title: str, paint: Callable[[Axes], None], *, height: float = 210.0) ->
         ) from None
     text = io.StringIO()
     with mpl.rc_context(_style()), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the page's font is another one
+        warnings.filterwarnings("ignore", "Glyph")  # the page has another font
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(figure.add_subplot())
         figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
@@ -86,7 +86,7 @@ _METADATA = ("Creator", "Date", "Format", "Type")
 
 
 def _style() -> Any:
-    """Return settings of matplotlib, whose own type for them is a list of all names."""
+    """Return matplotlib's settings; its own type for them is a list of all names."""
     ink, muted, line = map(colour, ("ink", "muted", "line"))
     return {
         "svg.fonttype": "none",
@@ -113,7 +113,7 @@ def _style() -> Any:
 
 
 def themed(svg: str, title: str) -> Markup:
-    """Turn matplotlib's file into an element of a page: variables for colours, no fonts, ids or prolog of its own."""
+    """Convert matplotlib's file to a page element, with colour variables and without fonts, ids and prolog."""
     body = svg[svg.index("<svg") :]
     view = re.search(r'viewBox="[^"]*"', body)
     assert view is not None
@@ -133,5 +133,5 @@ def _with_title(match: re.Match[str]) -> str:
 
 
 def _own_ids(svg: str, *, prefix: str) -> str:
-    """Rename the ids of clip paths and markers, so that no other chart of the page has them."""
+    """Make the ids of clip paths and markers unique on the page."""
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)

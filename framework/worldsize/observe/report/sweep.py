@@ -18,7 +18,7 @@ from worldsize.records.damage import reading
 class Sweep:
     """Several runs side by side.
 
-    ``runs`` by label: what was typed for each and not for all. ``refused``: why folders could not be read.
+    ``runs`` by label: the options typed for this run and not for all. ``refused``: why folders could not be read.
     """
 
     runs: Mapping[str, Record]
@@ -32,7 +32,7 @@ class Sweep:
 
 
 def read_sweep(folders: Sequence[Path]) -> Sweep:
-    """Read the runs in ``folders``; one that cannot be read is refused with its error, not raised."""
+    """Read the runs in ``folders``; an unreadable one is listed in ``refused`` with its error."""
     records, refused = [], {}
     for folder in folders:
         try:
@@ -47,7 +47,7 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
 
 
 def _check_shown(record: Record) -> None:
-    """Read everything that a page about several runs shows of one, so that an incomplete record is refused alone."""
+    """Read everything that the page shows of one run, so that an incomplete record only refuses that run."""
     manifest = record.manifest
     _ = (
         typed(record),
@@ -60,18 +60,18 @@ def _check_shown(record: Record) -> None:
 
 
 def typed(record: Record) -> dict[str, str]:
-    """Return what was typed for the run, by key."""
+    """Return the options typed for the run, by key."""
     return {key_of(word): word.partition("=")[2] for word in record.manifest["overrides"]}
 
 
 def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys whose values are not the same everywhere, as they first appear."""
+    """Return the keys whose values differ between runs, in order of appearance."""
     keys = dict.fromkeys(key for each in all_typed for key in each)
     return [key for key in keys if len({each.get(key) for each in all_typed}) > 1]
 
 
 def _label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
-    """Name a run by what differs, and by its folder too where that is not enough."""
+    """Label a run by the options that differ, and by its folder if those are not unique."""
     mine = typed(record)
     words = " ".join(f"{key}={mine[key]}" for key in keys if key in mine)
     twins = [other for other in others if all(typed(other).get(key) == mine.get(key) for key in keys)]

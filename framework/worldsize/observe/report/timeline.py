@@ -10,14 +10,14 @@ from typing import Any, final
 from worldsize.observe.events import described_workers
 from worldsize.observe.report.read import Line, Record
 
-_MARKS = 100  # that are shown
+_MARKS = 100  # number of marks shown
 _GOOD = ("completed", "running")
 
 
 @final
 @dataclass(frozen=True)
 class Bar:
-    """An attempt: ``start``, ``first`` (its first step; None: it came to none) and ``end`` in percent of the run."""
+    """An attempt: ``start``, ``first`` step (None if it had none) and ``end`` in percent of the run."""
 
     label: str
     start: float
@@ -29,7 +29,7 @@ class Bar:
 @final
 @dataclass(frozen=True)
 class Mark:
-    """An event ``seconds`` after the start, which is at ``at`` percent of the run."""
+    """An event ``seconds`` after the start, at ``at`` percent of the run."""
 
     at: float
     seconds: float
@@ -49,12 +49,12 @@ class Timeline:
 
     @property
     def ticks(self) -> list[float]:
-        """Seconds since the start at the quarters of the run, from 0 to its end."""
+        """Return the seconds since the start at the quarters of the run, from 0 to its end."""
         return [self.seconds * quarter / 4 for quarter in range(5)]
 
 
 def timeline(record: Record) -> Timeline | None:
-    """Build the timeline of a run; None if it has not begun."""
+    """Build the timeline of a run; return None if it has not begun."""
     if not record.attempts:
         return None
     spans = _spans(record)
@@ -75,15 +75,15 @@ def timeline(record: Record) -> Timeline | None:
 
 
 def _spans(record: Record) -> list[tuple[float, float]]:
-    """Return the Unix times of each attempt's start and end: the next start or the last sign, where none was noted."""
+    """Return each attempt's start and end as Unix times; an unrecorded end is the next start or the last activity."""
     starts = [float(attempt["start_at"]) for attempt in record.attempts]
-    following = [*starts[1:], max(starts[-1], _last_sign(record))]
+    following = [*starts[1:], max(starts[-1], _last_activity(record))]
     ends = [attempt["end_at"] or after for attempt, after in zip(record.attempts, following, strict=True)]
     return list(zip(starts, ends, strict=True))
 
 
-def _last_sign(record: Record) -> float:
-    """Time at which a step or an event was last noted, in seconds since the epoch (0: never)."""
+def _last_activity(record: Record) -> float:
+    """Return when a step or an event was last recorded, in seconds since the epoch (0: never)."""
     files = [record.folder / name for name in ("metrics.jsonl", "events.jsonl")]
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
@@ -103,9 +103,9 @@ def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[F
             yield ended, f"{name} ends: {_ending(attempt)}", attempt["exit_reason"] in _GOOD
     for earlier, later in pairwise(record.attempts):
         if earlier["steps"] and later["steps"] and later["first_step_at"] is not None and earlier["end_at"]:
-            lost = earlier["steps"][1] - later["steps"][0]
+            repeated = earlier["steps"][1] - later["steps"][0]
             recovery = later["first_step_at"] - earlier["end_at"]
-            again = f"; {lost} steps are done again" if lost > 0 else ""
+            again = f"; {repeated} steps are done again" if repeated > 0 else ""
             yield later["first_step_at"], f"recovered in {recovery:.1f} s{again}", True
 
 
@@ -118,10 +118,10 @@ def _ending(attempt: Mapping[str, Any]) -> str:
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
     for event in events:
         if isinstance(event.get("time"), int | float):
-            yield event["time"], told(event), event["event"] == "data_workers"
+            yield event["time"], describe_event(event), event["event"] == "data_workers"
 
 
-def told(event: Line) -> str:
+def describe_event(event: Line) -> str:
     """Describe an event of ``events.jsonl`` in words."""
     if event.get("event") == "data_workers":
         return f"step {event.get('step')}: rank {event.get('rank')}: {described_workers(event)}"
@@ -130,7 +130,7 @@ def told(event: Line) -> str:
     if "rank" in event:
         words.append(f"rank {event['rank']}")
     if "slower" in event:
-        slower = event["slower"]  # as the file has it, which others may write too
+        slower = event["slower"]  # any value: others may have written the file
         words.append(f"{f'{slower:.3g}' if isinstance(slower, int | float) else slower} × as slow as the others")
     words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
     words += [f"since step {event['since']}"] if event.get("since") is not None else []
