@@ -1,4 +1,4 @@
-"""Types of the numbers on a command's own command line, with the limits that settings have."""
+"""Argument types for numbers on the command line, with the same limits as settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T", int, float)
 
 
 def number(limit: Limit) -> Callable[[str], float]:
-    """Return what reads a number within ``limit``, as ``type`` of an argument."""
+    """Return a parser of numbers within ``limit``, for an argument's ``type``."""
     return lambda text: _read(text, float, limit)
 
 
 def whole(limit: Limit) -> Callable[[str], int]:
-    """Return what reads a whole number within ``limit``, as ``type`` of an argument."""
+    """Return a parser of integers within ``limit``, for an argument's ``type``."""
     return lambda text: _read(text, int, limit)
 
 

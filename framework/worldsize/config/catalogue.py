@@ -1,4 +1,4 @@
-"""Lists the options and plugins to choose from: where each comes from, and its description."""
+"""Lists the available options and plugins, with their sources and descriptions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from worldsize.config.search_path import bundle, folders_of, foreign_roots, opti
 
 @dataclass(frozen=True)
 class Plugin:
-    """``name``: that of its module, e.g. "plugins.diloco". ``source``: whose it is: worldsize's, the project's, that
-    of a folder in ``WORLDSIZE_PLUGINS`` or of an installed distribution; of the last ``version`` is known.
+    """A plugin or recipe, and the folder of its files."""
 
-    ``foreign``: a folder that other hosts may not have.
-    """
-
-    name: str
+    name: str  # of its module, e.g. "plugins.diloco"
     folder: Path
-    source: str
-    version: str | None = None
-    foreign: bool = False
+    source: str  # "worldsize", "project", a folder in WORLDSIZE_PLUGINS, or an installed distribution
+    version: str | None = None  # of the distribution
+    foreign: bool = False  # other hosts may not have the folder
 
     @property
     def options(self) -> list[Option]:
@@ -35,7 +31,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Option:
-    """One YAML of a group. ``about``: its first comment."""
+    """One YAML file of a group; ``about``: its first comment."""
 
     group: str
     name: str
@@ -48,13 +44,13 @@ class Option:
 
 
 def options() -> list[Option]:
-    """Every option of every group, by group and name."""
+    """List every option of every group, sorted by group and name."""
     known = [Option(*each) for folder in searched() for each in options_in(folder)]
     return sorted(known, key=lambda option: (option.group, option.name))
 
 
 def plugins() -> list[Plugin]:
-    """Every plugin and recipe, chosen or not; of installed ones those that are not broken."""
+    """List every plugin and recipe, chosen or not, without broken installed ones."""
     local = [_in_folder(root, folder) for root in roots() for folder in folders_of(root)]
     packages = [
         Plugin(each.module, each.folder, each.distribution, each.version) for each in installed() if each.folder
@@ -73,7 +69,7 @@ def _in_folder(root: Path, folder: Path) -> Plugin:
 def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
     """Return the plugins that a run needs, by name.
 
-    They offer a chosen option, or the configuration or another such plugin names their modules.
+    A plugin is needed if it offers a chosen option, or if the configuration or another needed plugin names its module.
     """
     known = plugins()
     chosen = {(group.partition("@")[0], option) for group, option in choices.items()}

@@ -1,4 +1,4 @@
-"""Says the words of a command line as Hydra takes them, and refuses those that worldsize answers in another way."""
+"""Rewrites the command line for Hydra, and refuses flags that worldsize handles differently."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ REFUSED_FLAGS = ("--config-path", "--experimental-rerun")
 
 
 def normalised(arguments: Sequence[str]) -> list[str]:
-    """Say choices of groups as Hydra wants them, and put overrides after the flags, where argparse wants them.
+    """Rewrite choices of groups for Hydra, and move overrides after the flags for argparse.
 
-    ``+group=option`` and ``group=option`` mean the same: the option of a group that the configuration has already is
-    replaced, that of any other group is added.
+    ``+group=option`` and ``group=option`` mean the same: the option replaces the group's present one, or is added if
+    the configuration has none.
 
     Raises:
-        ConfigError: a flag or a key of Hydra that worldsize does not follow.
+        ConfigError: a flag or a key of Hydra that worldsize does not support.
     """
     words = sorted(arguments, key=lambda word: "=" in word and not word.startswith("--"))
     flags = get_args_parser().parse_args(words)
@@ -52,7 +52,7 @@ def normalised(arguments: Sequence[str]) -> list[str]:
         _check_kept(word)
         if word.lstrip("+").removesuffix("=null") in GROUPS:
             raise ConfigError(_null_option(flags, word))
-    if flags.hydra_help:  # about Hydra alone: our keys are not known there
+    if flags.hydra_help:  # this is only about Hydra, which does not know our keys there
         return [word for word in words if word not in flags.overrides or key_of(word).startswith("hydra")]
     signs = _signs(flags)
     return [signs[_choice(word)] + word.lstrip("+") if _choice(word) in signs else word for word in words]
@@ -78,20 +78,20 @@ def _check_flags(flags: Namespace) -> None:
 
 
 def _check_kept(word: str) -> None:
-    """Raise ConfigError if ``word``, as ``~lr``, takes away what every run has."""
+    """Raise ConfigError if ``word``, such as ``~lr``, deletes a key that every run has."""
     key = key_of(word)
     if word.startswith("~") and key not in GROUPS and key in {field.name for field in fields(Schema)}:
         raise ConfigError(f"{word}: every run has the key {key}. Set {key}=null for none, or leave the word out.")
 
 
 def _choice(word: str) -> str | None:
-    """Return the key of a word that may choose an option of a group, as ``+group@package=option``; None: it cannot."""
+    """Return the key of a word that may choose an option of a group, as ``+group@package=option``, else None."""
     match = re.fullmatch(r"\+?([a-zA-Z_][\w/-]*(@[\w.]+)?)=.+", word, re.DOTALL)
     return match[1] if match else None
 
 
 def _signs(flags: Namespace) -> dict[str | None, str]:
-    """Map the key of each choice of a group to the sign that Hydra wants before it: "+" if it has no option yet."""
+    """Map the key of each choice of a group to Hydra's prefix for it: "+" if the group has no option yet."""
     groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)}
     groups -= {field.name for field in fields(Schema)}
     chosen = {key: word.lstrip("+") for word in flags.overrides if (key := _choice(word))}
@@ -101,7 +101,7 @@ def _signs(flags: Namespace) -> dict[str | None, str]:
     if added:
         taken = _chosen(flags, usual)
         added = {key: word for key, word in added.items() if key not in taken}
-    inner: set[str] = set()  # groups that an option which is added brings along, as an experiment's recipe may
+    inner: set[str] = set()  # groups that an added option brings along, such as the recipe of an experiment
     if len(added) > 1:
         for key, word in added.items():
             inner |= _chosen(flags, [*usual, f"+{word}"]) - {key}
@@ -115,13 +115,13 @@ def _places(flags: Namespace) -> list[Path]:
 
 
 def folder_of_flags(flags: Namespace) -> Path | None:
-    """Return the folder of groups that ``--config-dir`` names, if that is one."""
+    """Return the folder of groups that ``--config-dir`` names, if it exists."""
     folder = Path(flags.config_dir).resolve() if flags.config_dir else None
     return folder if folder and folder.is_dir() else None
 
 
 def _null_option(flags: Namespace, word: str) -> str:
-    """Return which options the group has that ``word``, as ``logger=null``, sets to null."""
+    """Return the options of the group that ``word``, such as ``logger=null``, sets to null."""
     group = word.lstrip("+").removesuffix("=null")
     options = {option for conf in _places(flags) for name, option, _ in options_in(conf) if name == group}
     if "none" in options:
@@ -130,16 +130,16 @@ def _null_option(flags: Namespace, word: str) -> str:
 
 
 def _chosen(flags: Namespace, words: Sequence[str]) -> set[str]:
-    """Return the groups of which the configuration that ``words`` compose has an option; of a sweep, its first point.
+    """Return the groups with an option in the configuration composed from ``words``, or from a sweep's first point.
 
-    There is none where they compose nothing, which is told when all is composed.
+    Return none if the words cannot be composed; the error is reported when everything is composed.
     """
     own = hydra_of_first_point(flags, words)
     return set() if own is None else {str(group) for group in own.runtime.choices}
 
 
 def hydra_of_first_point(flags: Namespace, words: Sequence[str]) -> DictConfig | None:
-    """Compose what ``words`` describe, of a sweep its first point; return Hydra's own part, None if that is refused."""
+    """Compose ``words``, or a sweep's first point; return Hydra's own part, or None if that fails."""
     GlobalHydra.instance().clear()
     first = [re.sub(r"^([^=,]*=[^,()\[\]]*),.*", r"\1", word, flags=re.DOTALL) for word in words]
     try:
@@ -151,7 +151,7 @@ def hydra_of_first_point(flags: Namespace, words: Sequence[str]) -> DictConfig |
 
 
 def brings_files(arguments: Sequence[str]) -> bool:
-    """Return whether the words choose an option that may say how Hydra runs, as an experiment's file can."""
+    """Return whether the words choose an option that may configure Hydra itself, as an experiment's file can."""
     flags, _ = get_args_parser().parse_known_args(list(arguments))
     keys = [key for word in flags.overrides if (key := _choice(word)) is not None]
     groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)} - {*GROUPS}

@@ -1,4 +1,4 @@
-"""Compose the configuration once, with Hydra, in the launching process."""
+"""Composes the configuration once, with Hydra, in the launching process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from worldsize.errors import ConfigError, neighbours
 class _Folders(SearchPathPlugin):
     """Adds every ``conf/`` of the working directory, the plugins and the recipes, and the folder of ``--config-dir``.
 
-    Hydra adds that too, but would read its files without the checks of :class:`LauncherSource`.
+    Hydra also adds the last one, but would read its files without the checks of :class:`LauncherSource`.
     """
 
     additional: ClassVar[Path | None] = None
@@ -49,7 +49,7 @@ class _Folders(SearchPathPlugin):
 
 
 def assigned(key: str, value: object) -> str:
-    """Write the override that gives ``key`` the text of ``value``, whatever characters that has."""
+    """Return the override that sets ``key`` to the text of ``value``, with any characters escaped."""
     text = str(value).replace("${", r"\${")
     return f"{key}={QuotedString(text, Quote.single).with_quotes()}"
 
@@ -58,8 +58,8 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
     """Run Hydra's command line over ``arguments``; ``task`` is called once for each composed configuration.
 
     Raises:
-        ConfigError: what Hydra or OmegaConf refuses, with the neighbours of a misspelt name; or two places offer the
-            same option; or a search has no metric to go by.
+        ConfigError: Hydra or OmegaConf refuses the words (with similar names for a misspelt one), two places offer the
+            same option, or a search has no metric.
     """
     _prepare(arguments)
     sys.argv[1:] = words = normalised(arguments)
@@ -77,7 +77,7 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
 
 
 def wants_sweep(arguments: Sequence[str]) -> bool:
-    """Return whether the words, or a file that they choose, ask Hydra for the runs of a sweep instead of one run."""
+    """Return whether the words, or a file that they choose, request a sweep instead of one run."""
     flags, _ = get_args_parser().parse_known_args(list(arguments))
     if flags.multirun or any(word.startswith("hydra.mode=") for word in arguments):
         return True
@@ -86,7 +86,7 @@ def wants_sweep(arguments: Sequence[str]) -> bool:
 
 
 def is_side_by_side(arguments: Sequence[str]) -> bool:
-    """Return whether the words, or a file, choose joblib as launcher, whose processes are children of this one."""
+    """Return whether the words, or a file, choose Hydra's joblib launcher, whose processes are children of this one."""
     if "hydra/launcher=joblib" in (word.lstrip("+") for word in arguments):
         return True
     own = _hydra_by_files(arguments)
@@ -94,7 +94,7 @@ def is_side_by_side(arguments: Sequence[str]) -> bool:
 
 
 def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
-    """Return Hydra's own configuration if a file may change it; None: none does, or the words are refused later."""
+    """Return Hydra's own configuration if a file may change it; None if none does, or if the words will be refused."""
     if not brings_files(arguments):
         return None
     try:
@@ -106,7 +106,7 @@ def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
 
 
 def compose_only(arguments: Sequence[str]) -> DictConfig:
-    """Compose another user's configuration without Hydra's command line, which calls what a configuration names.
+    """Compose another user's configuration without Hydra's command line, which would call functions that it names.
 
     Raises:
         ConfigError: as of :func:`compose_and_call`; or the configuration changes Hydra itself.
@@ -128,10 +128,10 @@ def compose_only(arguments: Sequence[str]) -> DictConfig:
 
 
 def _single_run(words: Sequence[str]) -> DictConfig | None:
-    """Compose the one run that ``words`` describe, in half the time of Hydra's command line, which composes it twice.
+    """Compose a single run in half the time of Hydra's command line, which composes it twice.
 
-    Return None where more is asked of that command line: flags, a sweep, callbacks, logging, variables to set, or to
-    say what is wrong.
+    Return None if Hydra's command line is needed: for flags, a sweep, callbacks, logging, variables, or an error
+    message.
     """
     if any(word.startswith("-") for word in words):
         return None
@@ -157,7 +157,7 @@ def _composed(words: Sequence[str]) -> DictConfig:
 
 
 def _entered(cfg: DictConfig) -> DictConfig:
-    """Make ``cfg`` the configuration that is being run, as :class:`HydraConfig` says; return it without Hydra's own."""
+    """Register ``cfg`` with :class:`HydraConfig` as the current run; return it without Hydra's own part."""
     HydraConfig.instance().set_config(cfg)
     own = deepcopy(cfg)
     with open_dict(own):
@@ -166,14 +166,14 @@ def _entered(cfg: DictConfig) -> DictConfig:
 
 
 def _hydra_of(cfg: DictConfig) -> dict[str, Any]:
-    """Return Hydra's own configuration, without what it notes there of the arguments and of this process."""
+    """Return Hydra's own configuration, without its records of arguments and of this process."""
     plain = cast("dict[str, Any]", OmegaConf.to_container(cfg.hydra))
     plain["job"].pop("override_dirname", None)
     return {key: value for key, value in plain.items() if key not in ("runtime", "overrides")}
 
 
 def _prepare(arguments: Sequence[str]) -> None:
-    """Make our configuration known to Hydra, and refuse what it would not."""
+    """Register our configuration with Hydra; raise ConfigError for words that Hydra would accept but must not."""
     _Folders.additional = folder_of_flags(get_args_parser().parse_known_args(list(arguments))[0])
     check_unique([_Folders.additional] if _Folders.additional else [])
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
@@ -181,15 +181,15 @@ def _prepare(arguments: Sequence[str]) -> None:
     schema.register()
     Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are to reach us, unprinted
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors must be raised to us, not printed
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
-    """Plain containers, every interpolation resolved.
+    """Convert the configuration to plain containers with every interpolation resolved.
 
     Raises:
         ConfigError: a key does not exist, a value is missing or outside what the schema's annotations say, or an
-            interpolation leads nowhere.
+            interpolation cannot be resolved.
     """
     cfg = _with_rate(cfg)
     _check_keys(cfg, "")
@@ -203,12 +203,12 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _with_rate(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with ``lr: null`` where no learning rate is given and nothing that is used takes it.
+    """Return the configuration, with ``lr: null`` if no learning rate is given and nothing in use takes one.
 
     The optimizer and the schedule are used where another section, usually the recipe, names them.
 
     Raises:
-        ConfigError: something takes it.
+        ConfigError: something in use takes a learning rate.
     """
     if not OmegaConf.is_missing(cfg, "lr") and cfg.lr is not None:
         return cfg
@@ -225,7 +225,7 @@ def _with_rate(cfg: DictConfig) -> DictConfig:
 
 
 def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
-    """Return a key at or below ``section``, or below what that refers to, whose value takes ``${lr}``; None: none."""
+    """Return a key in ``section``, or in sections that it refers to, whose value uses ``${lr}``, else None."""
     node = cfg._get_node(section)
     if not isinstance(node, Node) or node._is_missing():
         return None
@@ -236,14 +236,14 @@ def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
     except InterpolationToMissingValueError as error:
         return str(error.full_key or section) if str(error).splitlines()[0].endswith(": lr") else None
     except OmegaConfBaseException:
-        return None  # told where all sections are resolved
+        return None  # reported when all sections are resolved
     return None
 
 
 def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_checked: bool = False) -> None:
-    """Check ``plain``, what ``node`` resolves to, against the annotations of the section and of those below it.
+    """Check ``plain``, the resolved ``node``, against the annotations of the section and of its subsections.
 
-    A section that its parent's annotation names ``is_checked`` with the parent.
+    A section ``is_checked`` if its parent's annotation already covers it.
     """
     kind = OmegaConf.get_type(node)
     hints = hints_of(kind) if is_dataclass(kind) else {}
@@ -257,12 +257,12 @@ def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_c
 
 
 def variables_of(cfg: DictConfig) -> set[str]:
-    """Return the names of the environment variables that a composed configuration takes by ``${oc.env:NAME}``."""
+    """Return the names of environment variables that a composed configuration reads by ``${oc.env:NAME}``."""
     return set(re.findall(r"\$\{oc\.env:\s*(\w+)", OmegaConf.to_yaml(cfg, resolve=False)))
 
 
 def _check_keys(node: DictConfig, path: str) -> None:
-    """Refuse what ``+key=value`` added where the schema has no such key, and a key that needs a value and has none."""
+    """Raise ConfigError if the schema lacks a key added by ``+key=value``, or a required key has no value."""
     kind = OmegaConf.get_type(node)
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else set(map(str, node))
     for key in map(str, node):
@@ -277,14 +277,14 @@ def _check_keys(node: DictConfig, path: str) -> None:
 
 
 def choices() -> dict[str, str]:
-    """The option chosen in each group of the configuration that is being run."""
+    """Return the option chosen in each group of the current configuration."""
     chosen = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(chosen, dict)
     return {str(group): str(option) for group, option in chosen.items() if not str(group).startswith("hydra/")}
 
 
 def task_overrides() -> list[str]:
-    """Return the overrides that were typed for this run; of a sweep, the values of this one point."""
+    """Return the overrides typed for this run; in a sweep, those of this point."""
     return list(HydraConfig.get().overrides.task)
 
 

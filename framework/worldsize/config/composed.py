@@ -1,7 +1,7 @@
-"""The settings of a composed configuration, with what only the launching process knows filled in.
+"""Completes the settings of a composed configuration in the launching process.
 
-That is: where plugins lie, the processes of this machine, the group of a sweep, and the number of steps of what is
-written in epochs, samples or tokens.
+It fills in the folders of plugins, the processes of this machine, the group of a sweep, and the number of steps for
+lengths in epochs, samples or tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None) -> Settings:
-    """Build typed settings, with what only the launching process knows filled in.
+    """Build typed settings, completed with values that only the launching process knows.
 
-    ``samples_per_logical_rank`` replaces the batch of the configuration, so that it divides under every strategy.
+    ``samples_per_logical_rank`` replaces the batch size, so that it divides under every strategy.
     """
     make_importable(roots())
     if "hosts" in cfg.cluster:
@@ -55,12 +55,12 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
 
 
 def lengths_of(cfg: DictConfig) -> dict[str, str]:
-    """Return the lengths of the schedule that are written as texts, by key."""
+    """Return the lengths of the schedule that are written as text, such as "2 epochs", by key."""
     return dict(written_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
 
 
 def _with_profile_in_run(settings: Settings) -> Settings:
-    """Return the settings. Raises ConfigError: steps are to be traced that the run never reaches."""
+    """Return the settings; raise ConfigError if the profile names steps that the run does not reach."""
     profiled, steps = settings.observe.profiled, settings.training.steps
     if profiled is not None and profiled[1] > steps:
         raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
@@ -83,7 +83,7 @@ def _steps(settings: Settings, *, epochs: float) -> int:
 
 
 def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, str]]:
-    """Yield the key and the text of each value below ``node`` that is a length, such as "2 epochs" or "10M tokens"."""
+    """Yield the key and the text of each length below ``node``, such as "2 epochs" or "10M tokens"."""
     children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:
         yield from written_lengths(child, f"{key}.{name}")
@@ -92,7 +92,7 @@ def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, str
 
 
 def _length_in_steps(text: str, settings: Settings, *, key: str) -> int:
-    """Return the steps, rounded up, of a length that is the value of ``key``.
+    """Convert a length, the value of ``key``, to steps, rounded up.
 
     Raises:
         ConfigError: the data are a stream without a length, or the recipe does not say how many tokens a sample has.

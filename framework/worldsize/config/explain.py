@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors in one sentence: the fact, then the remedy and the neighbours."""
+"""Rewrites Hydra's and OmegaConf's errors in one sentence: the fact, then the remedy and similar names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worldsize.errors import ConfigError, neighbours
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
-    """The ConfigError that says what ``error`` means; ``overrides`` are what the user typed."""
+    """Convert ``error`` to a ConfigError that explains it; ``overrides`` are those that the user typed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return ConfigError(_unknown_option(error))
     unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in ", f"{error}\n{error.__cause__}")
@@ -29,18 +29,20 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ValidationError):
         return ConfigError(_wrong_type(cause))
-    if deleted := re.match(r"Error merging override ~([\w.]+)", _said(error)):
+    if deleted := re.match(r"Error merging override ~([\w.]+)", _first_line(error)):
         return ConfigError(f"~{deleted[1]}: this key stays. Set {deleted[1]}=VALUE, or leave the word out.")
     if isinstance(error, OverrideParseException):
-        return ConfigError(f"{error.override!r} cannot be read: {_said(error)}. Write key=value.")
-    return ConfigError(f"{_said(error)}.")
+        return ConfigError(f"{error.override!r} cannot be read: {_first_line(error)}. Write key=value.")
+    return ConfigError(f"{_first_line(error)}.")
 
 
-def _said(error: Exception) -> str:
-    """The first line of a message that says something, without what Hydra calls the error itself."""
+def _first_line(error: Exception) -> str:
+    """Return the first informative line of a message, without the name of Hydra's exception."""
     lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line.strip("^ ") and not line.startswith(("See http", "Error parsing override"))]
-    return " ".join(re.sub(r"^\w+Exception: ", "", said[0]).rstrip(".").split()) if said else type(error).__name__
+    useful = [
+        line for line in lines if line.strip("^ ") and not line.startswith(("See http", "Error parsing override"))
+    ]
+    return " ".join(re.sub(r"^\w+Exception: ", "", useful[0]).rstrip(".").split()) if useful else type(error).__name__
 
 
 def _unknown_option(error: MissingConfigException) -> str:
@@ -51,26 +53,26 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     parent, _, name = key.rpartition(".")
-    words = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not take
+    words = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not use
     known = _keys_of(parent, words)
     if not parent and name in known:
         return (
             f"this recipe takes no {name}=... A recipe that does says so in the defaults list of its YAML file, "
             f"e.g. with '- /{name}: null'."
         )
-    # what has a target takes the arguments of that, which the YAML may leave out
+    # a node with a target takes its arguments, which the YAML may leave out
     more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
     return f"no key {key!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
 
 
 def _of_the_run(name: str) -> str:
-    """Point to the key at the top that ``name``, which stands in some section, may be meant for."""
+    """Suggest the top-level key that ``name``, used in some section, may be meant for."""
     close = get_close_matches(name, [field.name for field in fields(Schema)], n=1, cutoff=0.8)
     return f" The run itself has the key {close[0]!r}: {close[0]}=VALUE." if close else ""
 
 
 def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:
-    """Keys of the node ``parent`` in the configuration that the group choices alone compose."""
+    """Return the keys of the node ``parent`` in the configuration composed from the group choices alone."""
     GlobalHydra.instance().clear()
     groups = {group.name for conf in (main_conf(), *config_folders()) for group in conf.iterdir() if group.is_dir()}
     chosen = [word for word in overrides if re.fullmatch(r"\w+=[\w-]+", word) and word.split("=")[0] in groups]

@@ -1,4 +1,4 @@
-"""Plugins of installed packages: the entry points of group ``worldsize.plugins``. Nothing of them is imported."""
+"""Finds plugins of installed packages, by entry points of group ``worldsize.plugins``, without importing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP = "worldsize.plugins"
 
 @dataclass(frozen=True)
 class Installed:
-    """``module``: the package that the entry point names; ``folder``: its files; None, and ``broken`` says why."""
+    """An installed plugin. ``folder``: the files of its package ``module``, or None if it is ``broken``."""
 
     module: str
     distribution: str
@@ -36,7 +36,7 @@ def _looked_up(point: EntryPoint) -> Installed:
 
 
 def _folders(module: str) -> list[Path]:
-    """Look for the outermost package alone: to look for one inside another would import that."""
+    """Find the folder of the outermost package only, since finding a nested one would import its parent."""
     outermost, *inner = module.split(".")
     try:
         spec = find_spec(outermost)

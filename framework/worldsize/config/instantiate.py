@@ -1,4 +1,4 @@
-"""``_target_`` → object, inside an allow-list that is checked before and after the import."""
+"""Builds objects from ``_target_`` nodes, inside an allow-list that is checked before and after the import."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Allowed:
 
 
 def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
-    """The object that ``node`` (plain containers) describes.
+    """Build the object that ``node``, of plain containers, describes.
 
     Raises:
         ConfigError: a target outside the allow-list, missing, not callable, with arguments that it does not take, or
@@ -44,10 +44,10 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     check_node(node, allowed=allowed, key=key)
     try:
         built = hydra.utils.instantiate(node, _convert_="all")
-    except TypeError as error:  # of a key of Hydra's own, such as _partial_
+    except TypeError as error:  # about one of Hydra's keys, such as _partial_
         raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Leave it as it is.") from error
     except InstantiationException as error:
-        cause = error.__cause__ or error  # what the target itself raised
+        cause = error.__cause__ or error  # the error raised by the target itself
         if isinstance(cause, WorldsizeError | ImportError):
             raise cause from None
         raise ConfigError(f"{key}: {node['_target_']} cannot be built: {described_failure(cause)}.") from cause
@@ -57,27 +57,27 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
 
 
 def check_node(node: Any, *, allowed: Allowed, key: str) -> None:
-    """Raise ConfigError if a target at or below ``node`` may not be called, or not with these arguments."""
+    """Raise ConfigError if a target at or below ``node`` may not be called, or does not accept these arguments."""
     for path, target in targets_of(node, key):
         check_arguments(resolve(target["_target_"], allowed, path), target, path)
 
 
 def described_failure(error: BaseException) -> str:
-    """Name an error of code that is not ours in a line: its kind, what it says, and where it came from."""
-    said = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {said[0].rstrip('.')}" if said else type(error).__name__
+    """Describe an error of user code in one line: its type, message and place."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
     return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
 
 
 def check_targets(config: Any, allowed: Allowed) -> None:
-    """Refuse a configuration that names a target outside the allow-list, without importing anything."""
+    """Raise ConfigError if a configuration names a target outside the allow-list, without importing anything."""
     for path, node in targets_of(config):
         _check_prefix(node["_target_"], allowed, path)
 
 
 def resolve(target: str, allowed: Allowed, key: str) -> Any:
-    """The callable that ``target`` names; an alias of something outside the allow-list is refused as well."""
+    """Return the callable that ``target`` names; an alias of something outside the allow-list is also refused."""
     _check_prefix(target, allowed, key)
     located = _locate(target, key)
     origin = f"{getattr(located, '__module__', '')}.{getattr(located, '__qualname__', '')}"
@@ -119,7 +119,7 @@ def _import(target: str, key: str) -> tuple[Any, list[str]]:
             return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise  # the module exists, and something that it imports does not
+                raise  # the module exists, but something that it imports does not
     raise ConfigError(f"{key}: {target} does not exist: no module {parts[0]!r} on the import path.")
 
 
@@ -140,9 +140,7 @@ def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any
 
 
 def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
-    """Parameters of ``node`` against the signature, and values against annotations: plain types of a dataclass, limits
-    of any target.
-    """
+    """Check the arguments in ``node`` against the signature of ``target``, its limits and plain types."""
     parameters = inspect.signature(target).parameters
     given = [name for name in node if name not in ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -161,7 +159,7 @@ def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key
 
 
 def _plain_hints(target: Any) -> Mapping[str, Any]:
-    """The annotations that values are held to: those of a dataclass's fields, of other targets those with limits."""
+    """Return the annotations to check: those of a dataclass's fields; for other targets only those with limits."""
     plain = hints_of(target, limits=False)
     if is_dataclass(target):
         return {field.name: plain[field.name] for field in fields(target) if field.name in plain}
@@ -169,14 +167,14 @@ def _plain_hints(target: Any) -> Mapping[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value suits an annotation; annotations that are not plain are left to the object."""
+    """Return whether a plain value matches an annotation; other annotations are checked by the object itself."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     origin = get_origin(hint)
     if origin is Callable:
-        return isinstance(value, Mapping)  # that names a target
+        return isinstance(value, Mapping)  # it names a target
     if isinstance(origin, type) and issubclass(origin, Mapping | Sequence):
         return isinstance(value, Mapping if issubclass(origin, Mapping) else list)
     if hint not in _SCALARS:

@@ -1,7 +1,7 @@
-"""Derives the keys of a launcher from its dataclass, so that its options stand nowhere else.
+"""Derives the keys of a launcher from its dataclass, the only place that lists its options.
 
-The YAML of a cluster names the class (``launcher._target_``) and what differs from the defaults. When Hydra loads it,
-each field becomes a typed key: ``launcher.NAME``, or ``cluster.NAME`` where the field is a
+The YAML of a cluster names the class (``launcher._target_``) and values that differ from the defaults. When Hydra loads
+it, each field becomes a typed key: ``launcher.NAME``, or ``cluster.NAME`` where the field is a
 :func:`~worldsize.core.launcher.cluster_option`.
 """
 
@@ -55,7 +55,7 @@ class LauncherSource(FileConfigSource):
 
 
 def _check_folders(result: ConfigResult, file: Path) -> None:
-    """Refuse a file that says where Hydra shall put a run."""
+    """Raise ConfigError if a file sets the folder in which Hydra puts a run."""
     if result.header["package"] != "_global_" or not isinstance(result.config, DictConfig):
         return
     for key, why in REFUSED.items():
@@ -65,7 +65,7 @@ def _check_folders(result: ConfigResult, file: Path) -> None:
 
 @cache
 def _warn_of_late_header(file: Path) -> None:
-    """Warn once if a ``# @package`` of ``file`` has no effect, since something else stands above it."""
+    """Warn once if a ``# @package`` line of ``file`` has no effect because it is not the first."""
     lines = file.read_text(errors="replace").splitlines()
     below = dropwhile(lambda line: not line[1].strip() or re.match(r"\s*#\s*@", line[1]), enumerate(lines, 1))
     for number, line in below:
@@ -79,9 +79,9 @@ def _warn_of_late_header(file: Path) -> None:
 
 
 def _add_keys(config: DictConfig, target: str, file: Path) -> None:
-    """Type the nodes ``cluster`` and ``launcher`` of ``config``, which was read from ``file``.
+    """Add the launcher's typed keys to ``cluster`` and ``launcher`` of ``config``, which was read from ``file``.
 
-    A target that only ``allow_targets`` permits is left as it is: it is not imported before the run is checked.
+    A target that only ``allow_targets`` permits stays untyped: it is not imported before the run is checked.
     """
     allowed = Allowed((*Allowed().prefixes, *(each.module for each in installed())))
     if not allowed.admits(target):
@@ -94,10 +94,10 @@ def _add_keys(config: DictConfig, target: str, file: Path) -> None:
 
 
 def _merged(key: str, schema: type, given: DictConfig | None, file: Path) -> Any:
-    """The defaults of ``schema``, overlaid by what the file gives.
+    """Return the defaults of ``schema``, updated with the values in the file.
 
     Raises:
-        ConfigError: the file gives a key that does not exist, or a value of the wrong type.
+        ConfigError: the file has an unknown key, or a value of the wrong type.
     """
     try:
         return OmegaConf.merge(OmegaConf.structured(schema), given or {})
@@ -110,7 +110,7 @@ def _merged(key: str, schema: type, given: DictConfig | None, file: Path) -> Any
 
 @cache
 def cluster_schema(launcher: type) -> type:
-    """The keys below ``cluster``: those of every cluster, and the launcher's cluster options."""
+    """Return the keys below ``cluster``: those of every cluster, and the launcher's cluster options."""
     every = {each.name for each in fields(ClusterSchema)}
     own = [each for each in _options(launcher) if each.metadata.get(OF_CLUSTER) and each.name not in every]
     return make_dataclass(f"{launcher.__name__}Cluster", _typed(launcher, own), bases=(ClusterSchema,))
@@ -118,7 +118,7 @@ def cluster_schema(launcher: type) -> type:
 
 @cache
 def launcher_schema(launcher: type) -> type:
-    """The keys below ``launcher``: every field of the dataclass, cluster options as references to ``cluster``."""
+    """Return the keys below ``launcher``: all fields of the dataclass, cluster options as references to ``cluster``."""
     target = ("_target_", str, field(default=f"{launcher.__module__}.{launcher.__qualname__}"))
     own = [each for each in _options(launcher) if not each.metadata.get(OF_CLUSTER)]
     references = [
@@ -139,14 +139,14 @@ def _typed(launcher: type, options: Sequence[Field[Any]]) -> list[tuple[str, Any
 
 
 def _limited(hint: Any) -> Any:
-    """The plain type of an annotation, with what it says of the values."""
+    """Return the plain type of an annotation, with its limits."""
     if get_origin(hint) is not Annotated:
         return plain_type(hint)
     return Annotated[plain_type(get_args(hint)[0]), *hint.__metadata__]
 
 
 def _default(option: Field[Any]) -> Any:
-    """The default as plain containers, made anew for each configuration."""
+    """Return the default as new plain containers."""
     if option.default is MISSING and option.default_factory is MISSING:
         return field(default=REQUIRED)
     value = option.default if option.default_factory is MISSING else option.default_factory()
@@ -158,7 +158,7 @@ def _default(option: Field[Any]) -> Any:
 
 
 def plain_type(hint: Any) -> Any:
-    """The type that OmegaConf checks for an annotation: what it cannot express is checked when the object is built."""
+    """Return the type that OmegaConf can check for an annotation; the rest is checked when the object is built."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return plain_type(arguments[0])

@@ -1,4 +1,4 @@
-"""Returns the value of a run to a search over configurations, such as Optuna's: the metric ``sweep.metric``."""
+"""Returns the metric ``sweep.metric`` of a run to a search over configurations, such as Optuna's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.errors import ConfigError, WorldsizeError, neighbours
 @final
 @dataclass(frozen=True)
 class Trial:
-    """The end of a run, and the value that a sweep goes by; None: nothing asks for one, or the run did not complete."""
+    """The end of a run, and its value for a sweep; None if no value is needed, or the run did not complete."""
 
     exit_code: int
     value: float | None = None
@@ -29,12 +29,12 @@ class Trial:
 
 @final
 class TrialFailedError(Exception):
-    """A run of a search has no value. The sweeper counts it as failed, and goes on if it is told to."""
+    """A run of a search has no value. The sweeper counts it as failed, and continues if so configured."""
 
 
 @final
-class SweepEnded(BaseException):  # no Exception, which a sweeper would count
-    """Ends a sweep at once: Hydra and its plugins catch every Exception. None: there is no error to be shown."""
+class SweepEnded(BaseException):  # not an Exception, which a sweeper would catch and count
+    """Ends a sweep at once, since Hydra and its plugins catch every Exception; None means no error to show."""
 
     def __init__(self, error: WorldsizeError | None = None) -> None:
         super().__init__(error)
@@ -43,9 +43,9 @@ class SweepEnded(BaseException):  # no Exception, which a sweeper would count
 
 @final
 class SweepEnd:
-    """The value of a run after which a sweep goes no further, where others go on side by side.
+    """The value of a run after which a sweep ends, while others still run in parallel.
 
-    A search that asks for the number gets SweepEnded, once all of them have ended.
+    Converting it to a number raises SweepEnded, once all of them have ended.
     """
 
     def __float__(self) -> float:
@@ -54,10 +54,10 @@ class SweepEnd:
 
 @final
 class ObjectiveCheck(Callback):
-    """Hands ``sweep.direction`` to the sweeper before it is made, and refuses a search that would find nothing."""
+    """Passes ``sweep.direction`` to the sweeper before it is created, and refuses a search without a metric."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Raise SweepEnded if a sweeper that takes a direction has no metric, or no runs, to go by."""
+        """Raise SweepEnded if a sweeper that takes a direction has no metric, or its runs are not trained."""
         if "direction" not in config.hydra.sweeper:
             return
         try:
@@ -80,7 +80,7 @@ def _check_search(config: DictConfig) -> None:
 
 
 def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
-    """Return the direction that ``sweep`` and the sweeper agree on; the sweeper's is an Enum where nobody set it.
+    """Return the direction that ``sweep`` and the sweeper agree on; the sweeper's default is an Enum.
 
     Raises:
         ConfigError: they contradict each other, or the sweeper has several.
@@ -99,16 +99,16 @@ def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
 
 
 def is_search() -> bool:
-    """Return whether the run is one of a sweep whose sweeper goes by the values of runs."""
+    """Return whether the run belongs to a sweep whose sweeper uses the values of runs."""
     hydra = HydraConfig.get()
     return str(hydra.mode).endswith("MULTIRUN") and "direction" in hydra.sweeper
 
 
 def value_of(sweep: DictConfig, metrics: Mapping[str, float]) -> float:
-    """Return the metric that ``sweep`` names; where a search asks, NaN becomes the worst value of its direction.
+    """Return the metric that ``sweep`` names; for a search, NaN becomes the worst value of its direction.
 
     Raises:
-        SweepEnded: there is no such metric, so no other run would have it.
+        SweepEnded: there is no such metric, and so none in other runs.
     """
     key = metric_key(*split_of(sweep.metric))
     if key not in metrics:

@@ -1,4 +1,4 @@
-"""The settings, or the launcher or the recipe alone, of a run that has a folder already."""
+"""Builds the settings, or only the launcher or the recipe, of a recorded run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from worldsize.world.environments import withheld_secrets
 
 
 def read_settings(run: RunDirectory) -> Settings:
-    """The run's settings from its ``config.yaml``, which is all that a process is told, secrets apart.
+    """Read the run's settings from its ``config.yaml``, and the secrets from the environment.
 
     Raises:
-        ConfigError: a value was withheld from the file as a secret, and this process was not told it.
+        ConfigError: a secret is not in the file, and was not passed to this process.
     """
     config = _read_config(run.config)
     restore(config, withheld_secrets(os.environ))
-    if lost := missing(config):
-        names = ", ".join(".".join(map(str, keys)) for keys in lost)
+    if withheld := missing(config):
+        names = ", ".join(".".join(map(str, keys)) for keys in withheld)
         raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
     make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
     return load_settings(config)
@@ -49,15 +49,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     run = config.get("run") if isinstance(config, dict) else None
     folders = run.get("import_path") if isinstance(run, dict) else None
     if not isinstance(config, dict) or not isinstance(folders, list) or not all(isinstance(e, str) for e in folders):
-        raise ConfigError(f"{path} is no configuration. Take it from a copy of the run.")
+        raise ConfigError(f"{path} is not a configuration. Take it from a copy of the run.")
     return {str(key): value for key, value in config.items()}
 
 
 def read_launcher(view: RunView) -> BatchLauncher | None:
-    """Build the launcher of a recorded run, to ask a scheduler about it; None: its launcher submits no jobs.
+    """Build the launcher of a recorded run, to query its scheduler; return None if it submits no jobs.
 
-    The record of another user chooses among the launchers of worldsize itself, and gives them names to look for, but
-    no command and no code of its own.
+    The record of another user may only choose a launcher of worldsize itself and names to look up, no command or code.
 
     Raises:
         ConfigError: another user's record names another launcher, or one that does not exist.
@@ -74,17 +73,17 @@ def read_launcher(view: RunView) -> BatchLauncher | None:
 
 
 def read_recipe(view: RunView) -> Recipe:
-    """Build the recipe of one's own run as its signed manifest says, not as the ``config.yaml`` beside it does.
+    """Build the recipe of the user's own run from its signed manifest, not from ``config.yaml``.
 
     Raises:
-        ConfigError: the recipe was given a secret, which no file of the run has, or it cannot be built.
+        ConfigError: the recipe needs a secret, which no file of the run has, or it cannot be built.
         WorldsizeError: the record is another user's, or the plugins in the run folder are not those of the record.
     """
     if not view.is_own:
         raise WorldsizeError("this record was not written by you, so the recipe that it names is not built.")
     config = view.manifest["config"]
-    if lost := missing(config["recipe"], ("recipe",)):
-        raise ConfigError(f"{'.'.join(map(str, lost[0]))}: the value is in no file of the run, as it is a secret.")
+    if withheld := missing(config["recipe"], ("recipe",)):
+        raise ConfigError(f"{'.'.join(map(str, withheld[0]))}: the value is in no file of the run, as it is a secret.")
     check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
     return recipe_of(config)

@@ -21,33 +21,33 @@ def _is_clone() -> bool:
 
 
 def main_conf() -> Path:
-    """The folder of ``config.yaml``: the clone's, or the one in the installed package."""
+    """Return the folder of ``config.yaml``: the clone's, or the one in the installed package."""
     return (_CLONE if _is_clone() else _PACKAGE) / "conf"
 
 
 def bundle() -> Path:
-    """The folder that holds the bundled ``recipes/``."""
+    """Return the folder that contains the bundled ``recipes/``."""
     return _CLONE if _is_clone() else _PACKAGE / "bundled"
 
 
 def roots() -> list[Path]:
-    """Folders that may hold ``recipes/`` and ``plugins/``, nearest first."""
+    """List the folders that may contain ``recipes/`` and ``plugins/``, nearest first."""
     return list(dict.fromkeys(path.resolve() for path in (Path.cwd(), *plugin_folders(os.environ), bundle())))
 
 
 def foreign_roots() -> list[Path]:
-    """Return those of :func:`roots` that ``WORLDSIZE_PLUGINS`` alone names, which other hosts may not have."""
+    """List the :func:`roots` that only ``WORLDSIZE_PLUGINS`` names, which other hosts may lack."""
     return [root for root in roots() if root not in (Path.cwd().resolve(), bundle().resolve())]
 
 
 def folders_of(root: Path) -> list[Path]:
-    """List the folders ``recipes/*`` and ``plugins/*`` of a root that have something in them."""
+    """List the non-empty folders ``recipes/*`` and ``plugins/*`` of a root."""
     folders = [folder for kind in ("recipes", "plugins") for folder in sorted(root.glob(f"{kind}/*"))]
     return [folder for folder in folders if is_folder(folder / "conf") or any(folder.glob("*.py"))]
 
 
 def config_folders() -> list[Path]:
-    """Every ``conf/`` that adds groups to the run's configuration."""
+    """List every ``conf/`` that adds groups to the run's configuration."""
     folders = [root / "conf" for root in roots()]
     folders += [folder / "conf" for root in roots() for folder in folders_of(root)]
     folders += [plugin.folder / "conf" for plugin in installed() if plugin.folder]
@@ -55,12 +55,12 @@ def config_folders() -> list[Path]:
 
 
 def searched() -> list[Path]:
-    """Every ``conf/``, that of ``config.yaml`` first, each once."""
+    """List every ``conf/`` once, that of ``config.yaml`` first."""
     return list(dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders())))
 
 
 def options_in(conf: Path) -> list[tuple[str, str, Path]]:
-    """Group, name and file of each option that a ``conf/`` adds."""
+    """Yield the group, name and file of each option that a ``conf/`` adds."""
     files = sorted(conf.glob("*/**/*.yaml"))
     return [(file.parent.relative_to(conf).as_posix(), file.stem, file) for file in files]
 

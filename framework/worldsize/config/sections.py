@@ -20,11 +20,11 @@ class RunConfig:
     """The folder of a run, and what the run is for."""
 
     root: Path
-    group: str | None  # under which wandb shows the runs of one experiment or sweep
+    group: str | None  # group name in wandb for the runs of one experiment or sweep
     reproduces: Path | None  # manifest of the run that this one re-creates
-    strict: bool  # re-create it exactly or not at all
+    strict: bool  # fail unless it is re-created exactly
     include: Sequence[str]  # patterns of untracked files that are recorded although they seem to be private
-    private: bool  # its folder is for the eyes of its user alone
+    private: bool  # only its user may read the folder
     evaluates: Path | None  # evaluate this checkpoint instead of training
     examine: Literal["tiers", "pairs"] | None  # measure the cluster's links instead of training
 
@@ -45,7 +45,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Length of training, its batches, and how often it logs and evaluates."""
+    """Length of training, batches, and intervals of logging and evaluation."""
 
     steps: int
     batch_size: int  # samples a step over all logical ranks
@@ -79,14 +79,14 @@ class EvaluationConfig:
     """The data that are evaluated."""
 
     splits: Sequence[str]
-    batches: int | None  # so many, drawn anew at each evaluation; None: all of the data
+    batches: int | None  # number of batches, drawn anew at each evaluation; None: all of the data
 
     @staticmethod
     def of(node: Mapping[str, Any], known: Sequence[str]) -> EvaluationConfig:
-        """Take over a section; ``known`` are the splits that the recipe has.
+        """Read a section; ``known`` are the splits that the recipe has.
 
         Raises:
-            ConfigError: it names no split, one twice, or one that the recipe does not have.
+            ConfigError: the section names no split, one twice, or one that the recipe lacks.
         """
         splits = tuple(node["splits"])
         if not splits or len({*splits}) < len(splits):
@@ -120,7 +120,7 @@ class CheckpointConfig:
     every: int  # steps between saves; 0: none in between
     at_end: bool
     keep: Retention
-    signals: Sequence[str]  # which ask for a save and an end
+    signals: Sequence[str]  # they request a save and an end
     ignore: Sequence[str]  # parts of the state that are not loaded
     ignore_until: int | None  # from checkpoints up to this step; None: from none
     allow_older: bool  # an older checkpoint stands in for a damaged one
@@ -144,18 +144,18 @@ class CheckpointConfig:
         )
 
     def ignored(self, step: int) -> Sequence[str]:
-        """Name the parts of a checkpoint of this step that are not loaded; those of the run's later ones are."""
+        """Return the parts not to load of a checkpoint of this step; later checkpoints are loaded fully."""
         limit = self.ignore_until
         return [part for part in self.ignore if part == HYPERPARAMETERS or limit is None or step <= limit]
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """Measurements of a run, and who is told."""
+    """Measurements of a run, and its listeners."""
 
     step_breakdown: bool  # measure where the time of each step goes
     profiled: tuple[int, int] | None  # first and last step that are traced
-    listeners: Mapping[str, Callable[..., Listener]]  # by the name under which a warning speaks of each
+    listeners: Mapping[str, Callable[..., Listener]]  # by the name used in warnings
 
     @staticmethod
     def of(config: Mapping[str, Any], listeners: Mapping[str, Callable[..., Listener]]) -> ObserveConfig:
@@ -168,7 +168,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class AgentsConfig:
-    """Meeting of the agents of several hosts, and what they do if the hosts differ."""
+    """How the agents of several hosts connect, and what they do if the hosts differ."""
 
     port: int | None  # of the first host; None: one that follows from the run's id
     on_node_mismatch: Literal["refuse", "warn"]

@@ -1,4 +1,4 @@
-"""The resolved configuration as typed values: the last place that sees it as a mapping."""
+"""Builds typed settings from the resolved configuration, which is not used as a mapping beyond this file."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 
 @dataclass(frozen=True)
 class Settings:
-    """One run's values and objects. Touches no device, no process group and no file."""
+    """One run's values and objects; building them touches no device, process group or file."""
 
     config: Mapping[str, Any]  # the whole resolved mapping, to be recorded
     run: RunConfig
     training: TrainingConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
-    average: WeightAverage | None  # of the weights; None: there is none
+    average: WeightAverage | None  # moving average of the weights, or None
     early_stopping: EarlyStopping | None
-    initial: InitialWeights | None  # from which a new run begins; None: random ones
+    initial: InitialWeights | None  # initial weights of a new run; None: random
     observe: ObserveConfig
     agents: AgentsConfig
     cluster: Cluster
@@ -76,12 +76,12 @@ class Settings:
 
     @property
     def excludes_slow(self) -> bool:
-        """Whether the run goes on in another job, without a host on which a rank is slow."""
+        """Whether the run moves to another job, without a host on which a rank is slow."""
         return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
     @property
     def loop(self) -> LoopConfig:
-        """The length of the run, and the intervals at which it logs, evaluates and saves."""
+        """Return the length of the run, and the intervals of logging, evaluating and saving."""
         return LoopConfig(
             steps=self.training.steps,
             batch_size=self.training.batch_size,
@@ -94,21 +94,21 @@ class Settings:
         )
 
     def peers(self) -> list[list[int]]:
-        """Workers that have equal work, by rank."""
+        """Return the groups of workers with equal work, by rank."""
         groups = self.strategy.groups(self.cluster)["data"]
         first = min(rank for group in groups for rank in group)
         return [[rank - first for rank in group] for group in groups]
 
     def data_part(self, world: World) -> World:
-        """``world`` as the data see it: the part that this process trains, and of how many."""
+        """Return ``world`` with this process's rank and size among the data-parallel parts."""
         return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
 
     def order(self, rank: int, size: int, dealing: Dealing = "cyclic") -> Order:
-        """The data order as seen by worker ``rank`` of ``size``."""
-        mine = logical_ranks_of(rank, size, self.logical_ranks, dealing)
+        """Return the data order for worker ``rank`` of ``size``."""
+        own_ranks = logical_ranks_of(rank, size, self.logical_ranks, dealing)
         training = self.training
         ranks, balanced = self.logical_ranks, training.length_balanced
-        return Order(training.seed, training.batch_size, ranks, mine, balanced, training.shuffle)
+        return Order(training.seed, training.batch_size, ranks, own_ranks, balanced, training.shuffle)
 
 
 def load_settings(config: Mapping[str, Any]) -> Settings:
@@ -127,14 +127,14 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     cluster = _cluster(config["cluster"], determinism.threads)
     strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
     _check_reduce(strategy)
-    _check_backend(cluster.backend)  # which the strategy's module may have registered
+    _check_backend(cluster.backend)  # the strategy's module may have registered it
     _check_groups(config, allowed)
     numerics = build(config["numerics"], Numerics, allowed=allowed, key="numerics")
     strategy.check_numerics(numerics)
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])
     if run.examine:
-        roles = {"worker": Role(cluster.processes)}  # all of them meet
+        roles = {"worker": Role(cluster.processes)}  # all processes take part
     parts = strategy.data_parallel(cluster)
     logical_ranks = _wanted_ranks(config, strategy, cluster)
     if run.evaluates is None:
@@ -169,7 +169,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _with_initial(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, InitialWeights | None]:
-    """Return the recipe to train, and where its weights are if they lie in files."""
+    """Return the recipe to train, and the path of its initial weights if they are in files."""
     if config["init_from"] is not None:
         return recipe, InitialWeights(Path(config["init_from"]), config["init_from_strict"])
     pretrained = recipe.pretrained_weights()
@@ -200,7 +200,7 @@ def _early_stopping(node: Mapping[str, Any], training: TrainingConfig) -> EarlyS
 
 
 def _listeners(config: Mapping[str, Any], allowed: Allowed) -> Mapping[str, Callable[..., Listener]]:
-    """Return what makes the logger and the other listeners of the run; those that are null are left out."""
+    """Return functions that create the logger and the other listeners of the run, without null ones."""
     named = {"logger": config["logger"], **{f"listeners.{name}": node for name, node in config["listeners"].items()}}
     for key, node in named.items():
         if node and not (isinstance(node, Mapping) and "_target_" in node):
@@ -216,7 +216,7 @@ def launcher_of(node: Mapping[str, Any], config: Mapping[str, Any]) -> AnyLaunch
     """Build the launcher that ``node`` describes, inside the allow-list of the whole ``config``.
 
     Raises:
-        ConfigError: it is no launcher, or outside the allow-list.
+        ConfigError: it is not a launcher, or outside the allow-list.
     """
     launcher = build(node, LaunchMethod, allowed=_allowed(config), key="launcher")  # type: ignore[type-abstract]
     if not isinstance(launcher, AnyLauncher):
@@ -225,10 +225,10 @@ def launcher_of(node: Mapping[str, Any], config: Mapping[str, Any]) -> AnyLaunch
 
 
 def recipe_of(config: Mapping[str, Any]) -> Recipe:
-    """Build the recipe that ``config`` describes, and nothing else of it.
+    """Build only the recipe of ``config``.
 
     Raises:
-        ConfigError: it is no recipe, cannot be built, or is outside the allow-list.
+        ConfigError: it is not a recipe, cannot be built, or is outside the allow-list.
     """
     return build(config["recipe"], Recipe, allowed=_allowed(config), key="recipe")  # type: ignore[type-abstract]
 
@@ -256,14 +256,14 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
 
 
 def _check_groups(config: Mapping[str, Any], allowed: Allowed) -> None:
-    """Check what the recipe takes over from the groups of the configuration, under the names that a user types."""
+    """Check the groups of the configuration that the recipe refers to, under the names that a user types."""
     for group in ("optimizer", "schedule", "data"):
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=allowed, key=group)
 
 
 def _check_backend(named: str) -> None:
-    """Refuse a backend that torch does not know; ``named`` may give one for each device, as "cpu:gloo,cuda:nccl"."""
+    """Raise ConfigError if torch has no such backend; ``named`` may list one per device, as "cpu:gloo,cuda:nccl"."""
     known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
     for part in named.split(","):
         name = part.rpartition(":")[2].lower()
@@ -280,10 +280,10 @@ def _check_reduce(strategy: Strategy) -> None:
 
 
 def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
-    """Count the logical ranks of the run that ``config`` describes, without a look at its batch.
+    """Return the number of logical ranks of the run that ``config`` describes, without checking its batch.
 
     Raises:
-        ConfigError: the strategy cannot be built, or not on this cluster.
+        ConfigError: the strategy cannot be built, or cannot run on this cluster.
     """
     strategy = build(config["strategy"], Strategy, allowed=_allowed(config), key="strategy")  # type: ignore[type-abstract]
     return _wanted_ranks(config, strategy, _cluster(config["cluster"], threads=None))
@@ -294,7 +294,7 @@ def _wanted_ranks(config: Mapping[str, Any], strategy: Strategy, cluster: Cluste
 
 
 def _check_divisible(total: int, *, workers: int, batch: int) -> None:
-    """Refuse logical ranks that do not divide over the workers, and a batch that does not divide over them."""
+    """Raise ConfigError if logical ranks do not divide over the workers, or the batch over logical ranks."""
     if total < 1 or total % workers:
         raise ConfigError(
             f"{total} logical ranks do not divide over {workers} data-parallel workers. "

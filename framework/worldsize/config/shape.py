@@ -1,4 +1,4 @@
-"""Processes of a cluster: what the user gave, what the machine has, and whether they fit."""
+"""Determines the processes of a cluster from the configuration and the machine, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from worldsize.errors import ConfigError
 
 
 def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """The cluster with ``processes`` filled in; ``gpus`` is the number of GPUs of this node.
+    """Return the cluster with ``processes`` filled in; ``gpus`` is the number of GPUs of this node.
 
     Raises:
-        ConfigError: no processes, processes that do not divide over nodes, or more than there are GPUs.
+        ConfigError: there are no processes, they do not divide over nodes, or exceed the GPUs.
     """
     nodes = cluster["nodes"]
-    if "gpus_per_node" in cluster or "accelerators" in cluster:  # of nodes that are elsewhere
+    if "gpus_per_node" in cluster or "accelerators" in cluster:  # the nodes are other machines
         gpus = cluster.get("gpus_per_node") or _accelerators(cluster.get("accelerators"))
         cluster = {**cluster, "device": cluster["device"] or ("cuda" if gpus else "cpu")}
     if nodes < 1:
