@@ -171,7 +171,7 @@ def test_a_reclaimed_run_resumes_from_the_bucket_on_fresh_hosts(
     ("options", "message"),
     [
         (("cluster.checkpoint_bucket=null",), "a run that is reclaimed begins anew"),
-        (("cluster.checkpoint_bucket=mine",), "is no bucket; one is s3://NAME"),
+        (("cluster.checkpoint_bucket=mine",), "is not a bucket. Write e.g. s3://NAME"),
         (("cluster.checkpoint_bucket=/proc/mine",), "is no folder that we may write"),
         (("cluster.bucket_mode=COPY",), "Known: MOUNT, MOUNT_CACHED"),
         (("cluster.accelerators=A100:four",), "not of the form NAME:COUNT"),

@@ -1,4 +1,4 @@
-"""Admission of the other hosts' agents at the first host's port, which anybody on the network can reach."""
+"""Admits the other hosts' agents at the first host's port, which anybody on the network can reach."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from worldsize.launch.handshake import Admitted, Message, Turn, admit
 from worldsize.launch.run_key import RunKey
 from worldsize.transport.refusals import RefusalLog
 
-_SECONDS = 10.0  # for a handshake and the facts of a host, altogether
-_AT_ONCE = 256  # connections that have not been admitted, or two a node; the oldest one gives way to one more
-_PAUSE = 0.1  # seconds after a connection that could not be accepted, as of file descriptors none may be left
+_SECONDS = 10.0  # seconds for a handshake and the facts of a host together
+_AT_ONCE = 256  # most pending connections, if two per node are not more; a new one replaces the oldest
+_PAUSE = 0.1  # seconds to wait if a connection cannot be accepted, such as without free file descriptors
 
 
 @final
 class _Candidate:
-    """A connection whose other end has not proven who it is. It sends and receives only what does not wait."""
+    """A connection that is not authenticated yet; it never blocks."""
 
     def __init__(self, connection: socket.socket, address: str, key: RunKey, ranks: range) -> None:
         connection.setblocking(False)
@@ -32,11 +32,11 @@ class _Candidate:
         self._received = bytearray()
 
     def advance(self) -> Admitted | None:
-        """Process received bytes; return the agent once it is authenticated. Raises OSError."""
+        """Process received bytes; return the agent once it is authenticated. Raise OSError if that fails."""
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
             if not data:
-                raise ConnectionResetError("it went away before it had proven who it is")
+                raise ConnectionResetError("it disconnected before it was authenticated")
             self._received += data
         if len(self._received) < self._turn.receive:
             return None
@@ -46,7 +46,7 @@ class _Candidate:
             admitted: Admitted = done.value
             return admitted
         self._received.clear()
-        self.connection.sendall(self._turn.send)  # 64 bytes at most, into a buffer that is empty
+        self.connection.sendall(self._turn.send)  # at most 64 bytes into an empty buffer
         return None
 
 
@@ -54,18 +54,18 @@ class _Candidate:
 class Admission:
     """Admits agents concurrently, so that a silent, slow or foreign connection does not delay the others.
 
-    A context: when it ends, connections that have not been admitted are closed.
+    On leaving its context, pending connections are closed.
 
     Args:
         listener: The first host's port.
-        key: What an agent must prove to have.
-        ranks: The nodes that are expected.
-        silence: Seconds without a heartbeat after which an agent that was admitted is lost.
+        key: The key that an agent must prove to have.
+        ranks: The ranks of the expected nodes.
+        silence: Seconds without a heartbeat after which an admitted agent is considered lost.
     """
 
     def __init__(self, listener: socket.socket, key: RunKey, ranks: range, *, silence: float) -> None:
         self._listener, self._key, self._ranks, self._silence = listener, key, ranks, silence
-        self._candidates: dict[int, _Candidate] = {}  # by file descriptor, the oldest first
+        self._candidates: dict[int, _Candidate] = {}  # by file descriptor, oldest first
         self._selector = selectors.DefaultSelector()
         self._at_once = max(_AT_ONCE, 2 * len(ranks))
         self._refusals = RefusalLog()
@@ -93,7 +93,7 @@ class Admission:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except BlockingIOError:  # it has gone already
+        except BlockingIOError:  # it has already disconnected
             return
         except OSError as error:
             self._refusals.add("a connection", error)
@@ -119,7 +119,7 @@ class Admission:
         return RemoteAgent(admitted.rank, admitted.facts["host"], connection), admitted.facts
 
     def _drop_late(self) -> float:
-        """Refuse the candidates whose time is over; return the seconds until the next one's is."""
+        """Refuse candidates that are past their deadline; return the seconds until the next deadline."""
         now = time.monotonic()
         for candidate in list(self._candidates.values()):
             if candidate.deadline > now:

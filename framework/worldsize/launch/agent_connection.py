@@ -1,4 +1,4 @@
-"""A connection between two authenticated agents of a run, and the heartbeats on it."""
+"""Connects two authenticated agents of a run, with heartbeats."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class AgentConnection:
     """Exchanges messages with another agent; each send and receive fails after ``patience`` seconds of silence.
 
     Args:
-        connection: A connected socket, over which a handshake has been made.
-        seal: What the handshake has given.
-        patience: Seconds for one whole message.
+        connection: A connected socket after the handshake.
+        seal: The seal that the handshake returned.
+        patience: Seconds for one complete message.
     """
 
     def __init__(self, connection: socket.socket, seal: MessageSeal, patience: float) -> None:
@@ -32,12 +32,12 @@ class AgentConnection:
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send one message; an empty one is a heartbeat. Raises OSError."""
+        """Send one message; an empty one is a heartbeat. Raise OSError if that fails."""
         with self._sending:
             self._connection.sendall(self._seal.seal(message))
 
     def receive(self) -> Message:
-        """Return the next message that is no heartbeat. Raises OSError if none comes, or one that is not the peer's."""
+        """Return the next message that is not a heartbeat; raise OSError if none arrives or one is not authentic."""
         while True:
             deadline = time.monotonic() + self._patience
             head = receive_exactly(self._connection, LENGTH.size, deadline=deadline)
@@ -51,7 +51,7 @@ class AgentConnection:
 
 @final
 class HeartbeatSender:
-    """Sends heartbeats over ``connections`` from a thread of its own, while its context is open."""
+    """Sends heartbeats over ``connections`` from its own thread, while its context is open."""
 
     def __init__(self, connections: Sequence[AgentConnection], patience: float) -> None:
         self._connections, self._interval = connections, patience / 4
@@ -66,14 +66,14 @@ class HeartbeatSender:
     def _beat(self) -> None:
         while not self._ended.wait(self._interval):
             for connection in self._connections:
-                with suppress(OSError):  # whoever listens on that connection notices
+                with suppress(OSError):  # the receiving thread of that connection detects it
                     connection.send()
 
 
 @final
 @dataclass
 class RemoteAgent:
-    """The agent of another host, as the first one sees it."""
+    """The agent of another host, as seen by the first host."""
 
     rank: int
     host: str

@@ -1,4 +1,4 @@
-"""One agent a host: that of the first host leads the run, the others follow it."""
+"""Runs one agent per host: that of the first host leads the run, the others follow it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Lead(NodeLauncher, Launcher):
 
     @staticmethod
     def of(launcher: NodeLauncher, node: Node, others: Sequence[RemoteAgent]) -> Lead:
-        """Make the launcher of the first host, with the graces of ``launcher``."""
+        """Build the launcher of the first host, with the grace periods of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         return Lead(**own, node=node, others=others)
 
@@ -55,7 +55,7 @@ class Lead(NodeLauncher, Launcher):
             with suppress(OSError):  # noticed when its messages are received
                 other.connection.send(attempt=plan.attempt, port=port)
         gang = self.start_node(plan, self.node, _rendezvous(plan, address, port, address))
-        # after the fork: it has a thread
+        # after the fork, since it has a thread
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return _Joint(plan.attempt, gang, self.others, self.node_timeout, store)
 
@@ -72,7 +72,7 @@ class _Joint(Job):
     gang: Gang  # of this host
     others: Sequence[RemoteAgent]
     patience: float
-    store: TCPStore  # where the ranks meet, for as long as they live
+    store: TCPStore  # the ranks' rendezvous store, for as long as they live
 
     def wait(self) -> Outcome:
         threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in self.others]
@@ -107,7 +107,7 @@ class _Joint(Job):
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Combine the outcomes of a run's hosts; of several failures the first in time is the cause."""
+    """Combine the outcomes of a run's hosts; the first failure in time is the cause."""
     failed = [outcome for outcome in outcomes if outcome.failure]
     if failed:
         return min(failed, key=lambda outcome: outcome.failure.time_ns if outcome.failure else 0)
@@ -129,7 +129,7 @@ def _network(plan: Plan, address: str) -> dict[str, str]:
 
 
 def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
-    """Point the ranks of all hosts to a store that the first host's agent serves, by torch's own variables."""
+    """Set torch's environment variables so that the ranks of all hosts use a store of the first host's agent."""
     store = {
         "MASTER_ADDR": first,
         "MASTER_PORT": str(port),
@@ -142,21 +142,21 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> Rendezvous:
 
 @final
 class Follower:
-    """The agent of any host but the first."""
+    """The agent of any host except the first."""
 
     def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, connection: AgentConnection) -> None:
         self._launcher, self._plan, self._node, self._connection = launcher, plan, node, connection
         self._messages: Queue[Message | None] = Queue()
         self._gang: Gang | None = None
         self._attempt = 0
-        self._aborted = -1  # the last attempt that was called off, perhaps before it had begun here
-        self._is_lost = False  # the first host is gone, and with it every attempt that it has announced
+        self._aborted = -1  # the last aborted attempt, which may not have begun here
+        self._is_lost = False  # the first host is lost, and with it every attempt that it has announced
 
     def follow(self) -> int:
         """Take part in every attempt until the first host reports the end of the run; return the exit code.
 
         Raises:
-            WorldsizeError: the first host is gone.
+            WorldsizeError: the first host is lost.
         """
         threading.Thread(target=self._listen, daemon=True, name="listen").start()
         with HeartbeatSender([self._connection], self._launcher.node_timeout):
@@ -199,5 +199,5 @@ class Follower:
             cause = f"the host {socket.gethostname()} cannot start processes: {error}"
             outcome = Outcome("failed", 1, Failure("node", self._node.rank, cause, 1, time_ns=time.time_ns()))
         self._gang = None
-        with suppress(OSError):  # the listening thread notices, too
+        with suppress(OSError):  # the listening thread detects it, too
             self._connection.send(ended=asdict(outcome))

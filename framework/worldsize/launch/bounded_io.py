@@ -1,4 +1,4 @@
-"""Receives from untrusted peers: a limited number of bytes, all of them before one deadline."""
+"""Receives from untrusted peers: a limited number of bytes, all before one deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -
     """Receive ``count`` bytes by ``deadline``, in seconds of ``time.monotonic()``.
 
     Raises:
-        OSError: they did not all come in time (TimeoutError), or the other end has gone.
+        OSError: not all bytes arrived in time (TimeoutError), or the peer has disconnected.
     """
     data = bytearray()
     while len(data) < count:
@@ -24,7 +24,7 @@ def receive_line(connection: socket.socket, *, at_most: int, deadline: float) ->
     """Receive up to the first newline, by ``deadline`` in monotonic seconds. Bytes after it may be lost.
 
     Raises:
-        OSError: no line of ``at_most`` bytes came in time, or the other end has gone.
+        OSError: no line of ``at_most`` bytes arrived in time, or the peer has disconnected.
     """
     data = bytearray()
     while b"\n" not in data:

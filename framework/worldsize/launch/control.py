@@ -15,15 +15,15 @@ from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.bounded_io import receive_line
 from worldsize.strict_json import parse
 
-MOST = 64  # processes that one request adds or removes: so many start while whoever asks still waits
+MOST = 64  # processes that one request may add or remove: these start before the request times out
 _PATIENCE = 5.0  # seconds for one request, from the connection to its last byte
 _LONGEST_REQUEST = 1 << 12  # bytes
-_LONGEST_ANSWER = 1 << 17  # no more than a socket takes at once: it does not wait for whoever reads
-_AT_ONCE = 16  # requests that are being received; the oldest one gives way to one more
+_LONGEST_ANSWER = 1 << 17  # bytes; no more than a socket buffers, so that an answer never blocks
+_AT_ONCE = 16  # requests being received; a new one replaces the oldest
 
 
 class Resizable(Protocol):
-    """Changes the processes of a job while it runs, as requests ask for."""
+    """Changes the processes of a job on request while it runs."""
 
     def grow(self, count: int) -> list[str]: ...
     def shrink(self, count: int) -> list[str]: ...
@@ -42,18 +42,18 @@ class _Request:
 
 @final
 class Control:
-    """A context: a socket in the launching process, which answers requests and never waits for one.
+    """Context with a socket in the launching process, which answers requests without blocking.
 
-    Whoever waits for other things waits for what :meth:`awaited` gives with them, and hands what is readable to
+    The launching process's event loop adds the sockets of :meth:`awaited` to its own, and passes readable ones to
     :meth:`answer`.
 
-    ``path``: of the socket, in a private folder; ``sign``: a file that names it, by which others find it.
+    ``path``: of the socket, in a private folder; ``sign``: the file that announces this path to other processes.
     """
 
     def __init__(self, path: Path, sign: Path, job: Resizable) -> None:
         self._path, self._sign, self._job = path, sign, job
         self._listener = socket.socket(socket.AF_UNIX)
-        self._requests: dict[socket.socket, _Request] = {}  # by their connections, the oldest first
+        self._requests: dict[socket.socket, _Request] = {}  # by their connections, oldest first
 
     def __enter__(self) -> Self:
         self._listener.setblocking(False)
@@ -61,7 +61,7 @@ class Control:
         self._listener.listen()
         draft = self._sign.with_name(f".{self._sign.name}")
         draft.write_text(str(self._path))
-        draft.replace(self._sign)  # whoever finds it finds all of it
+        draft.replace(self._sign)  # replaced atomically, so that readers see a complete file
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,11 +70,10 @@ class Control:
             connection.close()
 
     def awaited(self) -> tuple[Sequence[socket.socket], float | None]:
-        """End the requests whose time is over.
+        """Drop the requests that are past their deadline.
 
         Returns:
-            The sockets at which something may arrive, and the seconds after which another request is late, None if
-            there is none.
+            The sockets to wait for, and the seconds until the next deadline, None if there is none.
         """
         now = time.monotonic()
         for request in [each for each in self._requests.values() if each.deadline <= now]:
@@ -90,7 +89,7 @@ class Control:
             self._receive(self._requests[ready])
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has gone already
+        with suppress(OSError):  # it has already disconnected
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             if len(self._requests) >= _AT_ONCE:
@@ -113,7 +112,7 @@ class Control:
             self._end(request)
 
     def _reply(self, request: _Request, answer: dict[str, Any]) -> None:
-        with suppress(OSError):  # it does not wait for whoever does not read
+        with suppress(OSError):  # must not block if the peer does not read
             request.connection.sendall(json.dumps(answer).encode() + b"\n")
         self._end(request)
 
@@ -144,10 +143,10 @@ def _tried(action: Callable[[], Any]) -> dict[str, Any]:
 
 
 def request(sign: Path, **facts: Any) -> Any:
-    """Send a request to the launching process that ``sign`` names; return its answer.
+    """Send a request to the launching process announced by ``sign``; return its answer.
 
     Raises:
-        ConfigError: it is not there, or refuses.
+        ConfigError: the process does not exist, or refuses the request.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:

@@ -1,4 +1,4 @@
-"""Find which process failed first, and why: pure functions of what the processes of a gang left behind."""
+"""Determines which process of a gang failed first, and why, from the processes' exit codes and error files."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from worldsize.world.preemption import PREEMPTED
 @final
 @dataclass(frozen=True)
 class Ending:
-    """The end of one process, and what it left behind."""
+    """The end of one process: exit code, error and last activity."""
 
     role: str
     rank: int
     exit_code: int  # negative: the signal that ended it
-    error: Mapping[str, Any] | None  # its traceback, and the time at which it failed
+    error: Mapping[str, Any] | None  # its traceback, and the time of the failure
     beat: Beat | None  # where it was last
     log: Path
 
     @property
     def time_ns(self) -> int:
-        """Nanoseconds; a process that a signal ended is the cause of its peers' errors, so it comes before them."""
+        """Time of the failure in ns; 0 without an error file, as if killed: that causes its peers' errors."""
         return int(self.error["time_ns"]) if self.error else 0
 
     @property
     def cause(self) -> str:
-        """The reason of its failure, in its own words if it left any."""
+        """The reason of the failure: the process's own error if it left one."""
         if self.error:
             return str(self.error["traceback"])
         if self.exit_code < 0:
@@ -54,7 +54,7 @@ def outcome_of(
     """Describe how a gang ended.
 
     ``deciding``: the processes whose end is the run's end; ``failed``: those that failed by themselves; ``silent``:
-    those that still lived when the others had ended; ``signum``: the last signal that asked for an end, 0 if none did.
+    those still alive when the others had ended; ``signum``: the last signal that requested an end, or 0.
     """
     beats = [ending.beat for ending in deciding if ending.beat]
     facts: dict[str, Any] = {
@@ -66,7 +66,7 @@ def outcome_of(
         return Outcome("completed", 0, **facts)
     if PREEMPTED in codes and codes <= {0, PREEMPTED}:
         return Outcome("preempted", PREEMPTED, **facts)
-    # who was asked to end and left no error has ended because of that
+    # a process that was asked to end and left no error ended for that reason
     if to_blame := [ending for ending in failed if ending.error is not None or not signum]:
         return Outcome("failed", 1, first_failure(to_blame, silent), **facts)
     return Outcome("interrupted", 128 + (signum or signal.SIGTERM), **facts)

@@ -1,4 +1,4 @@
-"""Notice that the folder of a run was deleted while the run trains."""
+"""Detects that the folder of a run was deleted during training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from worldsize.records.run_directory import is_missing
 
 @final
 class FolderWatch:
-    """Looks about once a second whether the run's manifest is there.
+    """Checks about once a second whether the run's manifest exists.
 
-    It counts as deleted when it is missing twice in a row: on some mounted buckets a file that is being replaced is
-    missing for a moment. What is not there from the beginning, as in an examination, is not missed.
+    The folder counts as deleted if the manifest is missing twice in a row, since on some mounted buckets a file is
+    missing for a moment while it is replaced. A run without a manifest from the start, such as an examination, is not
+    checked.
     """
 
-    interval: ClassVar[float] = 1.0  # seconds between two looks
+    interval: ClassVar[float] = 1.0  # seconds between two checks
 
     def __init__(self, manifest: Path) -> None:
         self._manifest, self._is_expected = manifest, manifest.exists()
@@ -29,7 +30,7 @@ class FolderWatch:
         return self._misses > 1
 
     def look(self) -> bool:
-        """Look, unless the last time was less than a second ago; return whether the folder was deleted."""
+        """Return whether the folder was deleted; check at most once a second."""
         if self._is_expected and time.monotonic() >= self._next and not self.is_deleted:
             self._next = time.monotonic() + self.interval
             self._misses = self._misses + 1 if is_missing(self._manifest) else 0

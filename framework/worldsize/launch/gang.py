@@ -1,4 +1,4 @@
-"""Processes that live and die together: wait for them, find the first cause of a failure, leave none behind."""
+"""Waits for processes that end together, finds the first cause of a failure, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worldsize.records.run_directory import RunDirectory
 @final
 @dataclass(frozen=True)
 class Graces:
-    """Seconds that processes have to end by themselves before they are killed."""
+    """Seconds that processes get to end by themselves before they are killed."""
 
     failure: float  # to leave their errors once one has failed
     interrupt: float  # to save after Ctrl-C
@@ -38,7 +38,7 @@ class Graces:
 class Gang(Job):
     """The running processes of one host.
 
-    ``folder``: private, with their heartbeats; it is removed in the end. ``leads``: take requests to add and remove
+    ``folder``: private folder of their heartbeats, removed at the end. ``leads``: accept requests to add and remove
     workers, which only the first host does.
     """
 
@@ -53,14 +53,14 @@ class Gang(Job):
         leads: bool,
     ) -> None:
         self._members, self._folder, self._graces, self._terminal = members, folder, graces, terminal
-        self._control_sign = run.control if leads else None  # a socket that nobody can find is not opened
+        self._control_sign = run.control if leads else None  # without a sign nobody could find the socket
         self._folder_watch = FolderWatch(run.manifest)
         self._abort = Abort()
 
     def wait(self) -> Outcome:
-        """Block until all have ended. A first signal is passed on, so that they save and end; a second ends them.
+        """Block until all have ended. A first signal is forwarded, so that they save and end; a second kills them.
 
-        They are ended at once if the run's folder is deleted: nothing of what they compute could be kept.
+        They are killed at once if the run's folder is deleted, since no result could be saved.
         """
         signals = Signals()
         sign = self._control_sign
@@ -80,14 +80,14 @@ class Gang(Job):
         return outcome
 
     def abort(self) -> None:
-        """End all at once; may be called by another thread while :meth:`wait` waits."""
+        """Kill all processes; may be called by another thread while :meth:`wait` waits."""
         self._abort.request()
 
     def cancel(self) -> None:
         self._members.terminate()
 
     def _ended(self, silent: Sequence[Member], signum: int) -> Outcome:
-        """Show what is left of the output of all processes; return how the gang ended."""
+        """Show the remaining output of all processes; return how the gang ended."""
         if self._terminal:
             self._terminal.close()
         for member in self._members.current:
@@ -103,7 +103,7 @@ class Gang(Job):
     def _join(
         self, signals: Signals, control: Control | None, *, asked: int = 0, deadline: float | None = None
     ) -> None:
-        """Wait for the end of all, for a signal after the first ``asked``, until ``deadline``, or for the folder's end.
+        """Wait until all have ended, more than ``asked`` signals came, ``deadline`` passed, or the folder is deleted.
 
         The first failure sets the deadline if it is None.
         """

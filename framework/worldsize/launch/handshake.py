@@ -1,4 +1,4 @@
-"""Two agents prove to each other that they belong to one run, before either believes what the other says.
+"""Authenticates two agents of a run to each other, before either trusts the other's messages.
 
     follower to leader:  a magic number, the follower's node rank, the follower's nonce
     leader to follower:  the leader's nonce, the leader's proof
@@ -6,13 +6,12 @@
     follower to leader:  a message with the facts of its host
     leader to follower:  a message that it is admitted; until then the follower may be turned away, and comes again
 
-A proof is the HMAC-SHA256, by the run's key, of the role that proves, the run's id, the follower's node rank and both
-nonces. So a proof of one role, node or connection is worth nothing as that of another, whoever passes it on. The
-messages that follow carry tags by keys which are made from the same values, one key for each direction. Whoever sits in
-between can hold messages up, but can neither change nor repeat one, nor speak as one of the two.
+A proof is the HMAC-SHA256, by the run's key, of the proving role, the run's id, the follower's node rank and both
+nonces. So a proof of one role, node or connection is invalid for any other. Later messages carry tags by keys derived
+from the same values, one key per direction. An attacker in between can delay messages, but cannot change, repeat or
+forge one.
 
-The functions here send and receive nothing: they are generators, which give what is to be sent and how many bytes are
-needed next.
+The functions here do no I/O: they are generators that yield the bytes to send and the number of bytes to receive next.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from worldsize.launch.run_key import RunKey
 from worldsize.strict_json import parse, strict
 
 Message = Mapping[str, Any]
-LENGTH = struct.Struct(">I")  # comes before every message
+LENGTH = struct.Struct(">I")  # length prefix of every message
 LONGEST = 1 << 20  # bytes of a message
 TAG_BYTES = 32
 _MAGIC = b"wsAgent3"
@@ -39,7 +38,7 @@ _COUNT = struct.Struct(">Q")
 
 
 class NotOfThisRunError(ConnectionError):
-    """The other end has not proven that it is an agent of this run, or what it sends is no message of that agent."""
+    """The peer is not an authenticated agent of this run, or a message is not authentic."""
 
 
 class Turn(NamedTuple):
@@ -50,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """A follower that has proven its rank, how messages of the connection are sealed, and the facts of its host."""
+    """An authenticated follower: its rank, the seal of its connection, and the facts of its host."""
 
     rank: int
     seal: MessageSeal
@@ -59,7 +58,7 @@ class Admitted(NamedTuple):
 
 @final
 class MessageSeal:
-    """Seals the messages of one connection: JSON with its length before it, and a tag that binds it to its place.
+    """Authenticates the messages of one connection: JSON with a length prefix, and a tag with the message's number.
 
     A tag is an HMAC of the message's number in its direction and of its bytes.
     """
@@ -69,21 +68,21 @@ class MessageSeal:
         self._sent = self._received = 0
 
     def seal(self, message: Message) -> bytes:
-        """Encode the next message that is sent."""
+        """Encode the next message to send."""
         text = json.dumps(strict(message)).encode()
         sealed = LENGTH.pack(len(text)) + text + _tag(self._sending, self._sent, text)
         self._sent += 1
         return sealed
 
     def bytes_after(self, head: bytes) -> int:
-        """Return how many bytes follow the length ``head``. Raises NotOfThisRunError if they are too many."""
+        """Return how many bytes follow the length ``head``; raise NotOfThisRunError if they are too many."""
         (length,) = LENGTH.unpack(head)
         if length > LONGEST:
             raise NotOfThisRunError(f"a message of {length} bytes is announced")
         return int(length) + TAG_BYTES
 
     def open(self, body: bytes) -> Message:
-        """Check and decode the next message that has come. Raises NotOfThisRunError."""
+        """Check and decode the next received message; raise NotOfThisRunError if it is not authentic."""
         text, tag = body[:-TAG_BYTES], body[-TAG_BYTES:]
         if not hmac.compare_digest(tag, _tag(self._receiving, self._received, text)):
             raise NotOfThisRunError("a message does not carry the tag of its sender")
@@ -100,7 +99,7 @@ class MessageSeal:
 @final
 @dataclass(frozen=True)
 class _Transcript:
-    """Holds what both sides of one handshake have said; every proof and every key is made from all of it."""
+    """Holds what both sides of a handshake have sent; every proof and key is derived from all of it."""
 
     key: RunKey
     rank: int  # of the follower's node
@@ -122,17 +121,17 @@ class _Transcript:
         return self.digest(f"proof of the {role}")
 
     def seal(self, role: str, peer: str) -> MessageSeal:
-        """Make the seal of ``role``, one end of the connection."""
+        """Return the seal of ``role``, one end of the connection."""
         return MessageSeal(
             sending=self.digest(f"messages of the {role}"), receiving=self.digest(f"messages of the {peer}")
         )
 
 
 def follow(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
-    """Prove that this is the agent of node ``rank``, to one that has proven to be the leader.
+    """Authenticate the leader, then prove to it that this is the agent of node ``rank``.
 
     Raises:
-        NotOfThisRunError: the other end is not the leader of this run. It has learned nothing then.
+        NotOfThisRunError: the peer is not the leader of this run; it has received no proof.
     """
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = yield Turn(_HELLO.pack(_MAGIC, rank, nonce), _NONCE_BYTES + TAG_BYTES)
@@ -143,10 +142,10 @@ def follow(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
 
 
 def admit(key: RunKey, ranks: range) -> Generator[Turn, bytes, Admitted]:
-    """Prove that this is the leader, and hear the facts of an agent that proves to be the follower of one of ``ranks``.
+    """Prove that this is the leader, and receive the facts of an authenticated follower of one of ``ranks``.
 
     Raises:
-        NotOfThisRunError: the other end is no follower of this run.
+        NotOfThisRunError: the peer is not a follower of this run.
     """
     magic, rank, nonce = _HELLO.unpack((yield Turn(b"", _HELLO.size)))
     if magic != _MAGIC or rank not in ranks:

@@ -1,4 +1,4 @@
-"""Signals and calls of another thread, which wake a launching process that waits for its gang."""
+"""Wakes a launching process that waits for its gang, on signals or calls from another thread."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from worldsize.world.preemption import SIGNALS
 
 @final
 class Signals:
-    """The signals that asked for an end, in their order, while the launching process waits.
+    """Collects signals that request an end, in order, while the launching process waits.
 
-    They are noted, not raised: of two that come together neither is lost. Each makes ``arrival`` readable, also one
-    that the kernel hands to another thread, which would not wake the main thread.
+    They are recorded, not raised, so that none is lost if two arrive together. Each makes ``arrival`` readable, even if
+    the kernel delivers it to another thread, which would not wake the main thread.
     """
 
     def __init__(self) -> None:
         self.seen: list[int] = []
         self.arrival, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._handlers: dict[int, Any] = {}  # that were there before
+        self._handlers: dict[int, Any] = {}  # previous handlers
         self._mask: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class Signals:
         os.close(self._write)
 
     def drain(self) -> None:
-        """Make ``arrival`` wait for the next signal."""
+        """Clear ``arrival`` until the next signal."""
         os.read(self.arrival, 1024)
 
     def _note(self, number: int, _: FrameType | None) -> None:
@@ -49,18 +49,16 @@ class Signals:
 
 @final
 class Abort:
-    """A request to end all processes at once, which another thread may make at any time; it makes ``arrival`` readable.
+    """Lets another thread request at any time to kill all processes; ``arrival`` becomes readable.
 
-    The request stands for good, so that one made before anybody waits is not lost.
+    The request is permanent, so that one made before anybody waits is not lost.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
         self.arrival, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_closed = False
-        self._lock = (
-            threading.Lock()
-        )  # nothing may be written to a descriptor that was closed and given to another file
+        self._lock = threading.Lock()  # a closed descriptor may have been reused for another file
 
     def request(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet, or an indexed Job where that is not installed, applied with kubectl."""
+"""Launches on Kubernetes: a JobSet, or an indexed Job if that is not installed, applied with kubectl."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE = 60.0  # seconds for kubectl
 @final
 @dataclass(frozen=True)
 class Kubernetes(NodeLauncher, BatchLauncher):
-    """Applies one pod a node, with an agent in it."""
+    """Starts one pod per node, with an agent in it."""
 
     image: str | None = cluster_option(None)  # code and environment, best by digest: IMAGE@sha256:...
     run_root: str = cluster_option("/runs")  # where pods keep run folders, on one of the volumes
@@ -64,7 +64,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
             )
 
     def write(self, plan: Plan) -> None:
-        """Write the manifests, with the key by which the pods know each other but no secrets of the configuration."""
+        """Write the manifests, including the run's key but no secrets of the configuration."""
         manifests = plan.run_dir / MANIFESTS
         manifests.touch(mode=0o600)
         manifests.write_text(self._full_manifests(plan, {}, jobset=self.kind != "job"))
@@ -78,7 +78,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
         return f"{'jobset' if jobset else 'job'}/{job_name(plan)}"
 
     def _full_manifests(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
-        """Render the manifests with the files, the key and the secrets that the pods begin with."""
+        """Render the manifests with the files, the key and the secrets that the pods need."""
         write_key(plan.run_dir)
         keys = {"agents.key": read_key(plan.run_dir).secret.decode()}
         return self._manifests(plan, _files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
@@ -88,9 +88,9 @@ class Kubernetes(NodeLauncher, BatchLauncher):
         return self._manifests(plan, {}, hidden, jobset=self.kind != "job")
 
     def state(self, job: str) -> str | None:
-        """Return the kind of its last condition, or Running; None if it is over."""
+        """Return the type of the job's last condition, or Running; None if it is over."""
         description = self._ask("get", job, "-o", "json", "--ignore-not-found")
-        if not description.strip():  # it was deleted, or cleaned up
+        if not description.strip():  # the job was deleted or cleaned up
             return None
         status = json.loads(description).get("status", {})
         conditions = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
@@ -113,7 +113,7 @@ class Kubernetes(NodeLauncher, BatchLauncher):
         """Run kubectl; return what it prints.
 
         Raises:
-            ConfigError: it refuses; with its own words.
+            ConfigError: kubectl fails; the message is its own.
         """
         command = [*self.kubectl, f"--namespace={self.namespace}", *words]
         try:
@@ -156,10 +156,10 @@ class Kubernetes(NodeLauncher, BatchLauncher):
 
 
 def _files(run: Path) -> dict[str, str]:
-    """Collect the files that a pod begins its run folder with, by path.
+    """Collect the files that a pod copies into its run folder, by path.
 
     Raises:
-        ConfigError: a plugin that is in the run folder, since the image lacks it, has a file that is no text.
+        ConfigError: a plugin in the run folder (since the image lacks it) has a file that is not text.
     """
     paths = [*_FILES, *(file.relative_to(run).as_posix() for file in run.glob("plugins/**/*") if file.is_file())]
     try:
@@ -171,11 +171,11 @@ def _files(run: Path) -> dict[str, str]:
 
 
 def _key(path: str) -> str:
-    return path.replace("/", "..")  # of a ConfigMap, whose keys have no slashes
+    return path.replace("/", "..")  # ConfigMap keys must not have slashes
 
 
 def _parts(plan: Plan) -> list[tuple[str, int, int]]:
-    """List the jobs of the set: role, nodes, and nodes before it; one job for all where a node has several roles."""
+    """List the jobs of the set with role, nodes, and first node; one job for all if a node has several roles."""
     size = plan.cluster.processes_per_node
     if any(role.processes % size for role in plan.roles.values()):
         return [("node", plan.cluster.nodes, 0)]

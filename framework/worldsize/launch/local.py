@@ -1,4 +1,4 @@
-"""Launch on this machine alone: the launching process forks all others."""
+"""Launches on this machine alone: the launching process forks all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worldsize.world.roles import role_of
 @final
 @dataclass(frozen=True)
 class Local(NodeLauncher, Launcher):
-    """Starts every process by ``fork``: K workers cost one import of torch, not K.
+    """Starts every process by ``fork``, so that K workers cost one import of torch.
 
     The launching process must have no threads and no CUDA context at that time. Torch's elastic agent is
     not used: it polls every 0.1 s, waits 30 s for a gang that ignores SIGTERM, and reports whichever
@@ -48,12 +48,14 @@ class Local(NodeLauncher, Launcher):
 
 
 def _check_network(cluster: Cluster) -> None:
-    """Raise ConfigError if this host's torch has no such backend, or this host no such interface."""
+    """Raise ConfigError if this host's torch lacks the backend, or this host the interface."""
     import torch.distributed as dist  # takes seconds
 
     names = [part.rpartition(":")[2] for part in cluster.backend.split(",")]
-    if gone := [name for name in names if not dist.is_backend_available(name)]:
-        raise ConfigError(f"cluster.backend={cluster.backend}: this build of torch has no {gone[0]}. Set gloo.")
-    if cluster.interface is not None and (gone := missing_interfaces(cluster.interface, cluster.backend)):
+    if missing := [name for name in names if not dist.is_backend_available(name)]:
+        raise ConfigError(f"cluster.backend={cluster.backend}: this build of torch has no {missing[0]}. Set gloo.")
+    if cluster.interface is not None and (missing := missing_interfaces(cluster.interface, cluster.backend)):
         there = [name for _, name in socket.if_nameindex()]
-        raise ConfigError(f"cluster.interface: this host has no interface {gone[0]!r}{neighbours(gone[0], there)}")
+        raise ConfigError(
+            f"cluster.interface: this host has no interface {missing[0]!r}{neighbours(missing[0], there)}"
+        )

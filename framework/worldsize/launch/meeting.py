@@ -1,4 +1,4 @@
-"""The agents of a run's hosts find each other: all others connect to the first, and both ends prove who they are."""
+"""Connects the agents of a run's hosts: all others connect to the first, and both ends authenticate."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BACKLOG = 128
 
 
 def gather(node: Node, port: int, key: RunKey, *, patience: float, silence: float) -> list[tuple[RemoteAgent, Message]]:
-    """Wait at the first host for the others; return them in their order, each with the facts of its host.
+    """Wait on the first host for the others; return them by node rank, each with the facts of its host.
 
-    ``patience``: seconds that they have to come; ``silence``: after which one is lost.
+    ``patience``: seconds that they have to connect; ``silence``: seconds without a heartbeat until one is lost.
 
     Raises:
-        WorldsizeError: one did not come in time, or the port is taken.
+        WorldsizeError: a host did not connect in time, or the port is taken.
     """
     agents = arrivals(node, port, key, patience=patience, silence=silence)
     if missing := sorted({*range(1, node.count)} - {agent.rank for agent, _ in agents}):
@@ -51,10 +51,10 @@ def arrivals(
     agents: dict[int, tuple[RemoteAgent, Message]] = {}
     connections: list[AgentConnection] = []
     deadline = time.monotonic() + patience
-    beats = HeartbeatSender(connections, silence)  # an agent that comes early hears that this host lives
+    beats = HeartbeatSender(connections, silence)  # an early agent receives heartbeats of this host
     with _listening(node, port) as listener, beats, Admission(listener, key, expected, silence=silence) as admission:
         for agent, facts in admission.arrivals(deadline=deadline):
-            if agent.rank in agents:  # it has come again, so it has given its former connection up
+            if agent.rank in agents:  # it has reconnected, so its former connection is obsolete
                 agents[agent.rank][0].connection.close()
             agents[agent.rank] = agent, facts
             connections.append(agent.connection)
@@ -78,7 +78,7 @@ def reach(node: Node, port: int, key: RunKey, *, patience: float, silence: float
     """Connect from another host to the first. ``patience`` and ``silence`` are in seconds, as in :func:`gather`.
 
     Raises:
-        WorldsizeError: it does not answer, or does not prove that it is the first host of this run.
+        WorldsizeError: it does not answer, or is not authenticated as the first host of this run.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -110,7 +110,7 @@ def _joined(node: Node, port: int, key: RunKey, silence: float, facts: Message) 
 
 
 def _conducted(handshake: Generator[Turn, bytes, MessageSeal], connection: socket.socket) -> MessageSeal:
-    """Send and receive what ``handshake`` wants; return what it gives in the end."""
+    """Perform the I/O of ``handshake``; return its result."""
     deadline = time.monotonic() + _HANDSHAKE
     turn = next(handshake)
     while True:

@@ -1,4 +1,4 @@
-"""The processes of a gang: which are alive, which have ended, and which are restarted or dropped."""
+"""Tracks the processes of a gang: which are alive, which have ended, and which are restarted or dropped."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from worldsize.world.preemption import PREEMPTED
 
 _logger = logging.getLogger(__name__)
 
-_FULL_BYTES = 64 << 10  # free on a disk on which a process finds no room for its error
+_FULL_BYTES = 64 << 10  # bytes; with less free space a process may fail to write its error
 
 
 @final
 @dataclass(frozen=True)
 class Member:
-    """One process, where its output goes, where it would leave its error, and where it says how far it is."""
+    """One process with its files for output, error and progress."""
 
     role: str
     rank: int  # in its role
@@ -44,15 +44,16 @@ class Member:
         return read_beat(self.heartbeat)
 
     def ending(self) -> Ending:
-        """Collect what the process, which has ended, left behind."""
+        """Collect the exit code and error of the process, which has ended."""
         code = self.process.exitcode
         assert code is not None
         return Ending(self.role, self.rank, code, self._error(), self.beat, self.log)
 
     def copy_error_to_log(self) -> None:
-        """Append the traceback to the log, once the first cause has been shown.
+        """Append the traceback to the log, after the first cause has been shown.
 
-        The process does not write it there by itself: the terminal shows the logs, and the first cause comes first.
+        The process does not write it there itself, since the terminal shows the logs and the first cause must come
+        first.
         """
         if error := self._error():
             with suppress(OSError), self.log.open("a") as log:
@@ -66,7 +67,7 @@ class Member:
             return self._full_disk()
 
     def _full_disk(self) -> dict[str, Any] | None:
-        """Return the likely error of a process that failed, and for which there was no room to say why."""
+        """Return the likely error if a process failed and the disk is too full for its error file."""
         with suppress(OSError):
             if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:
                 text = f"the disk with {self.error.parent.parent} is full. Make room, then resume the run."
@@ -78,9 +79,9 @@ class Member:
 class Members:
     """The processes of a gang.
 
-    ``start(role, rank, starts)`` starts a process, which was started so often before. One that dies alone, by its
-    role, is started again ``max_restarts`` times; then the run goes on without it as long as ``min_processes`` of
-    its role live.
+    ``start(role, rank, starts)`` starts a process that was started ``starts`` times before. If its role restarts
+    individually, a failed process is restarted up to ``max_restarts`` times; then the run continues without it as long
+    as ``min_processes`` of its role are alive.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class Members:
         terminal: Terminal | None,
     ) -> None:
         self.roles = roles
-        self.current: list[Member] = []  # the lost ones are not among them
+        self.current: list[Member] = []  # without the lost ones
         self.ended: list[Member] = []  # of the current ones
-        self.lost: list[Member] = []  # they have failed, and the run has gone on
+        self.lost: list[Member] = []  # they have failed, and the run has continued
         self._start, self._max_restarts, self._terminal = start, max_restarts, terminal
 
     def add(self, role: str, rank: int) -> None:
@@ -108,11 +109,11 @@ class Members:
         return [member for member in self.current if member.process.is_alive()]
 
     def awaited(self) -> dict[int, Member]:
-        """Map what becomes readable when a process ends to the process, for all whose end has not been noted."""
+        """Map the descriptor that becomes readable when a process ends to the process, for all that run."""
         return {member.process.sentinel: member for member in self.current if member not in self.ended}
 
     def note_end(self, member: Member) -> None:
-        """Record that the process has ended; start it again if it may die alone, and the run is not about to end."""
+        """Record that the process has ended; restart it if its role allows that and the run is not about to end."""
         member.process.join()
         self.ended.append(member)
         is_ending = any(self._is_deciding(each) and not each.failed for each in self.ended)
@@ -126,7 +127,7 @@ class Members:
 
     @property
     def must_end(self) -> bool:
-        """Whether a process has failed for good, or only those are left that come and go."""
+        """Return whether a process has failed for good, or only processes remain that may come and go."""
         deciding = self.deciding
         is_over = bool(deciding) and all(member in self.ended for member in deciding)
         return is_over or any(member.failed for member in self.ended)
@@ -137,7 +138,7 @@ class Members:
             member.process.terminate()
 
     def kill(self) -> list[Member]:
-        """End all that still live; return them."""
+        """Kill all processes that are still alive; return them."""
         alive = self.alive()
         for member in alive:
             member.process.kill()
@@ -145,14 +146,14 @@ class Members:
         return alive
 
     def _is_deciding(self, member: Member) -> bool:
-        """Only processes of the last role may come and go."""
+        """Return whether the run needs the process: only those of the last role may come and go."""
         return member.role != list(self.roles)[-1] or self.roles[member.role].restart == "gang"
 
     def _starts(self, role: str, rank: int) -> int:
         return sum((lost.role, lost.rank) == (role, rank) for lost in self.lost)
 
     def _replace(self, member: Member) -> None:
-        """Start a process again that died alone, or go on without it; if neither may be, its failure is the gang's."""
+        """Restart a failed process, or continue without it; if neither is allowed, the gang fails."""
         role, starts = self.roles[member.role], self._starts(member.role, member.rank)
         others = sum(each.role == member.role and each.process.is_alive() for each in self.current)
         is_spare = others >= (role.processes if role.min_processes is None else role.min_processes)
@@ -171,7 +172,7 @@ class Members:
             self._start_again(member, is_spare=is_spare)
 
     def _start_again(self, member: Member, *, is_spare: bool) -> None:
-        """Start a process again; if the host cannot, go on without it, or let its failure be the gang's."""
+        """Restart a process; if the host cannot, continue without it, or let the gang fail."""
         try:
             self.add(member.role, member.rank)
         except OSError as error:  # no more processes, or a full disk

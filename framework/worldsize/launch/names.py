@@ -1,4 +1,4 @@
-"""Name runs in schedulers."""
+"""Names runs in schedulers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from worldsize.core import Plan
 
 
 def job_name(plan: Plan) -> str:
-    """Name everything that belongs to the run, in at most 40 characters that a host's name may have."""
+    """Return a name for the run's jobs, of at most 40 characters that host names may have."""
     words = re.sub("[^a-z0-9]+", "-", f"{plan.run_dir.parts[-2]}-{plan.run_dir.name}".lower())
     return "ws-" + words[-37:].strip("-")

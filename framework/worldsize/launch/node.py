@@ -1,4 +1,4 @@
-"""Start the processes of one host by forking them from its launching process, which has imported torch already."""
+"""Starts the processes of one host by forking its launching process, which has already imported torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from worldsize.world.scratch import private_folder
 
 @dataclass(frozen=True)
 class NodeLauncher(LaunchMethod):
-    """Starts the processes of one host by forking them from one; the base of launchers whose hosts each do so."""
+    """Starts the processes of one host by forking; the base of launchers that do so on each host."""
 
     max_restarts: Annotated[int, Range(least=0)] = 0  # times that a gang that failed starts again from its checkpoint
     grace: Annotated[float, GRACE] = 1.0  # seconds that a failed gang has to write its errors before it is killed
@@ -54,7 +54,7 @@ class NodeLauncher(LaunchMethod):
             for rank in range(first, first + rendezvous.local_size):
                 members.add(*role_of(rank, plan.roles))
         except BaseException:
-            members.kill()  # who waits for ranks that never come
+            members.kill()  # it would wait for ranks that never start
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
             raise
         return gang
@@ -62,17 +62,17 @@ class NodeLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The meeting place of the processes of a node with all others."""
+    """The rendezvous of a node's processes with all others."""
 
-    folder: Path  # private, with the heartbeats and sockets of this node's processes; goes with the attempt
+    folder: Path  # private folder of heartbeats and sockets of this node's processes; removed after the attempt
     local_size: int
     store: str  # a torch.distributed init method
     variables: Mapping[str, str]
-    address: str = "127.0.0.1"  # of this node, as the others reach it
+    address: str = "127.0.0.1"  # address of this node for the others
 
     @staticmethod
     def alone(plan: Plan) -> Rendezvous:
-        """Make the rendezvous of a run on one host: none of its ports needs to be seen from outside."""
+        """Create the rendezvous of a run on one host, without ports that are reachable from outside."""
         folder, cluster = private_folder(), plan.cluster
         interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
         network = variables(cluster.backend, interface, cluster.hca)
@@ -85,12 +85,12 @@ class Rendezvous:
 
 
 def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, rank: int, starts: int) -> Member:
-    import worldsize.worker.process  # noqa: F401 - which takes seconds: here, before the fork, rather than in every worker
+    import worldsize.worker.process  # noqa: F401 - takes seconds, so once before the fork instead of in every worker
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     log = run.log(role, rank)
     make_folder_of(log, run)
-    run.error(role, rank).unlink(missing_ok=True)  # of an earlier attempt
+    run.error(role, rank).unlink(missing_ok=True)  # left by an earlier attempt
     assert placement.heartbeat is not None
     environment = {**rendezvous.variables, **plan.environment, **plan.secrets, **placement.variables()}
     process: BaseProcess = get_context("fork").Process(
@@ -103,7 +103,7 @@ def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, ran
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """Block the signals that ask for an end while a child is forked, which unblocks them by itself."""
+    """Block the signals that request an end while a child is forked, which unblocks them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -117,22 +117,22 @@ def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mappi
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides
-    del sys.argv[1:]  # what was typed may hold a secret, and loggers record it
+    del sys.argv[1:]  # the command line may contain a secret, and loggers record it
     _write_to(log)
     os.environ.update(environment)
     from worldsize.worker.process import play
 
     try:
         code = play(run, placement)
-    except BaseException:  # the launcher shows the error that play has left
+    except BaseException:  # the launcher shows the error that play has written
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # a thread may be waiting for a peer that will never come
+        os._exit(1)  # a thread may be waiting for a peer that will never connect
     sys.exit(code)
 
 
 def _write_to(log: Path) -> None:
-    """Send standard output and error, of this process and of what it starts, to one file."""
+    """Redirect standard output and error of this process and its children to one file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

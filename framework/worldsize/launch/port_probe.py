@@ -1,4 +1,4 @@
-"""Tests whether hosts reach each other where their ranks will meet: each opens a port, to which all others connect."""
+"""Tests whether hosts can reach each other: each opens a port, to which all others connect."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from worldsize.launch.bounded_io import receive_line
 
 _PATIENCE = 3.0  # seconds
 _AT_ONCE = 32
-_LONGEST = 32  # bytes that the number of a node takes
+_LONGEST = 32  # bytes of a node's number
 
 
 @final
 class PortProbe:
-    """An open port at ``address`` that tells every caller which node it belongs to.
+    """An open port at ``address`` that sends every client the number of its node.
 
     Raises:
         OSError: this host has no such address.
@@ -36,7 +36,7 @@ class PortProbe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which must not be there when this process forks
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which must end before this process forks
         self._thread.join()
         self._listener.close()
 
@@ -50,18 +50,18 @@ class PortProbe:
 
 
 def probe(address: str, port: int, node: int) -> str | None:
-    """Return why the port of ``node`` is not reached, or None if it is."""
+    """Return why the port of ``node`` cannot be reached, or None if it can."""
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
             line = receive_line(connection, at_most=_LONGEST, deadline=time.monotonic() + _PATIENCE)
     except OSError as error:
         return str(error)
-    said = line.decode("latin-1").strip().encode("unicode_escape").decode()  # whatever it is
+    said = line.decode("latin-1").strip().encode("unicode_escape").decode()  # another program
     return None if said == str(node) else f"another process answers there ({said or 'nothing'})"
 
 
 def probe_all(probes: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
-    """Map each node whose port is not reached from here to the reason. ``own`` is this node."""
+    """Map each node whose port cannot be reached from here to the reason. ``own`` is this node."""
     others = [(str(each["address"]), int(each["port"]), int(each["node"])) for each in probes if each["node"] != own]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         refusals = pool.map(lambda other: probe(*other), others)

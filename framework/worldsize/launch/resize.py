@@ -1,4 +1,4 @@
-"""Add and remove processes of a running gang, where its strategy lets them come and go."""
+"""Adds and removes processes of a running gang, if its strategy allows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worldsize.launch.members import Members
 
 @final
 class Resize:
-    """Changes the number of processes of the last role, if that may change; what ``worldsize workers`` asks for."""
+    """Changes the number of processes of the last role, for ``worldsize workers``."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -19,7 +19,7 @@ class Resize:
         """Start ``count`` more processes; return their names.
 
         Raises:
-            WorldsizeError: This host cannot start all of them; those that it names go on.
+            WorldsizeError: This host cannot start all of them; those named in the message keep running.
         """
         role, members = self._role(), self._members
         taken = [member.rank for member in (*members.current, *members.lost) if member.role == role]
@@ -35,7 +35,7 @@ class Resize:
         return names
 
     def shrink(self, count: int) -> list[str]:
-        """Ask the ``count`` youngest processes to leave; return their names."""
+        """Ask the ``count`` newest processes to leave; return their names."""
         role = self._role()
         alive = [member for member in self._members.alive() if member.role == role]
         must_stay = self._members.roles[role].min_processes or 0
@@ -47,7 +47,7 @@ class Resize:
         return [f"{member.role} {member.rank}" for member in leaving]
 
     def listed(self) -> list[dict[str, Any]]:
-        """Describe each process that lives: role, rank, process id and step."""
+        """Describe each live process: role, rank, process id and step."""
         return [
             {"role": m.role, "rank": m.rank, "pid": m.process.pid, "step": m.beat.step if m.beat else None}
             for m in self._members.alive()

@@ -25,7 +25,7 @@ class RunKey:
 
 
 def write_key(run_dir: Path) -> None:
-    """Create the run's key if it has none yet; only the run's user may read it."""
+    """Create the run's key unless it exists; only the run's user may read it."""
     with suppress(FileExistsError):
         descriptor = os.open(run_dir / _FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -33,15 +33,15 @@ def write_key(run_dir: Path) -> None:
 
 
 def read_key(run_dir: Path) -> RunKey:
-    """Return the key that :func:`write_key` made.
+    """Return the key that :func:`write_key` created.
 
     Raises:
-        ConfigError: the run folder has none, or is not seen here.
+        ConfigError: the run folder has no key, or is not visible here.
     """
     try:
         secret = (run_dir / _FILE).read_bytes()
     except OSError as error:
         raise ConfigError(f"the run's key cannot be read: {error}. All hosts need the run folder {run_dir}.") from error
-    if len(secret) < _SHORTEST:  # one that is empty would be known to everybody
+    if len(secret) < _SHORTEST:  # an empty key would be known to everybody
         raise ConfigError(f"the run's key {run_dir / _FILE} is cut off. Remove it, and launch the run again.")
     return RunKey(run_dir.name, secret)

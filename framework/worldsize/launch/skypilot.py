@@ -1,4 +1,4 @@
-"""SkyPilot: a task for `sky jobs launch`, on spot instances, with the run in a bucket."""
+"""Launches with SkyPilot: a task for `sky jobs launch`, on spot instances, with the run in a bucket."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
 @final
 @dataclass(frozen=True)
 class SkyPilot(NodeLauncher, BatchLauncher):
-    """Launches a managed job with one agent a node; its run folder is in ``checkpoint_bucket``.
+    """Launches a managed job with one agent per node; its run folder is in ``checkpoint_bucket``.
 
-    A path instead of a bucket is a folder that all nodes share.
+    If that is a path instead of a bucket, all nodes must share the folder.
     """
 
     accelerators: str | None = cluster_option(None)  # of a node, e.g. A100:4
@@ -72,7 +72,9 @@ class SkyPilot(NodeLauncher, BatchLauncher):
                 "not see each other's checkpoints. Set it to s3://..., gs://... or another bucket."
             )
         if self.checkpoint_bucket is not None and not _BUCKET.fullmatch(self.checkpoint_bucket):
-            raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no bucket; one is s3://NAME.")
+            raise ConfigError(
+                f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a bucket. Write e.g. s3://NAME."
+            )
         if str(self.checkpoint_bucket).startswith("/") and not os.access(str(self.checkpoint_bucket), os.W_OK):
             raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no folder that we may write.")
         if self.bucket_mode == "MOUNT_CACHED":
@@ -136,7 +138,7 @@ class SkyPilot(NodeLauncher, BatchLauncher):
         return {**{key: value for key, value in named.items() if value is not None}, **self.resources}
 
     def _recovery(self) -> dict[str, Any]:
-        """Describe the recovery in SkyPilot's words; a run that has saved in time is to be started again."""
+        """Return SkyPilot's recovery options; a run that has saved in time is restarted."""
         given = self.job_recovery if self.job_recovery is not None else self.spot_recovery
         own = {"strategy": given} if isinstance(given, str) else dict(given or {})
         codes = {"recover_on_exit_codes": [PREEMPTED], "max_restarts_on_errors": self.restarts_on_errors}

@@ -1,4 +1,4 @@
-"""Slurm: a job script that a person could have written, submitted with sbatch."""
+"""Launches with Slurm: a job script as a person would write it, submitted with sbatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 @final
 @dataclass(frozen=True)
 class Slurm(NodeLauncher, BatchLauncher):
-    """Submits one job, in which srun starts one agent a node."""
+    """Submits one job, in which srun starts one agent per node."""
 
     time: str | None = cluster_option(None)  # limit, e.g. 02:00:00; the run saves before it and is queued again
     partition: str | None = cluster_option(None)
@@ -49,7 +49,7 @@ class Slurm(NodeLauncher, BatchLauncher):
     wait: bool = False  # come back when the job has ended
 
     def check(self, cluster: Cluster) -> None:
-        """Ask Slurm whether it would take the job."""
+        """Ask Slurm whether it would accept the job."""
         if shutil.which("sbatch") is None:
             raise ConfigError("sbatch is not found. Start from a login node of the cluster, or set cluster=laptop.")
         plan = Plan(Path("run"), cluster, {}, {})
@@ -62,7 +62,7 @@ class Slurm(NodeLauncher, BatchLauncher):
         return self.submit_all([plan])[0]
 
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str]:
-        """Submit one job; of several runs, an array."""
+        """Submit one job, or an array for several runs."""
         script = self._write_script(plans)
         job = _ask(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
         return [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
@@ -86,7 +86,7 @@ class Slurm(NodeLauncher, BatchLauncher):
         try:
             shown = _ask(["scontrol", "show", "job", "--oneliner", job])
         except WorldsizeError as error:
-            if "Invalid job id" in str(error):  # it forgets those that are over
+            if "Invalid job id" in str(error):  # Slurm forgets jobs that are over
                 return None
             raise
         state = dict(word.split("=", 1) for word in shown.split() if "=" in word).get("JobState")
@@ -143,7 +143,7 @@ def _ask(command: Sequence[str], script: str | None = None, environment: Mapping
     """Run one of Slurm's commands; return what it prints.
 
     Raises:
-        ConfigError: it refuses; with its own words.
+        ConfigError: Slurm fails; the message is its own.
     """
     try:
         done = subprocess.run(

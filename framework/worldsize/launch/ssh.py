@@ -1,4 +1,4 @@
-"""Launch on a list of hosts: code goes there by rsync, an agent is started on each by ssh, and none is left behind."""
+"""Launches on a list of hosts: copies the code by rsync, starts an agent on each by ssh, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from worldsize.world.preemption import SIGNALS
 _logger = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds
-_UNREACHED = 255  # what ssh itself exits with
+_UNREACHED = 255  # exit code of ssh's own errors
 _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_modules")
 
 
 @final
 @dataclass(frozen=True)
 class Ssh(NodeLauncher, AgentLauncher):
-    """Copies the code to each host and starts an agent there. All hosts must share the run folder's file system.
+    """Copies the code to each host and starts an agent there; all hosts must share the run folder.
 
     The code is the working directory, and worldsize's own clone if that lies elsewhere.
     """
@@ -47,7 +47,7 @@ class Ssh(NodeLauncher, AgentLauncher):
     ssh: Sequence[str] = cluster_option(("ssh",))  # with its options, e.g. [ssh, -F, my_config]
 
     def check(self, cluster: Cluster) -> None:
-        """Try whether every host answers, and lets us in."""
+        """Raise ConfigError unless every host answers and accepts our login."""
         for tool in (self.ssh[0], *(["rsync"] if self.folder else [])):
             if shutil.which(tool) is None:
                 raise ConfigError(f"{tool} is not found on this machine. Install it, or choose another cluster.")
@@ -84,7 +84,7 @@ class Ssh(NodeLauncher, AgentLauncher):
         return Path(self.folder.replace("%h", host)) if self.folder else Path.cwd().parent
 
     def _copies(self, host: str) -> list[list[str]]:
-        """Return the commands that bring the code to ``host``."""
+        """Return the commands that copy the code to ``host``."""
         if not self.folder:
             return []
         own = [] if bundle().is_relative_to(Path.cwd()) else [(bundle(), "worldsize")]
@@ -124,7 +124,7 @@ class Ssh(NodeLauncher, AgentLauncher):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            start_new_session=True,  # this process forwards Ctrl-C
         )
         agent = _Agent(self.hosts[node], process)
         agent.tell(dict(plan.secrets))
@@ -135,7 +135,7 @@ class Ssh(NodeLauncher, AgentLauncher):
 @final
 @dataclass
 class _Agent:
-    """An agent on a host, at the other end of ssh. It lives as long as its standard input is open."""
+    """An agent on a remote host, which lives as long as its standard input is open."""
 
     host: str
     process: subprocess.Popen[str]
@@ -152,7 +152,7 @@ class _Agent:
             self.process.stdin.close()
 
     def show(self, leads: bool) -> None:
-        """Show the output as it comes: that of the first host as it is, that of the others after their names."""
+        """Show the output as it arrives: unchanged from the first host, with host names from the others."""
         output: IO[str] | None = self.process.stdout
         assert output is not None
         for line in output:
@@ -163,14 +163,14 @@ class _Agent:
 @final
 @dataclass
 class _Agents(Job):
-    """The agents of all hosts. They record how the run ends; their exit codes say it here."""
+    """The agents of all hosts; their exit codes tell how the run ended, which they record."""
 
     agents: Sequence[_Agent]
     grace: float
     _seen: list[int] = field(default_factory=list)
 
     def wait(self) -> Outcome:
-        """Block until all have ended. A first signal asks them to save and to end; a second or a failure ends them."""
+        """Block until all have ended. A first signal asks them to save and end; a second or a failure kills them."""
         before = {number: signal.signal(number, lambda number, _: self._seen.append(number)) for number in SIGNALS}
         try:
             self._join()
@@ -194,7 +194,7 @@ class _Agents(Job):
             if len(self._seen) > 1 or time.monotonic() > deadline:
                 return
             if deadline == float("inf") and any(agent.process.poll() for agent in self.agents):
-                deadline = time.monotonic() + self.grace  # the others end by themselves, in good order
+                deadline = time.monotonic() + self.grace  # the others shut down by themselves
             time.sleep(_POLL)
 
     def _code(self, agent: _Agent) -> int:

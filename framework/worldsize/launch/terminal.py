@@ -1,4 +1,4 @@
-"""Show on the terminal what the processes of a gang write to their logs."""
+"""Shows the logs of a gang's processes on the terminal."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Terminal:
         self._tails: list[TailLog] = []
 
     def show(self, name: str, log: Path) -> None:
-        """Begin to follow the log of the process ``name``."""
+        """Start to follow the log of the process ``name``."""
         from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, as torch does
 
         prefix = f"[{name}] "
         try:
             self._tails.append(TailLog(prefix, {0: str(log)}, sys.stdout, {0: prefix}).start())
-        except RuntimeError as error:  # a host may have room for a process and none for the thread that follows it
+        except RuntimeError as error:  # a host may allow a process but no thread to follow it
             _logger.warning("%s is not shown here, see %s: %s", name, log, error)
 
     def close(self) -> None:
-        """Show what is left of all logs, and end."""
+        """Show the rest of all logs, and stop."""
         for tail in self._tails:
             tail.stop()

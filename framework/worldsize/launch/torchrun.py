@@ -1,4 +1,4 @@
-"""torchrun, started by hand on every node: this launcher says how."""
+"""Prints the torchrun commands to start by hand on every node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.world.environments import port_of
 @final
 @dataclass(frozen=True)
 class Torchrun(BatchLauncher):
-    """Names the command for each node: torchrun, or an agent where roles differ."""
+    """Shows the command for each node: torchrun, or an agent if there are servers."""
 
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
     first: str = cluster_option("FIRST_HOST")  # address of the first node
@@ -27,7 +27,7 @@ class Torchrun(BatchLauncher):
         write_key(plan.run_dir)
 
     def submit(self, plan: Plan) -> None:
-        """Start nothing: a person starts the commands that are shown."""
+        """Start nothing: the user starts the printed commands."""
         self.write(plan)
 
     def state(self, job: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Texts that launchers fill in."""
+"""Text templates of launchers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def filled(template: str, /, **values: Any) -> str:
-    """``template`` with ``values``; a name that is not given is an error."""
+    """Fill ``values`` into ``template``; raise UndefinedError if one is missing."""
     environment = Environment(
         loader=PackageLoader("worldsize.launch"),
         undefined=StrictUndefined,
