@@ -42,7 +42,7 @@ from worldsize.core import Cluster, Role, RunContext
 from worldsize.planning.absent_peers import world_seen_by
 from worldsize.planning.predictor import Given, Predictor
 from worldsize.planning.rehearsal.differences import differences
-from worldsize.planning.rehearsal.exchange import Said
+from worldsize.planning.rehearsal.exchange import SentMessages
 from worldsize.planning.rehearsal.rank import Part, data_of, rehearse_rank
 from worldsize.planning.rehearsal.ranks import rehearse
 from worldsize.planning.rehearsal.traffic import traffic
@@ -88,7 +88,7 @@ def one_rank(settings: Settings) -> list[float]:
     part = Part()
     data, files = data_of(settings, part), _open_files()
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rehearsed = rehearse_rank(settings.cluster.processes - 1, settings, part, data, Said())
+    rehearsed = rehearse_rank(settings.cluster.processes - 1, settings, part, data, SentMessages())
     seconds, after = time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert rehearsed.error is None, rehearsed.error
     calls = traffic(rehearsed, PER_NODE, step=part.steps).calls

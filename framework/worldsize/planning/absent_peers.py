@@ -1,4 +1,4 @@
-"""A world of which only one rank is there: torch's fake process group answers as if all had the same tensors."""
+"""Opens a world with a single real rank: torch's fake process group answers as if all had the same tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKEND = "fake"
 
 @contextmanager
 def world_seen_by(rank: int, settings: Settings, device: torch.device) -> Iterator[World]:
-    """Open the world of a run as its rank ``rank`` sees it, on ``device``; a run of one process has no group."""
+    """Open the world of a run for its rank ``rank`` on ``device``; a run of one process has no group."""
     cluster = settings.cluster
     per_node = cluster.processes_per_node
     joins = cluster.processes > 1
@@ -39,7 +39,7 @@ def world_seen_by(rank: int, settings: Settings, device: torch.device) -> Iterat
 
 
 def check_alone(settings: Settings) -> None:
-    """Refuse runs in which what a rank does is decided by what only its peers have.
+    """Raise ConfigError for runs in which a rank depends on data of its peers.
 
     Raises:
         ConfigError: processes serve, or a rank is a stage of a pipeline.

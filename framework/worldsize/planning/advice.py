@@ -13,16 +13,15 @@ from worldsize.core import Cluster
 from worldsize.cost.collectives import compute_seconds_for
 from worldsize.planning.forecast import Forecast
 
-_ALIKE = 1.1  # forecasts nearer than this may be in another order when measured: see benchmarks/README.md
+_ALIKE = 1.1  # forecasts closer than this may be ordered differently when measured: see benchmarks/README.md
 WANTED = 0.8  # efficiency
 
 
 def detected_memory_bytes(cluster: Cluster) -> float | None:
-    """Memory for the tensors of one process on this machine, in bytes: a GPU's, or a part of the physical memory.
+    """Return the memory for one process's tensors on this machine, in bytes: a GPU's, or a share of the RAM.
 
-    That part is what an equal share leaves beside what this process has to itself of all that it has imported, as each
-    rank will; ask before it loads data. 0: nothing is left. None: it is not known from here, since there is no GPU, or
-    several nodes.
+    The share is that of one rank, without the private memory of this process for its imports, which each rank needs
+    too; call it before data are loaded. 0: nothing remains. None: unknown, since there is no GPU, or several nodes.
     """
     if cluster.device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.device_count() else None
@@ -33,7 +32,7 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
 
 
 def _private_bytes() -> int:
-    """Return the bytes of memory that this process shares with no other and with no file."""
+    """Return the bytes of memory that this process shares with no other process and no file."""
     status = Path("/proc/self/status").read_text()
     match = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
     assert match is not None, "Linux has had this field since 4.5"
@@ -41,7 +40,7 @@ def _private_bytes() -> int:
 
 
 def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
-    """Explain why ``memory_bytes`` of a rank do not fit, if they do not; a node has ``processes`` ranks."""
+    """Explain why a rank does not fit into ``memory_bytes``, or return None; a node has ``processes`` ranks."""
     needed = forecast.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
@@ -54,9 +53,9 @@ def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1)
 
 
 def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
-    """Name the fastest of those that fit and compute what one process would.
+    """Name the fastest strategy of those that fit and compute the same as one process.
 
-    The text says what sets it apart from the next, and which others would be faster.
+    The text gives its advantage over the next, and which others would be faster.
     """
     order = sorted(forecasts, key=lambda name: forecasts[name].step_seconds)
     fitting = [name for name in order if name not in unfitting and forecasts[name].cost.same]
@@ -68,15 +67,15 @@ def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> 
         rest = ", ".join(name for name in order if name not in unfitting)
         return f"None that fits computes what one process would. Other algorithms, to be tried on the loss: {rest}."
     best = forecasts[fitting[0]]
-    said = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
+    sentences = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
     if len(fitting) > 1:
-        said.append(_apart(best, fitting[1], forecasts[fitting[1]]))
+        sentences.append(_apart(best, fitting[1], forecasts[fitting[1]]))
     faster = order[: order.index(fitting[0])]
     if large := [name for name in faster if name in unfitting]:
-        said.append(f"Faster, but too large: {', '.join(large)}.")
+        sentences.append(f"Faster, but too large: {', '.join(large)}.")
     if others := [name for name in faster if name not in unfitting]:
-        said.append(f"Faster, but another algorithm, to be tried on the loss: {', '.join(others)}.")
-    return " ".join([*said, _share(best)])
+        sentences.append(f"Faster, but another algorithm, to be tried on the loss: {', '.join(others)}.")
+    return " ".join([*sentences, _share(best)])
 
 
 def _apart(best: Forecast, name: str, second: Forecast) -> str:
@@ -106,7 +105,7 @@ def _share(best: Forecast) -> str:
 
 
 def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | None:
-    """Warn that another global batch asks for another learning rate; None if the batch is the same.
+    """Warn that another global batch needs another learning rate; return None if the batch is the same.
 
     The rate changes in proportion for SGD (Goyal et al. 2017, arXiv 1706.02677), by the square root for Adam
     (Malladi et al. 2022, arXiv 2205.10287).
@@ -134,5 +133,5 @@ def size_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Format seconds: as such from ten on, else in milliseconds."""
+    """Format a time in seconds from 10 s on, else in milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"

@@ -1,4 +1,4 @@
-"""Finds out what a recipe's step needs by taking a few on this machine."""
+"""Measures the time and memory of a recipe's step by taking a few on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worldsize.planning.concurrency import first_device, medians, run_concurrent
 from worldsize.strategies.alone import alone
 from worldsize.strategies.model_replica import ModelReplica, autocast
 
-_SECONDS = 2.0  # of steps, at least
+_SECONDS = 2.0  # least total of the steps
 
 
 def calibrate(
@@ -27,15 +27,15 @@ def calibrate(
 ) -> Workload:
     """Measure the workload of the micro-batches in ``order`` on one process.
 
-    It has so many ``threads`` and this machine's first device of a ``kind`` ("cpu", "cuda"). ``compute_seconds``, the
-    wait for data included, are the median of eleven steps, or of those of two seconds.
+    It uses ``threads`` threads and this machine's first device of a ``kind`` ("cpu", "cuda"). ``compute_seconds``,
+    including the wait for data, are the median of at least eleven steps and two seconds.
 
-    With ``at_once`` processes, which do the same at the same time, each step is as long as the longest of them: as it
-    will be where they share cores and memory. They are forked: this process must have no OpenMP pool, and must not
-    have used CUDA.
+    With ``at_once`` processes, which take the same steps concurrently, a step takes the time of the slowest, as in a
+    run where they share cores and memory. They are forked: this process must have no OpenMP pool, and must not have
+    used CUDA.
 
     Raises:
-        ConfigError: this machine's memory does not hold what they need.
+        ConfigError: this machine has too little memory.
     """
     device = first_device(kind)
     try:
@@ -50,7 +50,7 @@ def calibrate(
 
 
 def _is_memory(error: Exception) -> bool:
-    """Whether memory was short; a process that the kernel kills for its memory breaks its pool."""
+    """Return whether memory was short; a process that the kernel kills for that breaks its pool."""
     known = isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError)
     return known or "can't allocate memory" in str(error)
 
@@ -93,15 +93,15 @@ class _Calibration:
         )
 
     def _overlap(self, seconds: float, forward: float, update: float) -> float:
-        """Return the share that is left for the backward pass; between several updates nothing is sent behind it."""
+        """Return the share of compute that hides communication: the backward pass, or 0 with several updates."""
         return 0.0 if isinstance(self.recipe, MultiUpdateRecipe) else max(0.0, seconds - forward - update) / seconds
 
     def _seconds(
         self, replica: ModelReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
     ) -> tuple[float, float, float]:
-        """Seconds of a whole step, of its data and forward passes, and of its update.
+        """Return the seconds of a whole step, of its data and forward passes, and of its update.
 
-        What is left is the backward pass.
+        The remainder is the backward pass.
         """
 
         def forward() -> None:
@@ -127,7 +127,7 @@ class _Calibration:
 
 
 def _forward(recipe: Recipe, model: nn.Module, batch: MicroBatch) -> object:
-    """Compute the losses of a step, without updates between them if there are several."""
+    """Compute the losses of a step, without updates between several."""
     if isinstance(recipe, MultiUpdateRecipe):
         return list(recipe.updates(model, batch.data, batch.step))
     return recipe.loss_at(model, batch.data, batch.step)
@@ -138,7 +138,7 @@ def _bytes(tensors: Any) -> float:
 
 
 def _activations(recipe: Recipe, model: nn.Module, blocks: list[nn.Module], batch: MicroBatch) -> tuple[float, float]:
-    """Bytes that a forward pass keeps for the backward pass, parameters apart, and bytes of a block's output."""
+    """Return the bytes that a forward pass saves for the backward pass without parameters, and of a block's output."""
     kept: dict[int, float] = {}
     outputs: list[float] = [0.0]
     held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

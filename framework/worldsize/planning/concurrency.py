@@ -1,4 +1,4 @@
-"""Measures actions that several processes run at the same time, as those of one machine do, sharing its cores."""
+"""Measures actions in several concurrent processes, which share the cores of this machine as in a run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from worldsize.world.fork import ready_to_fork
 
 T = TypeVar("T")
 
-_TIMEOUT = 600  # seconds that one waits for the others
+_TIMEOUT = 600  # seconds to wait for the others
 _WARM_UP, _TURNS = 2, 11
 
 
 @final
 class SharedBarrier:
-    """A barrier whose processes all learn the moment at which the last of them arrived."""
+    """A barrier that returns the time at which the last process arrived."""
 
     def __init__(self, context: BaseContext, count: int) -> None:
         self._moment = context.Value("d", lock=False)
@@ -38,11 +38,11 @@ class SharedBarrier:
         return float(self._moment.value)
 
     def abort(self) -> None:
-        """Break the barrier, so that all who wait raise BrokenBarrierError instead of waiting on."""
+        """Break the barrier, so that all waiting processes raise BrokenBarrierError."""
         self._barrier.abort()
 
 
-_barriers: list[SharedBarrier] = []  # at most one, in a forked process: only its start can hand a barrier over
+_barriers: list[SharedBarrier] = []  # at most one, in a forked process: a barrier can only be inherited
 
 
 def run_concurrently(count: int, threads: int, work: Callable[..., T], *given: Any) -> T:
@@ -79,7 +79,7 @@ def _guarded(work: Callable[..., T], given: tuple[Any, ...]) -> T:
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the slowest of the processes that run ``action`` at once; all of them get the same."""
+    """Run ``action`` in all processes at once; return the seconds of the slowest, the same in each."""
     begun = _barriers[0].moment()
     action()
     if device.type == "cuda":
@@ -90,8 +90,7 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
 def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.device, least_seconds: float) -> list[float]:
     """Return the median seconds of each action of a turn.
 
-    There are at least eleven turns, and as many as take ``least_seconds``: where others use the machine too, one
-    second is unlike the next.
+    There are at least eleven turns, and enough to take ``least_seconds``, since other users of the machine cause noise.
     """
     taken: list[list[float]] = []
     spent = 0.0

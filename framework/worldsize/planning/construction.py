@@ -1,4 +1,4 @@
-"""Builds what a recipe describes on the meta device, so that what no process could build is refused before a run."""
+"""Builds a recipe's objects on the meta device, to refuse recipes that cannot be built before a run starts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from worldsize.strategies.sparse_steps import check_sparse_steps
 
 _logger = logging.getLogger(__name__)
 
-# what depends on the host: files, packages and memory may be there where the processes run
+# errors that depend on the host: files, packages and memory may exist where the processes run
 _OF_THIS_HOST = (OSError, ImportError, MemoryError, NotImplementedError)
 _OF_A_DEVICE = re.compile(r"\b(meta|cuda|device|gpu|memory)\b", re.IGNORECASE)
 
 
 def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
-    """Ask ``strategy`` whether it trains recipes like this one.
+    """Raise ConfigError if ``strategy`` cannot train recipes like this one.
 
     Raises:
-        ConfigError: it takes one update a step and the recipe several, or the recipe does not say what it asks.
+        ConfigError: it takes one update per step and the recipe several, or it needs information that the recipe lacks.
     """
     if isinstance(recipe, MultiUpdateRecipe) and not strategy.trains_multi_update:
         raise ConfigError(
@@ -37,13 +37,13 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
 def check_construction(recipe: Recipe, strategy: Strategy) -> None:
     """Build the model, its optimizers and their schedules on the meta device, where tensors take no memory.
 
-    ``strategy`` says then whether it can carry them.
+    Then check that ``strategy`` supports them.
 
-    What fails there is built once more on the CPU, as every process builds it. Only what fails in the same way on both
-    is refused; a failure that may be due to this host or to the kind of device is left to the processes.
+    A failure is repeated on the CPU, where every process builds the model. Only the same failure on both is an error
+    here; one that may be due to this host or the device is left to the processes.
 
     Raises:
-        ConfigError: the recipe's arguments, or the optimizer's or the schedule's, cannot be used, or not under
+        ConfigError: the arguments of the recipe, the optimizer or the schedule are invalid, or do not work with
             ``strategy``.
     """
     failed = _failure(recipe, strategy, "meta")
@@ -63,13 +63,13 @@ def check_construction(recipe: Recipe, strategy: Strategy) -> None:
 
 def _failure(recipe: Recipe, strategy: Strategy, device: str) -> Exception | None:
     try:
-        with generators_kept(), torch.device(device):  # the processes that train are forked from this one
+        with generators_kept(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
             for optimizer in train_state_of(recipe, model).optimizers:
                 strategy.check_built(recipe, model, optimizer)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)
-    except Exception as error:  # any: a recipe is anyone's code
+    except Exception as error:  # any exception: recipes are user code
         return error
     return None
 

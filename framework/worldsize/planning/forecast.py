@@ -31,7 +31,7 @@ class Forecast:
 def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forecast:
     """Predict a step.
 
-    A rank is idle in its share of the compute; what communication hides behind compute is not waited for.
+    A rank is idle for its share of the compute; communication that hides behind compute is not waited for.
     """
     if computed is None:
         computed = work.compute_seconds + cost.added_seconds

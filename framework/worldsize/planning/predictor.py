@@ -1,4 +1,4 @@
-"""Predicts a run from its settings: what the recipe needs, measured here or given, at the pace of the links."""
+"""Predicts a run's step from its settings, the recipe's workload (measured here or given) and the links."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ from worldsize.world.world import threads_per_process
 
 @dataclass(frozen=True)
 class Given:
-    """Facts that the user gives: bytes of the parameters, seconds that a rank computes in a step; ``overlap``: share of
-    them behind which communication hides; ``links`` that were measured. ``one_machine``: all nodes are this machine.
-    """
+    """Facts from the user in place of measurements."""
 
     parameter_bytes: float | None = None
-    compute_seconds: float | None = None
-    overlap: float | None = None
-    links: Mapping[str, Link] = field(default_factory=dict)
-    one_machine: bool = False
+    compute_seconds: float | None = None  # of a rank in a step
+    overlap: float | None = None  # share of the compute behind which communication hides
+    links: Mapping[str, Link] = field(default_factory=dict)  # measured ones
+    one_machine: bool = False  # all nodes are this machine
 
 
 def links_of(file: Path) -> dict[str, Link]:
-    """Read the links that ``worldsize doctor --json`` has measured.
+    """Read the links measured by ``worldsize doctor --json``.
 
     Raises:
-        ConfigError: it is not such a file.
+        ConfigError: the file is not a report of the doctor.
     """
     try:
         tiers = json.loads(file.read_text())["links"]
@@ -53,23 +51,23 @@ def links_of(file: Path) -> dict[str, Link]:
 
 @final
 class Predictor:
-    """Forecasts of any number of runs; what was measured once is not measured again."""
+    """Predicts any number of runs; measurements are cached."""
 
     def __init__(self, given: Given) -> None:
         self._given = given
         self._measured: dict[tuple[int, int, int], Workload] = {}
 
     def cluster(self, settings: Settings) -> Cluster:
-        """Cluster of the settings, with measured links in place of declared ones where there are any."""
+        """Return the cluster of the settings, with measured links in place of declared ones if there are any."""
         return replace(settings.cluster, links={**settings.cluster.links, **self._given.links})
 
     def forecast(self, settings: Settings) -> Forecast:
         """Predict a step of the run.
 
         Raises:
-            ConfigError: the strategy cannot train the recipe, or does not say what it costs.
+            ConfigError: the strategy cannot train the recipe, or has no cost model.
         """
-        if self._given.parameter_bytes is None:  # the recipe's own step is what is predicted
+        if self._given.parameter_bytes is None:  # the prediction is for the recipe's own step
             check_trainable(settings.recipe, settings.strategy)
         work = self.workload(settings)
         cost = settings.strategy.cost(work, self.cluster(settings))
@@ -78,15 +76,15 @@ class Predictor:
         by_formula: str | None = None
         if self._given.parameter_bytes is None:
             rehearsed, by_formula = _rehearsed_bytes(settings)
-            # two steps have no round of a strategy that communicates once in many: its own figure has
+            # two steps may not contain a communication round of a periodic strategy; its own estimate does
             needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
             cost = replace(cost, memory_bytes=needed)
         return replace(forecast(cost, work, self._computed(settings)), by_formula=by_formula)
 
     def _computed(self, settings: Settings) -> float | None:
-        """Seconds that a rank computes in a step under the strategy itself.
+        """Measure the compute seconds of a rank's step under the strategy itself.
 
-        None where compute is given, or it cannot be tried, or has no peers.
+        Return None if compute is given, if the strategy cannot be tried alone, or has no peers.
         """
         given, cluster = self._given, settings.cluster
         is_given = given.parameter_bytes or given.compute_seconds is not None
@@ -95,12 +93,12 @@ class Predictor:
         try:
             at_once, threads = self._at_once(settings), _threads(cluster)
             times = slowdown(settings, self._device(cluster), at_once=at_once, threads=threads)
-        except (ConfigError, RuntimeError):  # peers decide what it does, or memory does not hold two replicas a process
+        except (ConfigError, RuntimeError):  # it depends on its peers, or memory is too small for two replicas
             return None
         return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:
-        """Workload of one rank's step, if all that train share the batch evenly."""
+        """Return the workload of one rank's step, if all training ranks share the batch evenly."""
         given = self._given
         if given.parameter_bytes is not None:
             size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
@@ -125,8 +123,8 @@ class Predictor:
         return self._measured[key]
 
     def _device(self, cluster: Cluster) -> str:
-        """Return the device on which the recipe takes its steps; where their time is given, any device will do."""
-        if cluster.device != "cuda" or torch.cuda.device_count():  # which leaves this process able to fork
+        """Return the device on which the recipe takes its steps; any device if their time is given."""
+        if cluster.device != "cuda" or torch.cuda.device_count():  # this process can still fork after that
             return cluster.device
         if self._given.compute_seconds is None:
             raise ConfigError(
@@ -136,7 +134,7 @@ class Predictor:
         return "cpu"
 
     def _at_once(self, settings: Settings) -> int:
-        """Processes that compute at the same time on the cores of one machine."""
+        """Return the number of processes that compute concurrently on one machine."""
         cluster, workers = settings.cluster, settings.roles["worker"].processes
         if cluster.device == "cuda" or self._given.compute_seconds is not None:
             return 1
@@ -146,9 +144,9 @@ class Predictor:
 
 
 def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
-    """Return the most bytes that the tensors of the first rank take until two steps and an evaluation are done.
+    """Return the peak bytes of the first rank's tensors in two steps and an evaluation.
 
-    If it cannot be rehearsed, return 0 and why.
+    If it cannot be rehearsed, return 0 and the reason.
     """
     try:
         check_alone(settings)
@@ -161,7 +159,7 @@ def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
 
 
 def _micro_batches(settings: Settings) -> int:
-    """Micro-batches of each data-parallel part in a step."""
+    """Return the number of micro-batches of each data-parallel part in a step."""
     return settings.logical_ranks // settings.strategy.data_parallel(settings.cluster)
 
 

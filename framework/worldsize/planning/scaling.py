@@ -1,4 +1,4 @@
-"""Evaluates runs at several world sizes together: efficiency, spread, and where more processes stop to pay."""
+"""Evaluates runs at several world sizes: efficiency, spread, and where more processes no longer pay off."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from worldsize.records.json_lines import Rows
 from worldsize.records.metrics import metric_rows
 
 PHASES = ("data", "compute", "communication", "update")
-_WARM_UP = 0.2  # share of the steps that are not counted: memory is laid out, DDP groups its buckets anew
+_WARM_UP = 0.2  # share of steps to skip at the start, in which memory is allocated and DDP rebuilds its buckets
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a run: its median step, the interquartile range of its steps, the median of each phase known."""
+    """Seconds of a run: the median and interquartile range of its steps, and the median of each known phase."""
 
     step_seconds: float
     spread_seconds: float
@@ -39,15 +39,14 @@ class Point:
 
     @property
     def error(self) -> float | None:
-        """Error of the prediction, as a share of what was measured; None without a prediction."""
+        """Error of the prediction relative to the measurement; None without a prediction."""
         return None if self.predicted_seconds is None else self.predicted_seconds / self.step_seconds - 1
 
 
 def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
     """Evaluate the lines of ``timing/`` (seconds, by rank) for the steps that all ranks have.
 
-    A step is as long as on the rank where it is longest; a phase is the mean over ranks. The first fifth of the steps
-    is left out.
+    A step takes the time of the slowest rank; a phase is the mean over ranks. The first fifth of the steps is left out.
     """
     by_step = [{int(line["step"]): line for line in lines} for lines in ranks]
     shared = sorted(set.intersection(*map(set, by_step)))
@@ -69,7 +68,7 @@ def spread(seconds: Sequence[float]) -> float:
 
 
 def read_timed(run: Path, batch_size: int) -> Timed:
-    """Read the times of a run folder: those of its ranks, or its throughput alone where no rank wrote any.
+    """Read the times of a run folder: those of its ranks, or only its throughput if no rank wrote any.
 
     Ranks write none with ``observe.step_breakdown=false`` and where servers lead.
     """
@@ -82,19 +81,17 @@ def read_timed(run: Path, batch_size: int) -> Timed:
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
-    """Samples a second of each process, against the smallest world size with the least accumulation: one process,
-    which communicates under no strategy.
-    """
+    """Return samples per second and process, relative to the smallest world size with the least accumulation."""
     base = min(points, key=lambda point: (point.world_size, point.accumulation))
     alone = base.samples_per_second / base.world_size
     return [point.samples_per_second / point.world_size / alone for point in points]
 
 
 def knees(points: Sequence[Point]) -> dict[str, int]:
-    """Find for each strategy the world size at which efficiency × speedup is largest.
+    """Return for each strategy the world size at which efficiency × speedup is largest.
 
-    Before it more processes gain more speed than they lose efficiency, behind it less (Eager, Zahorjan and Lazowska
-    1989, doi:10.1109/12.21127, section 4).
+    Below it more processes gain more speed than they lose efficiency, above it less (Eager, Zahorjan and Lazowska 1989,
+    doi:10.1109/12.21127, section 4).
     """
     power = {
         (point.strategy, point.world_size): share * share * point.world_size

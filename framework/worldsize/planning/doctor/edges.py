@@ -1,4 +1,4 @@
-"""Aggregates what was measured between ranks to the links between nodes."""
+"""Aggregates measurements between ranks to links between nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Measured = Mapping[tuple[int, int], Link]  # from node to node; of tiers "device
 def measured(edges: Sequence[Facts], per_node: int) -> dict[str, Measured]:
     """Aggregate measurements from rank to rank to links from node to node, by tier.
 
-    Between nodes its ranks share one: what they carry adds up; inside, the slowest rank's counts, since it holds up
-    the others.
+    Between nodes the ranks share a link, so their bandwidths add up; inside a node the slowest rank counts, since it
+    delays the others.
     """
     edges_by_tier: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
     for edge in edges:

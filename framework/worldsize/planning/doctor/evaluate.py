@@ -25,8 +25,12 @@ def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Re
         *link_checks.checks(findings, cluster),
     ]
     names = [check.check for check in checks]
-    checks.sort(key=lambda check: names.index(check.check))  # those of one name together
+    checks.sort(key=lambda check: names.index(check.check))  # grouped by name
     between = measured(findings.edges, cluster.processes_per_node)
     left_out = ("versions", "nonce")
-    told = [{key: value for key, value in facts.items() if key not in left_out} for facts in findings.hosts.values()]
-    return Report(checks, link_checks.tiers(between, findings.rings), link_checks.pairs(between, findings), told)
+    facts_of_hosts = [
+        {key: value for key, value in facts.items() if key not in left_out} for facts in findings.hosts.values()
+    ]
+    return Report(
+        checks, link_checks.tiers(between, findings.rings), link_checks.pairs(between, findings), facts_of_hosts
+    )

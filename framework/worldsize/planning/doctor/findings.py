@@ -14,7 +14,7 @@ Facts = Mapping[str, Any]
 
 
 def write_facts(folder: Path, name: str, facts: Facts) -> None:
-    """Write ``name``.json, whole or not at all.
+    """Write ``name``.json atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -26,7 +26,7 @@ def write_facts(folder: Path, name: str, facts: Facts) -> None:
 
 
 def read_facts(folder: Path, name: str) -> Facts:
-    """Read what :func:`write_facts` has written; an empty mapping if it is not there."""
+    """Read the file of :func:`write_facts`; return an empty mapping if there is none."""
     with suppress(OSError, ValueError):
         facts: Facts = json.loads((folder / f"{name}.json").read_text())
         return facts
@@ -39,31 +39,31 @@ class Findings:
 
     nodes: int  # that the cluster should have
     hosts: Mapping[int, Facts]  # by node
-    meeting: Facts = field(default_factory=dict)  # what the first host has learned from the others
-    ranks: Sequence[Facts] = ()  # what each process has written about itself
+    meeting: Facts = field(default_factory=dict)  # facts that the first host has received from the others
+    ranks: Sequence[Facts] = ()  # facts that each process has written about itself
     edges: Sequence[Facts] = ()  # measured links from rank to rank
-    rings: Mapping[str, Facts] = field(default_factory=dict)  # what a ring over each tier has measured
+    rings: Mapping[str, Facts] = field(default_factory=dict)  # measurements of a ring over each tier
     names: Sequence[str] = ()  # of the nodes, where the launcher knows them
 
     def name(self, node: int) -> str:
-        """Host name of the node as it said itself, else as the launcher knows it, else "node 3"."""
+        """Return the node's host name from its facts, else from the launcher, else "node 3"."""
         if node in self.hosts:
             return str(self.hosts[node]["host"])
         return self.names[node] if node < len(self.names) else f"node {node}"
 
     @property
     def first(self) -> Facts | None:
-        """The facts of the first host, with which the others are compared."""
+        """The facts of the first host, to compare the others with."""
         return self.hosts[min(self.hosts)] if self.hosts else None
 
 
 def read_findings(folder: Path, nodes: int, names: Sequence[str] = ()) -> Findings:
-    """Read what hosts and ranks have written to ``folder``; those that wrote nothing are missing."""
+    """Read the findings of hosts and ranks in ``folder``; those without any are missing."""
     meeting = read_facts(folder, "meeting")
     hosts = {int(facts["node"]): facts for facts in meeting.get("hosts", ())}
     for path in sorted(folder.glob("node_*.json")):
         facts = read_facts(folder, path.stem)
-        # a host's clock against that of the file system, for those that nobody has asked
+        # a host's clock relative to the file system's, for hosts that could not be asked
         hosts[int(facts["node"])] = {**facts, "ahead": facts["written"] - path.stat().st_mtime}
     ranks = [read_facts(folder, path.stem) for path in sorted(folder.glob("rank_*.json"))]
     return Findings(nodes, dict(sorted(hosts.items())), meeting, ranks, names=names, **read_facts(folder, "links"))

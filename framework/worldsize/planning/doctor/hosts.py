@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from worldsize.planning.doctor.findings import Facts, Findings
 from worldsize.planning.doctor.report import Check
 
-SKEW = 1.0  # seconds that a clock may be off: of several failures, the first in time is told as the cause
+SKEW = 1.0  # seconds of allowed clock skew: the first of several failures in time is reported as the cause
 _INSTALL = "Install there what the lock says (uv sync --locked), or name the right interpreter (cluster.python)."
 _REMEDIES = {
     "Python": "Use the same interpreter everywhere: cluster.python, a container, or the environment that uv makes.",
@@ -61,7 +61,7 @@ def data(findings: Findings) -> Iterator[Check]:
 
 
 def folder(findings: Findings) -> Iterator[Check]:
-    """Check that every host can write the run's folder, and that it is one for all."""
+    """Check that every host can write the run's folder, and that all share it."""
     unseen = findings.meeting.get("unseen", {})
     for node, facts in findings.hosts.items():
         path, error = facts["folder"]["path"], facts["folder"]["error"]
@@ -75,7 +75,7 @@ def folder(findings: Findings) -> Iterator[Check]:
 
 
 def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
-    """Check that the disk has ``needed_bytes``, enough for two checkpoints: one is kept while another is written."""
+    """Check that the disk has ``needed_bytes`` for two checkpoints, since one is kept while another is written."""
     for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
         if free >= needed_bytes:
@@ -86,7 +86,7 @@ def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
 
 
 def clock(findings: Findings) -> Iterator[Check]:
-    """Compare each host's clock with the first's: as it answered, else by the time of the file that it left."""
+    """Compare each host's clock with the first's, by its answer or else by the time of its file."""
     asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
     reference = findings.hosts.get(0, {}).get("ahead")
     for node, facts in findings.hosts.items():

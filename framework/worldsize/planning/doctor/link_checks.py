@@ -1,4 +1,4 @@
-"""Measured links: by tier, between hosts, and against what the cluster declares."""
+"""Checks measured links by tier, between hosts, and against the cluster's declaration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _LEAST = 0.5  # of the declared bandwidth
 
 @dataclass(frozen=True)
 class SlowLinks:
-    """Slow links, blamed on as few nodes as can be."""
+    """Slow links, attributed to as few nodes as possible."""
 
     nodes: Sequence[int]  # all of whose links are slow
-    links: Sequence[tuple[int, int]]  # slow, and of none of these nodes
+    links: Sequence[tuple[int, int]]  # slow links of other nodes
 
 
 def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
-    """Return each tier's link: the median latency, and the bandwidth that its rings have measured.
+    """Return each tier's link: the median latency, and the bandwidth measured by its rings.
 
-    Where there are no rings, as on one device, it is the bandwidth of the slowest link.
+    Without rings, as on one device, it is the bandwidth of the slowest link.
     """
     slowest = {tier: {"bandwidth": min(link.bandwidth for link in links.values())} for tier, links in by_tier.items()}
     return {
@@ -37,7 +37,7 @@ def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[s
 
 
 def slow(links: Measured, least: float) -> SlowLinks:
-    """Find the nodes, or links, that carry less than ``least`` bytes a second."""
+    """Find the nodes, or links, with less than ``least`` bytes per second."""
     lost = [ends for ends, link in links.items() if link.bandwidth < least]
     nodes = sorted({node for ends in links for node in ends})
     to_blame = [node for node in nodes if all(ends in lost for ends in links if node in ends)]
@@ -45,9 +45,9 @@ def slow(links: Measured, least: float) -> SlowLinks:
 
 
 def checks(findings: Findings, cluster: Cluster) -> Iterator[Check]:
-    """Name by host and interface what carries less than half of what the cluster declares for its tier.
+    """Report hosts and interfaces with less than half of the bandwidth that the cluster declares for the tier.
 
-    Where processes compute on the CPU, what they move inside a node is not judged: it depends on who else computes.
+    With CPU devices links inside a node are not judged, since they depend on other computations.
     """
     for tier, links in measured(findings.edges, cluster.processes_per_node).items():
         judged = tier == "network" or cluster.device != "cpu"
@@ -70,10 +70,10 @@ def _checks_of(findings: Findings, tier: str, links: Measured, declared: Link | 
     for node in (each for each in nodes if each not in named):
         own = [link for ends, link in links.items() if node in ends and not {*ends} & {*lost.nodes}]
         if own:
-            yield Check(f"{tier} link", findings.name(node), True, _said(own, promised))
+            yield Check(f"{tier} link", findings.name(node), True, _described(own, promised))
 
 
-def _said(links: Sequence[Link], promised: str) -> str:
+def _described(links: Sequence[Link], promised: str) -> str:
     bandwidth, latency = min(link.bandwidth for link in links), statistics.median(link.latency for link in links)
     return f"{rate(bandwidth)}, {latency * 1e6:.0f} µs ({promised})"
 
@@ -100,23 +100,23 @@ def _over(findings: Findings, tier: str, nodes: Sequence[int]) -> str:
 
 
 def _interface(findings: Findings, node: int) -> str | None:
-    """Return the interface that the ranks of a node say they use."""
+    """Return the interface that the ranks of a node report."""
     ranks = [rank for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
     return next((str(rank["transport"]["interface"]) for rank in ranks if rank["transport"]["interface"]), None)
 
 
 def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
-    """Judge the transport that the collectives' library has chosen on each host."""
+    """Check the transport that the collectives' library has chosen on each host."""
     for node in findings.hosts:
-        heard = [rank["transport"] for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
-        if not heard:
+        transports = [rank["transport"] for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
+        if not transports:
             continue
-        ways = sorted({way for each in heard for way in each["transports"]}) or ["none"]
+        ways = sorted({way for each in transports for way in each["transports"]}) or ["none"]
         name = _interface(findings, node)
-        said = next((text for each in heard if (text := transport_warning(each, cluster))), None)
-        remedy = "Set cluster.interface or cluster.hca, and let the container see the fabric." if said else ""
-        detail = said or f"{heard[0]['backend']}: {', '.join(ways)}" + (f" on {name}" if name else "")
-        yield Check("transport", findings.name(node), said is None, detail, remedy)
+        warning = next((text for each in transports if (text := transport_warning(each, cluster))), None)
+        remedy = "Set cluster.interface or cluster.hca, and let the container see the fabric." if warning else ""
+        detail = warning or f"{transports[0]['backend']}: {', '.join(ways)}" + (f" on {name}" if name else "")
+        yield Check("transport", findings.name(node), warning is None, detail, remedy)
 
 
 def pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:

@@ -1,4 +1,4 @@
-"""Checks of how the hosts meet: names, the port of the rendezvous, interfaces, a first collective."""
+"""Checks how the hosts connect: names, the rendezvous port, interfaces, a first collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from worldsize.planning.doctor.report import Check
 
 
 def answers(findings: Findings) -> Iterator[Check]:
-    """Check that every host has said something, in the run's folder or to the first."""
+    """Check that every host has reported, in the run's folder or to the first host."""
     for node in range(findings.nodes):
         if node in findings.hosts:
             yield Check("answers", findings.name(node), True, "yes")
@@ -22,7 +22,7 @@ def answers(findings: Findings) -> Iterator[Check]:
 
 
 def meeting(findings: Findings) -> Iterator[Check]:
-    """Check that the name of the first host is known, and that its port answers."""
+    """Check that the first host's name can be resolved, and that its port answers."""
     came = {facts["node"] for facts in findings.meeting.get("hosts", ())}
     for node, facts in findings.hosts.items():
         first = facts["first"]
@@ -50,7 +50,7 @@ def _because(facts: Facts) -> str:
 
 
 def interfaces(findings: Findings) -> Iterator[Check]:
-    """Check that the interface which collectives use is there, and that the others reach its address."""
+    """Check that the interface of the collectives exists, and that other hosts can reach its address."""
     unreached = _unreached(findings)
     for node, facts in findings.hosts.items():
         interface = facts["interface"]
@@ -65,8 +65,8 @@ def interfaces(findings: Findings) -> Iterator[Check]:
             detail = f"{name} is not reached by {', '.join(map(findings.name, deaf))}: {unreached[deaf[0]][node]}"
             yield Check("interface", facts["host"], False, detail, _other(facts))
         else:
-            heard = ", reached by the others" if node in unreached and len(unreached) > 1 else ""
-            yield Check("interface", facts["host"], True, f"{interface['name']}{heard}")
+            reached_text = ", reached by the others" if node in unreached and len(unreached) > 1 else ""
+            yield Check("interface", facts["host"], True, f"{interface['name']}{reached_text}")
 
 
 def _unreached(findings: Findings) -> dict[int, dict[int, str]]:
@@ -75,7 +75,7 @@ def _unreached(findings: Findings) -> dict[int, dict[int, str]]:
 
 
 def _other(facts: Facts) -> str:
-    """Suggest an interface that would do."""
+    """Suggest a suitable interface."""
     leads, own = facts["interface"]["leads"], facts["interface"]["name"]
     if leads and leads != own:
         return (
@@ -91,7 +91,7 @@ def others(facts: Facts, used: str | None) -> str:
 
 
 def collective(findings: Findings) -> Iterator[Check]:
-    """Check that the ranks have met, and summed a few bytes."""
+    """Check that the ranks have connected and summed a few bytes."""
     if not findings.meeting or not findings.hosts:
         return
     everyone = ", ".join(findings.name(node) for node in findings.hosts)
@@ -115,7 +115,7 @@ def collective(findings: Findings) -> Iterator[Check]:
 
 
 def _host_of(failure: Facts, findings: Findings) -> str | None:
-    """Name where the first failure was: a whole host, or a rank."""
+    """Return the place of the first failure: a host or a rank."""
     if failure["role"] == "node":
         return findings.name(failure["rank"])
     return next((str(rank["host"]) for rank in findings.ranks if rank["rank"] == failure["rank"]), None)

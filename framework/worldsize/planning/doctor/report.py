@@ -1,4 +1,4 @@
-"""Checks and measured links, as a table and as JSON."""
+"""Reports checks and measured links, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.core import Link
 
 @dataclass(frozen=True)
 class Check:
-    """One fact of one host. ``remedy``: what to do where it is not ``ok``."""
+    """One check of one host; ``remedy``: what to do if it is not ``ok``."""
 
     check: str
     host: str
@@ -26,7 +26,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Pair:
-    """The measured link from one host to another, whose ranks share it."""
+    """The measured link from one host to another, shared by their ranks."""
 
     source: str
     target: str
@@ -35,7 +35,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Report:
-    """Checks of a cluster, and its links as measured: by tier, and from host to host."""
+    """Checks of a cluster, and its measured links by tier and from host to host."""
 
     checks: Sequence[Check]
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Report:
         return all(check.ok for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Report as JSON of schema 1; bandwidths in bytes a second, latencies in seconds."""
+        """Return the report as JSON of schema 1; bandwidths in bytes per second, latencies in seconds."""
         return {
             "schema": 1,
             "checks": [asdict(check) for check in self.checks],
@@ -58,7 +58,7 @@ class Report:
         }
 
     def table(self) -> Table:
-        """A line for each check that all hosts pass alike, one for each host that does not."""
+        """Build a table: a line for each check that all hosts pass, and one for each host that fails."""
         table = Table("", "check", "host", "found", title="worldsize doctor", title_justify="left")
         table.columns[3].overflow = "fold"
         for name, group in groupby(self.checks, key=lambda check: check.check):

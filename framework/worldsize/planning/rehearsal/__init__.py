@@ -1,1 +1,1 @@
-"""Rehearses a run on this machine: its real code on any rank of a world of any size, whose other ranks are absent."""
+"""Rehearses a run on this machine: runs its real code as any rank of a world of any size, without the other ranks."""

@@ -1,4 +1,4 @@
-"""Records what one rank says to its groups: each collective, with whom, of what, and from which line."""
+"""Records what one rank sends to its groups: each collective with its members, tensors and line of code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worldsize.planning.rehearsal.conversation import Conversation
-from worldsize.planning.rehearsal.exchange import Said
+from worldsize.planning.rehearsal.exchange import SentMessages
 from worldsize.planning.rehearsal.groups import Group, identified, next_of
+from worldsize.planning.rehearsal.message_recorder import MessageRecorder
 from worldsize.planning.rehearsal.operators import MESSAGES, Operator, operator_of
 from worldsize.planning.rehearsal.pending import PendingCalls, groups_watched, waits_watched
 from worldsize.planning.rehearsal.sites import site
@@ -33,14 +33,14 @@ class Call:
     Attributes:
         operation: The name of torch.distributed's function, such as "all_reduce".
         group: The members that have to call it too.
-        form: What each member has to agree on: types, sizes, sums and roots.
-        peer: The global rank that a message goes to or comes from; None: it may come from any, or is no message.
+        form: The arguments that all members must agree on: types, sizes, reductions and roots.
+        peer: The global rank that a message goes to or comes from; None: any rank, or not a message.
         nbytes: Bytes of the tensors that this rank puts in.
-        site: The line of code, and the function it is in.
-        step: The step, from 1; 0: before the first.
+        site: The line of code and its function.
+        step: The step, from 1; 0 before the first.
         phase: The part of the run: building the replica, a step, what the loop itself logs, or an evaluation.
         tag: The number that distinguishes messages between the same two ranks.
-        parts: Numbers that an all-to-all gets from each member and gives each; None: it is something else.
+        parts: Element counts that an all-to-all receives from and sends to each member; None for other calls.
     """
 
     operation: str
@@ -56,17 +56,17 @@ class Call:
 
     @property
     def described(self) -> str:
-        """The call without the group, for people."""
+        """Describe the call without the group, for people."""
         return f"{self.operation}({self.form})"
 
     @property
     def is_message(self) -> bool:
-        """Return whether it is between two ranks."""
+        """Return whether the call is a message between two ranks."""
         return self.operation in MESSAGES
 
     @property
     def when(self) -> str:
-        """The moment of the run, for people."""
+        """Describe the moment of the run, for people."""
         if not self.step:
             return "before the first step"
         texts = {"logging": "logging of step", "evaluation": "evaluation after step"}
@@ -78,10 +78,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every collective of torch.distributed that is called inside.
 
     Args:
-        heard: What the other ranks have said in an earlier rehearsal, which they are taken to say again.
+        received: The other ranks' messages in an earlier rehearsal, assumed to be sent again.
     """
 
-    def __init__(self, heard: Said | None = None) -> None:
+    def __init__(self, received: SentMessages | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         """The calls so far, in order."""
@@ -91,7 +91,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The step that calls belong to from here on."""
         self.phase: Phase = "building"
         """The part of the run that calls belong to from here on."""
-        self.conversation = Conversation(heard or Said())
+        self.message_recorder = MessageRecorder(received or SentMessages())
         """What this rank says, and what it hears."""
         self._groups: dict[ProcessGroup, Group] = {}
         self._pending = PendingCalls()
@@ -111,7 +111,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # it comes again, as what the rank itself computes
+            return NotImplemented  # seen again later, as the rank's own computation
         kwargs = kwargs or {}
         if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
             self._waits_for(self._pending.making(args[0]))
@@ -121,7 +121,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _called(self, operator: Operator, kwargs: Mapping[str, Any]) -> Any:
         where, is_object = site()
         call = self._call(operator, where, is_object=is_object)
-        exchange = self.conversation.begun(call.described, call.group, operator, where, is_object=is_object)
+        exchange = self.message_recorder.begun(call.described, call.group, operator, where, is_object=is_object)
         self.calls.append(call)
         result = _performed(operator, kwargs)
         exchange.end(operator.outputs(result))
@@ -162,14 +162,14 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._groups[group]
 
     def _makes_group(self, members: Sequence[int] | None, *, is_local: bool) -> None:
-        """Record that a group is made, by all ranks, or by its members if it ``is_local``."""
+        """Record the creation of a group by all ranks, or by its members if it ``is_local``."""
         everyone = range(dist.get_world_size())
         ranks = sorted(everyone if members is None else members)
         if is_local and dist.get_rank() not in ranks:
             return
         who = next_of(ranks) if is_local else Group(tuple(everyone), 0)
         form = "" if is_local else f"ranks {spans(ranks)}"
-        self.conversation.passed(who)
+        self.message_recorder.passed(who)
         self.calls.append(Call("new_group", who, form, None, 0, site()[0], self.step, self.phase))
         self._waits_for(len(self.calls) - 1)
 

@@ -1,4 +1,4 @@
-"""Finds where ranks that must call the same collectives do not, and names who is alone with what it does."""
+"""Finds where ranks that must call the same collectives differ, and names the deviating ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _END = "makes no further call"
 @final
 @dataclass(frozen=True)
 class Difference:
-    """The place where the calls of a group part.
+    """The first call in which the members of a group differ.
 
     Attributes:
         group: The group.
         place: The number of the call in the group, from 1.
-        ranks: What the ranks do there, the fewest first: a call in words with its line, and those who make it.
+        ranks: Each call there, as text with its line, and the ranks that make it, fewest ranks first.
         when: The moment of the run.
     """
 
@@ -40,10 +40,10 @@ class Difference:
 
 
 def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
-    """Return where groups part, the earliest first; of each group, the first place alone.
+    """Return the first difference of each group, the earliest first.
 
-    ``ranks``, in any order, may be some of the world's: a group's absent members are taken to do what the others do. A
-    rank that an error has ended is left out from where it ended.
+    ``ranks``, in any order, may be part of the world: absent members of a group are assumed to call the same as the
+    others. A rank that failed is ignored after its last call.
     """
     ranks = sorted(ranks, key=lambda each: each.rank)
     by_group: dict[Group, dict[int, list[Call]]] = defaultdict(dict)
@@ -62,7 +62,7 @@ def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
 
 
 def _parting(group: Group, calls: Mapping[int, Sequence[Call]], ended: set[int]) -> Iterator[Difference]:
-    """Yield the first place at which members of a group do different things, if there is one."""
+    """Yield the first call in which members of a group differ, if there is one."""
     for place in range(max(map(len, calls.values()))):
         there = {rank: own[place] for rank, own in calls.items() if place < len(own)}
         gone = [rank for rank, own in calls.items() if place >= len(own) and rank not in ended]
@@ -76,7 +76,7 @@ def _parting(group: Group, calls: Mapping[int, Sequence[Call]], ended: set[int])
 
 
 def _unequal(group: Group, there: Mapping[int, Call]) -> list[tuple[str, list[int]]] | None:
-    """Return the first two members of an all-to-all of which one gives another number than the other takes."""
+    """Return the first two members of an all-to-all whose numbers of sent and received elements differ."""
     if not any(call.parts for call in there.values()):
         return None
     for giver, taker in permutations(there, 2):
@@ -102,13 +102,13 @@ def _sides(there: Mapping[int, Call], gone: Sequence[int]) -> list[tuple[str, li
 
 
 def _moment(difference: Difference, ranks: Sequence[Rehearsed]) -> tuple[int, int]:
-    """Return how early ranks part: how many calls, of any group, a rank had made before that has one there."""
+    """Return the sort key of a difference: how many calls, of any group, a rank had made before."""
     befores = []
     for each in ranks:
         places = [place for place, call in enumerate(each.calls) if _counts(call, difference.group)]
         if len(places) >= difference.place:
             befores.append(places[difference.place - 1])
-    return min(befores), -len(difference.group.ranks)  # of a wrong group and the right one, first the right one
+    return min(befores), -len(difference.group.ranks)  # if a call went to a wrong group, the right group comes first
 
 
 def _counts(call: Call, group: Group) -> bool:

@@ -1,7 +1,7 @@
-"""What ranks say to each other in small tensors: sizes, counts and wishes, by which they decide what to call next.
+"""Small tensors that ranks send to each other, such as sizes, counts and flags, which may decide their next calls.
 
-A rank is rehearsed without its peers, as if they had the same numbers. Where they have not, it is rehearsed again with
-what they have said before.
+A rank is rehearsed without its peers, as if they had the same values. If they have others, it is rehearsed again with
+the messages that they sent before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from worldsize.planning.rehearsal.groups import Group
 
-_LARGEST = 4096  # bytes of fractions: what is larger decides nothing
-_LARGEST_INTEGERS = 1 << 20  # bytes of whole numbers, such as places in a tensor
-_REPORTS = "worldsize/collectives/exact.py"  # sums that the loop logs, by which nobody decides anything
+_LARGEST = 4096  # bytes of floating-point tensors; larger ones do not decide calls
+_LARGEST_INTEGERS = 1 << 20  # bytes of integer tensors, such as indices
+_REPORTS = "worldsize/collectives/exact.py"  # sums that are only logged, and decide no calls
 _PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -33,12 +33,12 @@ _PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Place(NamedTuple):
-    """The place of a call among those of its group, from 0; a message's is among those of its sender to its receiver.
+    """Index of a call in its group, from 0; point-to-point messages are counted per sender and receiver.
 
     Attributes:
         group: The group.
-        number: The place.
-        route: The sender of a message, its receiver and its tag; empty: all members take part.
+        number: The index.
+        route: The sender, the receiver and the tag of a point-to-point message; empty for collectives.
     """
 
     group: Group
@@ -51,14 +51,14 @@ class Place(NamedTuple):
         return self.route[:2] or self.group.ranks
 
 
-class Words(NamedTuple):
-    """The tensors of one rank in one call, which has its own words.
+class Message(NamedTuple):
+    """The small tensors that one rank sends in one call.
 
     Attributes:
         call: The call.
         tensors: Their bytes.
-        is_news: Whether others may call something else for them.
-        is_integral: Whether all are whole numbers or objects, and so become the same each time if others say the same.
+        is_news: Whether they may change the calls of other ranks.
+        is_integral: Whether all are integers or objects, which are reproducible if the received messages are the same.
     """
 
     call: str
@@ -72,90 +72,90 @@ def readable(tensors: Sequence[Tensor]) -> bool:
     return not any(isinstance(each, FakeTensor) or each.is_meta or each.device.type != "cpu" for each in tensors)
 
 
-def words_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Words | None:
-    """Return the values of small tensors, of any shapes, or of objects; None: they are large, or fakes."""
+def message_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Message | None:
+    """Return the message of small tensors, of any shapes, or of objects; None if they are large, or fakes."""
     if not readable(tensors):
         return None
     is_integral = not any(each.is_floating_point() or each.is_complex() for each in tensors)
     largest = _LARGEST_INTEGERS if is_integral else _LARGEST
     if not is_object and sum(each.numel() * each.element_size() for each in tensors) > largest:
         return None
-    said = tuple(bytes(each.detach().contiguous().flatten().view(torch.uint8).numpy().data) for each in tensors)
-    return Words(call, said, not site.startswith(_REPORTS), is_integral)
+    contents = tuple(bytes(each.detach().contiguous().flatten().view(torch.uint8).numpy().data) for each in tensors)
+    return Message(call, contents, not site.startswith(_REPORTS), is_integral)
 
 
 @final
 @dataclass(frozen=True)
-class Said:
-    """The small tensors of all ranks in one rehearsal, by place and rank."""
+class SentMessages:
+    """The messages of all ranks in one rehearsal, by place and rank."""
 
-    words: Mapping[Place, Mapping[int, Words]] = field(default_factory=dict)
+    messages: Mapping[Place, Mapping[int, Message]] = field(default_factory=dict)
 
-    def by_all(self, place: Place, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Return the tensors of every member in ``call``, in group order and in the shapes of ``mine``; None: unknown.
+    def from_all(self, place: Place, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+        """Return all members' tensors in ``call``, in group order, in the shapes of ``own_tensors``; None if unknown.
 
-        A member that is unknown, or that called something else there, is assumed to have ``mine``.
+        A member that is unknown, or made another call there, is assumed to have ``own_tensors``.
         """
-        known = self.words.get(place)
+        known = self.messages.get(place)
         if known is None:
             return None
-        said = (_read(known.get(rank), call, mine) for rank in place.group.ranks)
-        return [[each.clone() for each in mine] if tensors is None else tensors for tensors in said]
+        contents = (_read(known.get(rank), call, own_tensors) for rank in place.group.ranks)
+        return [[each.clone() for each in own_tensors] if tensors is None else tensors for tensors in contents]
 
-    def by_one(
+    def from_one(
         self, place: Place, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
     ) -> list[Tensor] | None:
-        """Return ``rank``'s tensors in ``call``, or a ``part`` of them, in the shapes of ``like``; None: unknown."""
-        words = self.words.get(place, {}).get(rank)
-        if words is not None and part is not None:
-            words = words._replace(tensors=words.tensors[part : part + 1])
-        return _read(words, call, like)
+        """Return ``rank``'s tensors in ``call``, or one ``part``, in the shapes of ``like``; None if unknown."""
+        message = self.messages.get(place, {}).get(rank)
+        if message is not None and part is not None:
+            message = message._replace(tensors=message.tensors[part : part + 1])
+        return _read(message, call, like)
 
     def has_news(self, ranks: Collection[int]) -> bool:
-        """Return whether any of ``ranks`` would hear something else than what it says itself."""
+        """Return whether any of ``ranks`` would receive something else than what it sends itself."""
         return any(
             len({known.get(rank) for rank in place.ranks if rank in ranks}) > 1
-            for place, known in self.words.items()
-            if any(words.is_news for words in known.values())
+            for place, known in self.messages.items()
+            if any(message.is_news for message in known.values())
         )
 
     @property
-    def integers(self) -> Mapping[tuple[Place, int], Words]:
-        """The words of whole numbers, which stay as they are once all ranks have heard what others decide."""
+    def integers(self) -> Mapping[tuple[Place, int], Message]:
+        """The messages of integers, which no longer change once all ranks have received the decisions of others."""
         return {
-            (place, rank): words
-            for place, known in self.words.items()
-            for rank, words in known.items()
-            if words.is_news and words.is_integral
+            (place, rank): message
+            for place, known in self.messages.items()
+            for rank, message in known.items()
+            if message.is_news and message.is_integral
         }
 
 
-def _read(words: Words | None, call: str, like: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return tensors of words; objects, whose size others may not know yet, are cut or filled up."""
-    if words is None or words.call != call or len(words.tensors) != len(like):
+def _read(message: Message | None, call: str, like: Sequence[Tensor]) -> list[Tensor] | None:
+    """Decode the tensors of a message in the shapes of ``like``; objects of another size are cut or padded."""
+    if message is None or message.call != call or len(message.tensors) != len(like):
         return None
     read = []
-    for word, each in zip(words.tensors, like, strict=True):
+    for content, each in zip(message.tensors, like, strict=True):
         size = each.numel() * each.element_size()
-        if len(word) != size and "(objects" not in call:
+        if len(content) != size and "(objects" not in call:
             return None
-        own = bytearray(word[:size].ljust(size, b"\0"))
+        own = bytearray(content[:size].ljust(size, b"\0"))
         read.append(torch.frombuffer(own, dtype=each.dtype).view(each.shape) if own else each.detach().clone())
     return read
 
 
-def combined(operation: str, reduction: str, heard: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Return each member's result of a call: for every tensor the sum, of the same shape, or the concatenation.
+def combined(operation: str, reduction: str, received: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
+    """Return the result of a call: for every tensor the reduction, of the same shape, or the concatenation.
 
-    None: the reduction is unknown.
+    Return None if the reduction is unknown.
     """
-    columns = list(zip(*heard, strict=True))
+    columns = list(zip(*received, strict=True))
     if operation in ("all_gather", "gather"):
         return [torch.cat([each.flatten() for each in column]) for column in columns]
     if reduction not in _PAIRS:
         return None
     sums = [reduce(_PAIRS[reduction], column) for column in columns]
-    return [_divided(each, len(heard)) for each in sums] if reduction == "avg" else sums
+    return [_divided(each, len(received)) for each in sums] if reduction == "avg" else sums
 
 
 def _divided(total: Tensor, count: int) -> Tensor:

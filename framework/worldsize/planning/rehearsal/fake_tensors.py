@@ -1,4 +1,4 @@
-"""Tensors without memory or numbers, with which a rank of a model that does not fit here can be rehearsed."""
+"""Fake tensors without memory or values, to rehearse ranks of models that do not fit on this machine."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from worldsize.core import ConfigError, StateDict, Strategy
 
 @final
 class FakeTensors:
-    """Lets what is made within :meth:`made` be tensors without memory or numbers; asked for one, they say 1."""
+    """Creates fake tensors inside the context :meth:`made`, without memory or values; ``item()`` returns 1."""
 
     def __init__(self) -> None:
         self.mode = _Mode(allow_non_fake_inputs=True)
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Let tensors that are made within be fakes."""
+        """Create fake tensors inside the context."""
         with self.mode, _Numbers():  # type: ignore[no-untyped-call]
             yield
 
     def check(self, state: StateDict, strategy: Strategy) -> None:
-        """Refuse a model whose tensors are real, beside which there can be no fakes.
+        """Raise ConfigError if the model's tensors are real, which cannot be mixed with fakes.
 
         Raises:
-            ConfigError: ``strategy`` holds the model whole, or the recipe's constructor cannot be described.
+            ConfigError: ``strategy`` does not shard the model, or the recipe's constructor cannot be deferred.
         """
         tensors = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
-        if not any(isinstance(each, FakeTensor) for each in tensors):  # a buffer may have been computed already
+        if not any(isinstance(each, FakeTensor) for each in tensors):  # a buffer may already have been computed
             raise ConfigError(
                 f"{type(strategy).__name__} has made the model with real tensors. Leave --fake out, or choose a "
                 "strategy that shards it, such as fsdp; what its constructor may do: docs/strategies.md."
             )
 
     def owns(self, tensor: FakeTensor) -> bool:
-        """Return whether the rank has ``tensor``: it is not one of those by which DTensor finds out global shapes."""
+        """Return whether the rank owns ``tensor``, which is not one of DTensor's for global shapes."""
         return tensor.fake_mode is self.mode and self.mode.depth < 2
 
     def of(self, data: Any) -> Any:
@@ -53,7 +53,7 @@ class FakeTensors:
 
 @final
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode that knows how often it is entered; DTensor enters that of its tensors once more."""
+    """A mode that counts its nesting, since DTensor enters the mode of its tensors again."""
 
     depth = 0
 
@@ -68,7 +68,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @final
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what a program asks of a number that a fake tensor does not have: 1."""
+    """Returns 1 for every number that a program reads from a fake tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):

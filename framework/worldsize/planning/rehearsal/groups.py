@@ -1,4 +1,4 @@
-"""Process groups as ranks that never meet can compare them."""
+"""Identifies process groups so that ranks rehearsed in separate processes can compare them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from worldsize.planning.rehearsal.spans import named
 @final
 @dataclass(frozen=True)
 class Group:
-    """A process group.
+    """Identity of a process group.
 
     Attributes:
         ranks: The global ranks of its members.
-        number: How many groups of the same members were made before it.
+        number: How many groups of the same members were created before it.
     """
 
     ranks: tuple[int, ...]
@@ -27,13 +27,13 @@ class Group:
 
 
 def identified(group: ProcessGroup) -> Group:
-    """Identify a group that this process has made, as any other member does."""
+    """Return the identity of a group that this process has created, which is the same on all members."""
     members = dist.get_process_group_ranks(group)
     return Group(tuple(members), _made_of(members).index(group))
 
 
 def next_of(members: Sequence[int]) -> Group:
-    """Identify the group that this process makes next of ``members``."""
+    """Return the identity of the next group of ``members``."""
     return Group(tuple(members), len(_made_of(list(members))))
 
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of every tensor that one rank makes and frees."""
+"""Counts the bytes of every tensor that one rank allocates and frees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worldsize.planning.rehearsal.storage_log import StorageLog
 
 @final
 class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells ``log`` of the storages of all tensors that are made within :meth:`recording`, and what they are for."""
+    """Reports the storages of all tensors created inside :meth:`recording`, and their purpose, to ``log``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self, owns: Callable[[FakeTensor], bool] | None = None) -> Iterator[None]:
-        """Track tensors of any shape made inside; ``owns``: whether a fake belongs to the rank; None: no fakes."""
+        """Track tensors of any shape created inside; ``owns``: whether a fake belongs to the rank; None: no fakes."""
         self._owns = owns
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -46,8 +46,8 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its parts come again, as the rank's own tensors
-        if func is not torch.ops.aten.lift_fresh.default:  # to which torch.tensor() gives what it has just made
+            return NotImplemented  # its parts are seen later as the rank's own tensors
+        if func is not torch.ops.aten.lift_fresh.default:  # called by torch.tensor() with its new tensor
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and self._is_own(leaf):
                     self.log.leave_out(leaf.untyped_storage())
@@ -62,7 +62,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.log.see(leaf.untyped_storage())
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Return whether the rank computes with it: it is no fake by which torch finds out the sizes of others."""
+        """Return whether the rank computes with it, which torch's fakes for shapes are not for."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return False
         if isinstance(tensor, FakeTensor):
@@ -71,7 +71,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _resizes_seen(self) -> Iterator[None]:
-        """See storages that change their size, as FSDP's do when a unit is gathered: no operator of torch does that."""
+        """Track storages that change their size without an operator, as FSDP's do when a unit is gathered."""
         resize = UntypedStorage.resize_
 
         def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
@@ -84,7 +84,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def label_state(self, state: StateDict) -> None:
-        """Learn from a replica's state which storages are buffers, or parameters that no optimizer has stepped."""
+        """Label storages of buffers, and of parameters that no optimizer has stepped, from a replica's state."""
         values = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
         tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         parameters = {_address(each) for each in tensors if isinstance(each, nn.Parameter)}
@@ -101,6 +101,6 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return the address of a storage; None: the tensor has none."""
+    """Return the address of a tensor's storage; None if it has none."""
     own = local(tensor)
     return own.untyped_storage()._cdata if own.layout is torch.strided else None

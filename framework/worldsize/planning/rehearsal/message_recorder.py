@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from worldsize.planning.rehearsal.exchange import Place, Said, Words, combined, readable, words_of
+from worldsize.planning.rehearsal.exchange import Message, Place, SentMessages, combined, message_of, readable
 from worldsize.planning.rehearsal.groups import Group
 from worldsize.planning.rehearsal.operators import MESSAGES, ROOTED, Operator
 
-_ALL_SAY = ("all_reduce", "all_gather", "gather")
+_ALL_SEND = ("all_reduce", "all_gather", "gather")
 
 
 @final
 @dataclass(frozen=True)
 class Exchange:
-    """One call: what it is to give this rank, if that is known.
+    """The result of one call for this rank, if known.
 
     Attributes:
-        answers: The tensors, each for as many outputs as there are of it; None: what torch's fake group gives.
-        source: The place in the group of the sender of a message; None: it is none, or is sent.
+        answers: The result tensors, each split over an equal number of outputs; None: those of torch's fake group.
+        source: The sender's index in the group, for a received message; else None.
     """
 
     answers: Sequence[Tensor] | None
@@ -37,96 +37,96 @@ class Exchange:
         if not self.answers or not outputs or not readable(outputs):
             return
         each = len(outputs) // len(self.answers)
-        with _disable_current_modes():  # what others say takes no memory of this rank
+        with _disable_current_modes():  # other ranks' tensors do not count as this rank's memory
             for place, answer in enumerate(self.answers):
                 _fill(outputs[place * each : (place + 1) * each], answer)
 
 
 @final
-class Conversation:
-    """The words of one rank, and its answers.
+class MessageRecorder:
+    """Records the messages of one rank, and answers with those of other ranks.
 
     Args:
-        heard: What all ranks have said in an earlier rehearsal.
+        received: The messages of all ranks in an earlier rehearsal.
     """
 
-    def __init__(self, heard: Said) -> None:
-        self.words: dict[Place, Words] = {}
-        """What this rank has said in small tensors."""
-        self._heard = heard
+    def __init__(self, received: SentMessages) -> None:
+        self.messages: dict[Place, Message] = {}
+        """Small tensors that this rank has sent."""
+        self._received = received
         self._places: Counter[tuple[Group, tuple[int, ...]]] = Counter()
         self._from_any: Counter[Group] = Counter()
 
     def begun(self, call: str, group: Group, operator: Operator, site: str, *, is_object: bool) -> Exchange:
-        """Describe what this rank puts into ``call``, and find out what it gets."""
-        mine = dist.get_rank()
-        place = self._place(group, operator, mine)
+        """Record this rank's input of ``call``, and look up its result."""
+        this_rank = dist.get_rank()
+        place = self._place(group, operator, this_rank)
         with _disable_current_modes():
-            if _says(operator, group.ranks.index(mine), is_object=is_object):
-                words = words_of(_as_sent(call), site, operator.inputs(), is_object=is_object)
-                if words is not None:
-                    self.words[place] = words
-            answers = self._answers(place, _as_sent(call), operator, mine)
+            if _sends(operator, group.ranks.index(this_rank), is_object=is_object):
+                message = message_of(_as_sent(call), site, operator.inputs(), is_object=is_object)
+                if message is not None:
+                    self.messages[place] = message
+            answers = self._answers(place, _as_sent(call), operator, this_rank)
         source = group.ranks.index(place.route[0]) if operator.name == "recv" else None
         return Exchange(answers, source)
 
     def passed(self, group: Group) -> None:
-        """Note a call of ``group`` in which nothing is said."""
+        """Count a call of ``group`` without recorded tensors."""
         self._places[group, ()] += 1
 
-    def _place(self, group: Group, operator: Operator, mine: int) -> Place:
+    def _place(self, group: Group, operator: Operator, this_rank: int) -> Place:
         route: tuple[int, ...] = ()
         if operator.name == "send":
-            route = mine, group.ranks[operator.root or 0], operator.tag
+            route = this_rank, group.ranks[operator.root or 0], operator.tag
         elif operator.name == "recv":
-            route = self._sender(group, operator, mine), mine, operator.tag
+            route = self._sender(group, operator, this_rank), this_rank, operator.tag
         number = self._places[group, route]
         self._places[group, route] += 1
         return Place(group, number, route)
 
-    def _sender(self, group: Group, operator: Operator, mine: int) -> int:
-        """Return who sends what is received; if that may be any, the others in turns."""
+    def _sender(self, group: Group, operator: Operator, this_rank: int) -> int:
+        """Return the sender of a received message; if it may be any rank, the others in turns."""
         if operator.root is not None:
             return group.ranks[operator.root]
-        others = [rank for rank in group.ranks if rank != mine]
+        others = [rank for rank in group.ranks if rank != this_rank]
         self._from_any[group] += 1
         return others[(self._from_any[group] - 1) % len(others)]
 
-    def _answers(self, place: Place, call: str, operator: Operator, mine: int) -> Sequence[Tensor] | None:
+    def _answers(self, place: Place, call: str, operator: Operator, this_rank: int) -> Sequence[Tensor] | None:
         like, name = operator.shown(), operator.name
         if not like or not readable(like):
             return None
-        if name in _ALL_SAY:
-            heard = self._heard.by_all(place, call, like) if place in self.words else None
-            return None if heard is None else combined(name, operator.reduction, heard)
+        if name in _ALL_SEND:
+            received = self._received.from_all(place, call, like) if place in self.messages else None
+            return None if received is None else combined(name, operator.reduction, received)
         if name not in (*ROOTED, "recv"):
             return None
         source = place.route[0] if name == "recv" else place.group.ranks[operator.root or 0]
-        part = place.group.ranks.index(mine) if name == "scatter" else None
-        if source == mine:
+        part = place.group.ranks.index(this_rank) if name == "scatter" else None
+        if source == this_rank:
             return None if part is None else [operator.inputs()[part]]
-        answers = self._heard.by_one(place, source, call, like, part)
-        if answers is None and "(objects" in call:  # a size that nobody has said is not what memory holds by chance
+        answers = self._received.from_one(place, source, call, like, part)
+        if answers is None and "(objects" in call:  # an unknown size must not be read from uninitialized memory
             return [torch.zeros_like(each) for each in like]
         return answers
 
 
-def _says(operator: Operator, place: int, *, is_object: bool) -> bool:
-    """Return whether the member at ``place`` has something to say; objects that it is to get do not count."""
-    if operator.name in (*_ALL_SAY, "send"):
+def _sends(operator: Operator, place: int, *, is_object: bool) -> bool:
+    """Return whether the member at ``place`` sends tensors; buffers for objects to receive do not count."""
+    if operator.name in (*_ALL_SEND, "send"):
         return True
     is_root = operator.root == place
     return operator.name in ROOTED and (is_root or (operator.name == "broadcast" and not is_object))
 
 
 def _as_sent(call: str) -> str:
-    """Return the words of a message that both ends have."""
+    """Return the description of a message that is the same at both ends."""
     name, parenthesis, form = call.partition("(")
     return f"message{parenthesis}{form}" if name in MESSAGES else call
 
 
 def _fill(outputs: Sequence[Tensor], answer: Tensor) -> None:
-    """Write ``answer`` into ``outputs``, part after part."""
+    """Copy consecutive parts of ``answer`` into ``outputs``, tensors of any shapes."""
     parts = torch.split(answer.flatten(), [each.numel() for each in outputs])
     for output, part in zip(outputs, parts, strict=True):
         output.detach().copy_(part.view(output.shape))

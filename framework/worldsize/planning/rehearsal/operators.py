@@ -52,7 +52,7 @@ OPERATIONS: Mapping[str, str] = {
 }
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 MESSAGES = ("send", "recv")
-ROOTED = ("broadcast", "scatter")  # the root alone has something to say
+ROOTED = ("broadcast", "scatter")  # only the root sends
 _ROOTS: Mapping[str, Sequence[str]] = {  # names of arguments
     "broadcast": ("root_rank", "src"),
     "reduce": ("root_rank", "dst"),
@@ -66,7 +66,7 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
 def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
-    """Read a call of ``func``; None: it is no collective."""
+    """Parse a call of ``func``; return None if it is not a collective."""
     if func.namespace not in NAMESPACES or (name := OPERATIONS.get(func._opname)) is None:
         return None
     names = (argument.name for argument in func._schema.arguments)
@@ -82,7 +82,7 @@ class Operator:
         func: The operator.
         name: The name of torch.distributed's function.
         args: Its arguments by place.
-        given: The same, and those by name alone.
+        given: All arguments by name.
     """
 
     func: Any
@@ -102,13 +102,13 @@ class Operator:
 
     @property
     def root(self) -> int | None:
-        """The place in the group of a root or peer; None: there is none, or it may be any."""
+        """The index in the group of a root or peer; None if there is none, or it may be any."""
         names = _ROOTS.get(self.name, ())
         return next((int(self.given[name]) for name in names if name in self.given), None)
 
     @property
     def tag(self) -> int:
-        """The number by which messages of a pair are told apart."""
+        """The tag that distinguishes messages between two ranks."""
         return int(self.given.get("tag", 0)) if self.name in MESSAGES else 0
 
     def inputs(self) -> list[Tensor]:
@@ -126,7 +126,7 @@ class Operator:
         return self.outputs(None) if self.name == "scatter" else self.inputs()
 
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return how many numbers an all-to-all gets from each member, and gives each; None: it is something else."""
+        """Return how many elements an all-to-all receives from and sends to each member; None for other calls."""
         if self.func._opname == "alltoall_":
             gets, gives = (tuple(each.numel() for each in _tensors(part)) for part in self.args[:2])
             return gets, gives
@@ -141,7 +141,7 @@ class Operator:
 
 
 def _parts(splits: Sequence[Any], tensor: Tensor, size: int) -> tuple[int, ...]:
-    """Return the numbers of each part of ``tensor``, whose rows are dealt evenly if ``splits`` is empty."""
+    """Return the number of elements of each part of ``tensor``; rows are divided evenly if ``splits`` is empty."""
     if not splits:
         return (tensor.numel() // size,) * size
     row = tensor.numel() // len(tensor) if len(tensor) else 0

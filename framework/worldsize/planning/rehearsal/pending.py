@@ -1,4 +1,4 @@
-"""Follows asynchronous calls until a rank waits for them, and tells when a rank makes a process group."""
+"""Tracks asynchronous calls until a rank waits for them, and reports the creation of process groups."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class PendingCalls:
         self._numbers: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
         self._sources: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
         self._made: dict[int, int] = {}  # by the address of a storage
-        self._last: Work | None = None  # is kept until the caller has it
+        self._last: Work | None = None  # kept until the caller has received it
 
     def add(self, number: int, result: Any, source: int | None) -> None:
-        """Note what call ``number`` returned; ``source``: the place in the group of a message's sender."""
+        """Record what call ``number`` returned; ``source``: the index in the group of a message's sender."""
         self._last = None
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.ScriptObject) and str(leaf._type()).endswith(".Work"):
@@ -38,7 +38,7 @@ class PendingCalls:
                 self._made[leaf.untyped_storage()._cdata] = number
 
     def number(self, work: Work) -> int | None:
-        """Return the number of the call that returned ``work``; None: it was not recorded."""
+        """Return the number of the call that returned ``work``; None if it was not recorded."""
         if work is self._last:
             self._last = None
         return self._numbers.get(work)
@@ -48,17 +48,17 @@ class PendingCalls:
         return self._made.pop(tensor.untyped_storage()._cdata, None)
 
     def source(self, work: Work) -> int:
-        """Return the place in the group of the sender of a message that was received, 0 if it is not known."""
+        """Return the index in the group of a received message's sender, 0 if unknown."""
         return self._sources.get(work, 0)
 
 
 @contextmanager
-def waits_watched(pending: PendingCalls, tell: Callable[[int | None], None]) -> Iterator[None]:
-    """Tell the number of each call that is waited for, and let a message that has come from nowhere have a sender."""
+def waits_watched(pending: PendingCalls, report: Callable[[int | None], None]) -> Iterator[None]:
+    """Call ``report`` with the number of each call that is waited for, and set the sender of received messages."""
     with ExitStack() as stack:
         for kind in _kinds_of(Work):
             if "wait" in vars(kind):
-                stack.enter_context(patch.object(kind, "wait", _waiting(kind.wait, pending, tell)))
+                stack.enter_context(patch.object(kind, "wait", _waiting(kind.wait, pending, report)))
         original = Work._source_rank
 
         def source(work: Work) -> int:
@@ -71,9 +71,9 @@ def waits_watched(pending: PendingCalls, tell: Callable[[int | None], None]) -> 
         yield
 
 
-def _waiting(original: Any, pending: PendingCalls, tell: Callable[[int | None], None]) -> Any:
+def _waiting(original: Any, pending: PendingCalls, report: Callable[[int | None], None]) -> Any:
     def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
-        tell(pending.number(work))
+        report(pending.number(work))
         return original(work, *args, **kwargs)
 
     return wait
@@ -91,12 +91,12 @@ class _GroupMade(Protocol):
 
 
 @contextmanager
-def groups_watched(tell: _GroupMade) -> Iterator[None]:
-    """Tell of each process group before it is made: its members, and whether they alone have to make it."""
+def groups_watched(report: _GroupMade) -> Iterator[None]:
+    """Call ``report`` with each process group before its creation: its members, and whether only they create it."""
     original = dist.distributed_c10d._new_group_with_tag
 
     def make(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> ProcessGroup | Any:
-        tell(ranks, is_local=bool(kwargs.get("use_local_synchronization", False) or (len(args) > 4 and args[4])))
+        report(ranks, is_local=bool(kwargs.get("use_local_synchronization", False) or (len(args) > 4 and args[4])))
         return original(ranks, *args, **kwargs)
 
     with patch.object(dist.distributed_c10d, "_new_group_with_tag", make):

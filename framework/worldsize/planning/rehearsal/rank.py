@@ -1,4 +1,4 @@
-"""Rehearses one rank of a run: its replica is built, takes steps and evaluates, by the run's own code."""
+"""Rehearses one rank of a run: builds its replica, takes steps and evaluates, with the run's own code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from worldsize.engine.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.errors import WorldsizeError
 from worldsize.planning.absent_peers import world_seen_by
 from worldsize.planning.rehearsal.calls import Call, CallRecorder
-from worldsize.planning.rehearsal.exchange import Place, Said, Words
+from worldsize.planning.rehearsal.exchange import Message, Place, SentMessages
 from worldsize.planning.rehearsal.fake_tensors import FakeTensors
 from worldsize.planning.rehearsal.memory import MemoryRecorder
 from worldsize.planning.rehearsal.sites import short_path
@@ -57,22 +57,22 @@ class Rehearsed:
     Attributes:
         rank: The rank.
         calls: Its collectives and messages, in order.
-        peak: Its memory where it is largest in training.
-        evaluation: The same in an evaluation; None: there was none.
-        words: What it has said in small tensors.
-        error: What ended it early, with the line; None: nothing.
-        building: Its memory where it is largest until the replica is built.
-        waits: By the number of a call, from 0: how many calls it had made when it waited for that one; a call that is
-            not here is never waited for. None: it waits for each at once.
-        refusal: The words of an error that a configuration asks for; None: there is none.
-        is_settled: Whether it called the same when it was rehearsed again, with what the others had said.
+        peak: Its largest memory in training.
+        evaluation: The same in an evaluation; None if there was none.
+        messages: The small tensors that it has sent.
+        error: The error that ended it early, with the line; None if there was none.
+        building: Its largest memory until the replica is built.
+        waits: Maps the number of a call, from 0, to how many calls it had made when it waited for that one; other calls
+            are never waited for. None: it waits for each at once.
+        refusal: The message of a ConfigError; None if there was none.
+        is_settled: Whether its calls stayed the same when it was rehearsed again with the others' messages.
     """
 
     rank: int
     calls: Sequence[Call]
     peak: Peak
     evaluation: Peak | None
-    words: Mapping[Place, Words]
+    messages: Mapping[Place, Message]
     error: str | None = None
     building: Peak = _NOTHING
     waits: Mapping[int, int] | None = None
@@ -81,7 +81,7 @@ class Rehearsed:
 
     @property
     def most(self) -> int:
-        """The most bytes that its tensors take, in any part of the run."""
+        """The largest number of bytes of its tensors, in any part of the run."""
         peaks = (self.building, self.peak, self.evaluation or _NOTHING)
         return max(each.nbytes for each in peaks)
 
@@ -93,7 +93,7 @@ class Part:
 
     Attributes:
         steps: Training steps.
-        is_fake: Whether tensors have neither memory nor numbers.
+        is_fake: Whether tensors have neither memory nor values.
         evaluates: Whether two batches of each split are evaluated after the steps; fakes never are.
     """
 
@@ -129,23 +129,23 @@ def _loaded(recipe: Recipe, split: str) -> Any:
         return recipe.data(split)
     except WorldsizeError:
         raise
-    except Exception as error:  # any: a recipe is anyone's code
+    except Exception as error:  # any exception: recipes are user code
         raise ConfigError(
             f"{type(recipe).__name__} cannot load its data ({split}): {described_failure(error)}. "
             "Change the options below recipe; nothing was started."
         ) from error
 
 
-def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, heard: Said) -> Rehearsed:
-    """Rehearse ``rank`` in this process, which has no process group; the others say what is ``heard``."""
-    calls, memory, error, refusal = CallRecorder(heard), MemoryRecorder(), None, None
+def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, received: SentMessages) -> Rehearsed:
+    """Rehearse ``rank`` in this process, without a process group; the others' messages are those ``received``."""
+    calls, memory, error, refusal = CallRecorder(received), MemoryRecorder(), None, None
     settings.determinism.apply("cpu")
     torch.set_num_threads(1)
     fakes = FakeTensors() if part.is_fake else None
     with world_seen_by(rank, settings, _CPU) as world, memory.recording(fakes.owns if fakes else None), calls:
         try:
             take_part(settings, world, part, data, Recorders(calls, memory), fakes)
-        except Exception as failure:  # any: the recipe is anyone's code
+        except Exception as failure:  # any exception: recipes are user code
             error = _described(failure, calls.step)
             refusal = str(failure) if isinstance(failure, ConfigError) else None
     return Rehearsed(
@@ -153,7 +153,7 @@ def rehearse_rank(rank: int, settings: Settings, part: Part, data: Data, heard: 
         calls.calls,
         memory.log.peak(),
         memory.log.evaluation_peak(),
-        calls.conversation.words,
+        calls.message_recorder.messages,
         error,
         memory.log.building_peak(),
         calls.waits,
@@ -174,10 +174,10 @@ def take_part(
     Args:
         settings: The run.
         world: This process's place in it.
-        part: How much of the run.
+        part: The part of the run.
         data: The recipe's data, by split.
-        recorders: Are told where a step and an evaluation begin.
-        fakes: Makes the tensors; None: they are real.
+        recorders: Recorders to inform of the beginning of steps and evaluations.
+        fakes: Creates fake tensors; None for real ones.
     """
     seed_generators(stream(settings.training.seed, "init"), world.device)
     context = RunContext(
@@ -194,8 +194,8 @@ def take_part(
         fakes.check(inner.state(), settings.strategy)
     averaged = AveragedReplica(inner, settings.average) if settings.average else inner
     recorders.memory.log.begin_training()
-    replica, mine = _RehearsedReplica(averaged, fakes, recorders), settings.data_part(world)
-    order, collate = settings.order(mine.rank, mine.size, inner.dealing), collate_of(settings.recipe)
+    replica, data_part = _RehearsedReplica(averaged, fakes, recorders), settings.data_part(world)
+    order, collate = settings.order(data_part.rank, data_part.size, inner.dealing), collate_of(settings.recipe)
     batches = micro_batches(data["train"], order, world.device, collate=collate)
 
     def evaluate(step: int) -> dict[str, float]:
@@ -203,7 +203,7 @@ def take_part(
         for split in settings.evaluation.splits if part.evaluates and fakes is None else ():
             recorders.memory.log.begin_evaluation()
             recorders.calls.phase = "evaluation"
-            metrics |= replica.evaluate(_evaluation(settings, data[split], split, step, mine))
+            metrics |= replica.evaluate(_evaluation(settings, data[split], split, step, data_part))
         recorders.calls.phase = "logging"
         return metrics
 
@@ -215,13 +215,13 @@ def take_part(
 
 @contextmanager
 def _equal_pace() -> Iterator[None]:
-    """Let all ranks take steps at the same pace, of which they tell each other and by which the loop decides."""
+    """Let all ranks report the same pace to each other, since the loop's decisions depend on it."""
     tell = Agreement.tell
 
-    def told(agreement: Agreement, done: StepDone) -> None:
-        tell(agreement, replace(done, samples_per_second=done.samples / done.step))  # one step a second
+    def tell_equal_rate(agreement: Agreement, done: StepDone) -> None:
+        tell(agreement, replace(done, samples_per_second=done.samples / done.step))  # one step per second
 
-    with patch.object(Agreement, "tell", told):
+    with patch.object(Agreement, "tell", tell_equal_rate):
         yield
 
 
@@ -235,14 +235,14 @@ def _evaluation(settings: Settings, data: Any, split: str, step: int, part: Worl
             drawn=settings.evaluation.batches,
             seed=stream(settings.training.seed, f"evaluation/{split}", step),
         )
-        return islice(batches, _BATCHES)  # all ranks have equally many
+        return islice(batches, _BATCHES)  # the same number on all ranks
 
     return EvaluationBatches(load, split, step)
 
 
 @final
 class _RehearsedReplica(Replica):
-    """Lets ``inner`` train on tensors of the rehearsal's kind, and tells ``recorders`` where it is."""
+    """Lets ``inner`` train on the rehearsal's kind of tensors, and informs ``recorders`` of steps."""
 
     def __init__(self, inner: Replica, fakes: FakeTensors | None, recorders: Recorders) -> None:
         self._inner, self._fakes, self._recorders = inner, fakes, recorders

@@ -1,4 +1,4 @@
-"""Rehearses many ranks of a run, each in a process that is forked for it, as many at once as there are cores."""
+"""Rehearses many ranks of a run, each in a forked process, as many at once as there are cores."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import final
 
 from worldsize.config.settings import Settings
 from worldsize.planning.rehearsal.differences import differences
-from worldsize.planning.rehearsal.exchange import Place, Said, Words
+from worldsize.planning.rehearsal.exchange import Message, Place, SentMessages
 from worldsize.planning.rehearsal.rank import Part, Rehearsed, data_of, rehearse_rank
 from worldsize.planning.rehearsal.storage_log import Peak
 from worldsize.world.fork import ready_to_fork
 
-_TIMES = 6  # that ranks are rehearsed, at most, beside once for each step: what they decide may depend on the last
-_ALL = 64  # ranks, of which all are rehearsed
-_NEAR = 8  # ranks of each of the first two nodes of a larger world
-_LONGEST = 1800.0  # seconds that one rank takes, at most
+_TIMES = 6  # most repetitions of a rehearsal, plus one per step, since decisions may depend on those of the step before
+_ALL = 64  # largest world of which all ranks are rehearsed
+_NEAR = 8  # number of ranks on each of the first two nodes of a larger world
+_LONGEST = 1800.0  # seconds; limit for one rank
 
 
 def chosen_ranks(settings: Settings) -> list[int]:
-    """Return the ranks that stand for all.
+    """Return representative ranks.
 
-    In a large world these are eight at most of each of the first two nodes, the last, and those at distances that trees
-    have.
+    In a large world these are at most eight of each of the first two nodes, the last rank, and all powers of two, which
+    are the distances in trees.
     """
     size, per_node = settings.cluster.processes, settings.cluster.processes_per_node
     if size <= _ALL:
@@ -48,44 +48,44 @@ def rehearse(
     note: Callable[[int], None] = lambda count: None,
     longest: float = _LONGEST,
 ) -> list[Rehearsed]:
-    """Rehearse ``ranks`` until they call what they called before, knowing now what the others say.
+    """Rehearse ``ranks`` repeatedly with the others' messages, until their calls no longer change.
 
-    ``note`` is told how many are done, beginning with 1 again where they are rehearsed again. A rank that takes more
-    than ``longest`` seconds is ended. The processes are forked: this one must have no OpenMP pool, and must not have
-    used CUDA.
+    ``note`` is called with the number of ranks done, from 1 again in each repetition. A rank that takes more than
+    ``longest`` seconds is killed. The processes are forked: this one must have no OpenMP pool, and must not have used
+    CUDA.
 
     Raises:
         ConfigError: the recipe cannot load its data.
     """
-    data, heard, before, unchanged = data_of(settings, part), Said(), list[Rehearsed](), 0
+    data, received, before, unchanged = data_of(settings, part), SentMessages(), list[Rehearsed](), 0
     for _ in range(_TIMES + part.steps):
         rehearsed = []
-        work = partial(rehearse_rank, settings=settings, part=part, data=data, heard=heard)
+        work = partial(rehearse_rank, settings=settings, part=part, data=data, received=received)
         for each in _rehearsed_once(ranks, work, longest):
             rehearsed.append(each)
             note(len(rehearsed))
         rehearsed.sort(key=lambda each: each.rank)
-        said = _said(rehearsed)
-        if not before and not _asks_again(rehearsed, said):
+        sent = _sent(rehearsed)
+        if not before and not _asks_again(rehearsed, sent):
             return rehearsed
         unchanged = unchanged + 1 if before and not _changed(before, rehearsed) else 0
-        if unchanged and (unchanged > 1 or said.integers == heard.integers):
+        if unchanged and (unchanged > 1 or sent.integers == received.integers):
             return rehearsed
-        before, heard, last = rehearsed, said, before
+        before, received, last = rehearsed, sent, before
     restless = _changed(last, rehearsed)
     return [replace(each, is_settled=each.rank not in restless) for each in rehearsed]
 
 
-def _asks_again(rehearsed: Sequence[Rehearsed], said: Said) -> bool:
-    """Return whether any rank may call something else once it has heard the others."""
-    if said.has_news({each.rank for each in rehearsed}):
+def _asks_again(rehearsed: Sequence[Rehearsed], sent: SentMessages) -> bool:
+    """Return whether the messages of the others may change the calls of any rank."""
+    if sent.has_news({each.rank for each in rehearsed}):
         return True
     has_failed = any(each.error is not None for each in rehearsed)
-    return bool(said.words) and (has_failed or bool(differences(rehearsed)))
+    return bool(sent.messages) and (has_failed or bool(differences(rehearsed)))
 
 
 def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int]:
-    """Return the ranks that call something else than before, or fail in another way."""
+    """Return the ranks whose calls or errors differ from those before."""
     return {
         now.rank
         for then, now in zip(before, after, strict=True)
@@ -93,21 +93,21 @@ def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int
     }
 
 
-def _said(rehearsed: Sequence[Rehearsed]) -> Said:
-    """Return what ranks say, in each group until its calls part: after that one answers to something else."""
+def _sent(rehearsed: Sequence[Rehearsed]) -> SentMessages:
+    """Return the messages of all ranks, in each group until its calls differ: later ones do not correspond."""
     ends = {each.group: each.place - 1 for each in differences(rehearsed)}
-    words: dict[Place, dict[int, Words]] = {}
+    messages: dict[Place, dict[int, Message]] = {}
     for each in rehearsed:
-        for place, own in each.words.items():
+        for place, message in each.messages.items():
             if place.route or place.number < ends.get(place.group, place.number + 1):
-                words.setdefault(place, {})[each.rank] = own
-    return Said(words)
+                messages.setdefault(place, {})[each.rank] = message
+    return SentMessages(messages)
 
 
 @final
 @dataclass(frozen=True)
 class _Running:
-    """A rank that is being rehearsed, and the moment at which it is ended."""
+    """A rank that is being rehearsed, and the deadline at which it is killed."""
 
     rank: int
     process: ForkProcess
@@ -115,7 +115,7 @@ class _Running:
 
 
 def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], longest: float) -> Iterator[Rehearsed]:
-    """Yield what each of ``ranks`` does, as it becomes known."""
+    """Yield the rehearsal of each of ``ranks`` as it finishes."""
     at_once, todo = len(os.sched_getaffinity(0)), list(reversed(ranks))
     running: dict[Connection, _Running] = {}
     with ready_to_fork():
@@ -129,7 +129,7 @@ def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], long
                 for ready in wait(list(running), max(0.0, left)):
                     assert isinstance(ready, Connection)
                     yield _received(ready, running.pop(ready))
-                for late in [each for each, own in running.items() if own.deadline <= time.monotonic()]:
+                for late in [each for each, rehearsal in running.items() if rehearsal.deadline <= time.monotonic()]:
                     yield _ended(late, running.pop(late), longest)
         finally:
             for each in running.values():
@@ -138,19 +138,19 @@ def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], long
 
 def _started(work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> tuple[Connection, ForkProcess]:
     context = get_context("fork")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(theirs, work, rank), kwargs={"is_quiet": is_quiet})
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, work, rank), kwargs={"is_quiet": is_quiet})
     process.start()
-    theirs.close()
-    return mine, process
+    sender.close()
+    return receiver, process
 
 
 def _send(connection: Connection, work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> None:
     if is_quiet:
-        logging.disable(logging.WARNING)  # another rank has said it
+        logging.disable(logging.WARNING)  # another rank has logged it
     connection.send(work(rank))
     connection.close()
-    os._exit(0)  # what it has made needs no taking apart
+    os._exit(0)  # skips the teardown, which nobody needs
 
 
 def _received(connection: Connection, running: _Running) -> Rehearsed:

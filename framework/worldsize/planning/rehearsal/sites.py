@@ -1,4 +1,4 @@
-"""Finds the line of a program that is at work, as its reader knows it."""
+"""Finds the current line of a program, as its author knows it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def short_path(file: str) -> str:
-    """Return a path as its reader knows it: of worldsize, of the working directory, or whole."""
+    """Shorten a path: relative to worldsize or to the working directory, else absolute."""
     path = Path(file)
     if file.startswith(_FRAMEWORK):
         return str(path.relative_to(Path(_FRAMEWORK).parent))

@@ -12,7 +12,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Write ranks in short: "0-3, 8", or "0, 8 .. 56" where they are at equal distances."""
+    """Abbreviate ranks: "0-3, 8", or "0, 8 .. 56" at equal distances."""
     ordered = sorted(ranks)
     distances = {after - before for before, after in pairwise(ordered)}
     if len(ordered) > 3 and len(distances) == 1 and distances != {1}:

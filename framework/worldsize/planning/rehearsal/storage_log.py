@@ -1,4 +1,4 @@
-"""Keeps how storages come and go, and finds the moment at which most of them are there."""
+"""Records when storages are allocated and freed, and finds the peak."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 @final
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which a rank holds most.
+    """The moment of a rank's largest memory.
 
     Attributes:
         nbytes: Bytes of all tensors.
-        parts: Bytes by what they are for, one of ``PARTS``.
+        parts: Bytes by purpose, one of ``PARTS``.
     """
 
     nbytes: int
@@ -35,17 +35,17 @@ class Peak:
 class StorageLog:
     """Follows storages until they are freed.
 
-    What a storage is for is often known later than it is made: a gradient is one when the optimizer takes it. So sizes
-    are kept in order, and read again once all is known.
+    The purpose of a storage is often known only after its allocation: a gradient is known once the optimizer takes it.
+    So sizes are recorded in order, and evaluated at the end.
     """
 
     def __init__(self) -> None:
-        self._changes: list[tuple[int, int]] = []  # number of a storage, and bytes more or less
+        self._changes: list[tuple[int, int]] = []  # number of a storage, and its change in bytes
         self._labels: dict[int, str] = {}
-        self._numbers: dict[int, int] = {}  # by the address of a storage that lives
+        self._numbers: dict[int, int] = {}  # by the address of a live storage
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._foreign: dict[int, weakref.ref[UntypedStorage]] = {}  # by address: what was there before
+        self._foreign: dict[int, weakref.ref[UntypedStorage]] = {}  # by address: storages from before
         self._made = 0
         self._built = 0  # changes before the first step
         self._trained: int | None = None  # changes before the evaluation
@@ -65,13 +65,13 @@ class StorageLog:
             self._sizes[number] = nbytes
 
     def leave_out(self, storage: UntypedStorage) -> None:
-        """Count a storage in no peak, unless it has been seen: it was there before, as a data set is."""
+        """Exclude a storage that existed before, such as a data set's, unless it has been recorded."""
         address = storage._cdata
         if address not in self._numbers and address not in self._foreign:
             self._foreign[address] = weakref.ref(storage, lambda _: self._foreign.pop(address, None))
 
     def knows(self, storage: UntypedStorage) -> bool:
-        """Return whether the storage has been seen."""
+        """Return whether the storage has been recorded."""
         return storage._cdata in self._numbers
 
     def _freed(self, address: int, _: object) -> None:
@@ -80,7 +80,7 @@ class StorageLog:
         self._changes.append((number, -self._sizes.pop(number, 0)))
 
     def label(self, part: str, tensors: Iterable[Any]) -> None:
-        """Describe what the storages of ``tensors`` are for, unless that has been said."""
+        """Set the purpose of the storages of ``tensors``, unless it has been set."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 number = self._numbers.get(local(tensor).untyped_storage()._cdata)
@@ -88,23 +88,23 @@ class StorageLog:
                     self._labels.setdefault(number, part)
 
     def begin_training(self) -> None:
-        """Record that the replica is built here."""
+        """Mark the end of building the replica."""
         self._built = len(self._changes)
 
     def begin_evaluation(self) -> None:
-        """Record that training ends here, the first time that it is called."""
+        """Mark the end of training, at the first call."""
         self._trained = self._trained or len(self._changes)
 
     def building_peak(self) -> Peak:
-        """Return the moment at which most was there until the replica was built."""
+        """Return the peak until the replica was built."""
         return self._peak(self._changes[: self._built], after=0)
 
     def peak(self) -> Peak:
-        """Return the moment of training at which most was there."""
+        """Return the peak of training."""
         return self._peak(self._changes[: self._trained], after=self._built)
 
     def evaluation_peak(self) -> Peak | None:
-        """Return the moment of the evaluation at which most was there; None: there was none."""
+        """Return the peak of the evaluation; None if there was none."""
         return None if self._trained is None else self._peak(self._changes, after=self._trained)
 
     def _peak(self, changes: Sequence[tuple[int, int]], after: int) -> Peak:

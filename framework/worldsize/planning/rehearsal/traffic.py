@@ -1,4 +1,4 @@
-"""The bytes that one rank sends in a step, if its collectives are rings."""
+"""Computes the bytes that one rank sends in a step, if its collectives are rings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from worldsize.planning.rehearsal.rank import Rehearsed
 @final
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a rank sends in one step, and how often it does.
+    """The bytes that a rank sends in one step, and its number of calls.
 
     Attributes:
-        inside: Bytes to groups whose members are all on one node.
-        across: Bytes to groups that reach over several.
+        inside: Bytes in groups whose members are all on one node.
+        across: Bytes in groups that span several nodes.
         calls: Collectives and messages.
     """
 
@@ -26,7 +26,7 @@ class Traffic:
 
 
 def traffic(rehearsed: Rehearsed, processes_per_node: int, *, step: int) -> Traffic:
-    """Add up what a rank sends in ``step`` itself, without what the loop logs and without an evaluation."""
+    """Sum the bytes that a rank sends in ``step`` itself, without logging and evaluation."""
     calls = [call for call in rehearsed.calls if call.step == step and call.phase == "step"]
     calls = [call for call in calls if call.operation != "new_group"]
     across = sum(_sent(call) for call in calls if _reaches_over(call, rehearsed.rank, processes_per_node))

@@ -1,4 +1,4 @@
-"""Plays the calls of ranks with each other: finds who waits for ever, and messages that do not meet."""
+"""Simulates the calls of all ranks together, to find deadlocks and unmatched messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from worldsize.planning.rehearsal.groups import Group, described
 from worldsize.planning.rehearsal.rank import Rehearsed
 from worldsize.planning.rehearsal.spans import named
 
-_ANY = -1  # in place of a sender that may be any
+_ANY = -1  # stands for any sender
 _Route = tuple[Group, int, int, int]  # sender, receiver and tag
 
 
 @final
 @dataclass(frozen=True)
 class Deadlock:
-    """Ranks that wait for each other for ever, each with the call for which it waits."""
+    """Ranks that wait for each other forever, each with the call that it waits for."""
 
     waiting: Mapping[int, Call]
 
@@ -35,10 +35,10 @@ class Deadlock:
 
 
 def deadlock(ranks: Sequence[Rehearsed]) -> Deadlock | None:
-    """Play the calls of all ``ranks``, each of which waits for a call until the other members have made it too.
+    """Simulate the calls of all ``ranks``, in which a rank waits for a call until all members have made it.
 
-    None: all end. An asynchronous call is waited for where the rank does so, if it does. A message is sent without
-    waiting, and waited for. Members that were not rehearsed are taken to be there already.
+    Return None if all ranks finish. Asynchronous calls block only where the rank waits for them. Sends do not block,
+    receives do. Members that were not rehearsed are assumed to have made their calls already.
     """
     play = _Play(ranks)
     while any([play.advance(rank) for rank in play.scripts]):
@@ -57,12 +57,12 @@ class _Play:
         """By rank: the call for which it waits; one that has ended is not here."""
         self._made: Counter[tuple[int, Group]] = Counter()  # collectives of a rank in a group
         self._sent: Counter[_Route] = Counter()
-        self._received: Counter[_Route] = Counter()  # or will be: the rank has asked for them
-        self._places: dict[tuple[int, int], int] = {}  # by rank and number of a call: its place in its group or route
+        self._received: Counter[_Route] = Counter()  # or will be received: the rank has posted the receive
+        self._places: dict[tuple[int, int], int] = {}  # by rank and number of a call: its index in its group or route
         self._next: dict[int, tuple[int, Call, bool]] = {}
 
     def advance(self, rank: int) -> bool:
-        """Go on with ``rank`` as far as it comes; tell whether it has moved."""
+        """Advance ``rank`` as far as possible; return whether it has made progress."""
         moved = False
         while (act := self._next.pop(rank, None) or next(self.scripts[rank], None)) is not None:
             number, call, is_wait = act
@@ -106,7 +106,7 @@ class _Play:
 
 
 def _script(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
-    """Yield what a rank does: the number of a call, the call, and whether it is made here or waited for."""
+    """Yield a rank's actions: the number of a call, the call, and whether it is made here or waited for."""
     later: dict[int, list[int]] = defaultdict(list)
     for number, moment in (rehearsed.waits or {}).items():
         later[moment].append(number)
@@ -120,9 +120,9 @@ def _script(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
 
 
 def mismatches(ranks: Sequence[Rehearsed]) -> list[str]:
-    """Describe messages that their receiver takes for something else, and those that nobody receives.
+    """Describe messages whose receiver expects another form, and messages that nobody receives.
 
-    Ranks that were not rehearsed, or that an error has ended, are taken to receive what they are sent.
+    Ranks that were not rehearsed, or that failed, are assumed to receive every message.
     """
     sent, received = _messages(ranks, "send"), _messages(ranks, "recv")
     succeeded = {each.rank for each in ranks if each.error is None}
@@ -146,7 +146,7 @@ def _gives(gift: Call) -> str:
 
 
 def _messages(ranks: Sequence[Rehearsed], operation: str) -> dict[_Route, list[Call]]:
-    """Return the messages that were sent or received, by sender and receiver; ``_ANY``: it may come from any."""
+    """Return the messages that were sent or received, by sender and receiver; ``_ANY`` for any sender."""
     messages: dict[_Route, list[Call]] = defaultdict(list)
     for each in ranks:
         for call in each.calls:
