@@ -168,7 +168,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class AgentsConfig:
-    """How the agents of several hosts connect, and what they do if the hosts differ."""
+    """Settings for connecting the agents of several hosts, and for hosts that differ."""
 
     port: int | None  # of the first host; None: one that follows from the run's id
     on_node_mismatch: Literal["refuse", "warn"]
