@@ -1,1 +1,1 @@
-"""What makes a run repeatable: seeds, determinism, and the record of code, environment, data and results."""
+"""Makes runs repeatable: seeds, determinism, and records of code, environment, data and results."""

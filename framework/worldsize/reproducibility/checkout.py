@@ -23,12 +23,12 @@ _NO_PROMPT = {"GIT_TERMINAL_PROMPT": "0"}
 
 @contextmanager
 def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates: Sequence[Path]) -> Iterator[Path]:
-    """The working directory of the run inside ``folder``, a git worktree that ends with the context.
+    """Yield the run's working directory in ``folder``, a git worktree that is removed after the context.
 
-    ``candidates`` are folders in whose repositories the commit is looked for, before it is fetched.
+    ``candidates`` are folders whose repositories are searched for the commit before it is fetched.
 
     Raises:
-        WorldsizeError: the commit can be had nowhere, or the patch does not apply to it.
+        WorldsizeError: the commit cannot be found or fetched, or the patch does not apply to it.
     """
     _check(code)
     if code["commit"] is None:
@@ -46,7 +46,7 @@ def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates:
 
 
 def _working_directory(folder: Path, name: str) -> Path:
-    """Return the folder ``name`` of the worktree, which a link in a stranger's commit could lead out of."""
+    """Return the folder ``name`` of the worktree; raise WorldsizeError if a link leads out of it."""
     directory = folder / name
     if not directory.is_dir() or not directory.resolve().is_relative_to(folder.resolve()):
         raise WorldsizeError(f"the recorded commit has no folder {name!r}, in which the run is said to have begun.")
@@ -54,7 +54,7 @@ def _working_directory(folder: Path, name: str) -> Path:
 
 
 def remove_worktree(folder: Path) -> None:
-    """Remove a worktree that a killed process has left, and its entry in the repository that it belongs to."""
+    """Remove a worktree left by a killed process, and its entry in the repository."""
     _git(folder, "worktree", "remove", "--force", str(folder))
 
 
@@ -73,7 +73,7 @@ def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
     """Return the recorded changes, verified; with ``approximate``, missing ones are ignored.
 
     Raises:
-        WorldsizeError: they are lost, or not those that the manifest names.
+        WorldsizeError: the patch is missing, or is not the one of the manifest.
     """
     if digest is None:
         return b""

@@ -1,4 +1,4 @@
-"""The user's code as git knows it: commit, and everything that differs from it as one patch."""
+"""Captures the user's code: the git commit, and all differences from it as one patch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # known to every git
 
 @dataclass(frozen=True)
 class Code:
-    """State of a checkout. ``patch`` re-creates it with ``git apply`` on ``commit``, or on nothing if there is none.
+    """State of a checkout; ``git apply`` of ``patch`` on ``commit``, or on an empty folder, re-creates it.
 
-    ``checkout`` is its root on the machine of the run, ``folder`` the working directory inside it.
-    ``left_out`` names what is untracked and not in the patch: files that are too large, cannot be read or seem to
-    be private, and other repositories inside this one (their names end in a slash).
+    ``checkout`` is its root on the machine of the run, ``folder`` the working directory inside it. ``left_out`` lists
+    untracked files that are not in the patch, since they are too large, unreadable or seem private, and other
+    repositories inside this one (their names end in a slash).
     """
 
     checkout: str | None = None
@@ -56,17 +56,17 @@ class Code:
     left_out: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the manifest has of the code: the patch by its SHA-256."""
+        """Return the code's facts for the manifest, with the patch by its SHA-256."""
         digest = hashlib.sha256(self.patch).hexdigest() if self.patch else None
         facts = {key: value for key, value in asdict(self).items() if key != "patch"}
         return {**facts, "left_out": list(self.left_out), "patch_sha256": digest}
 
 
 def capture_code(folder: Path, *, exclude: Path, include: Sequence[str] = ()) -> Code:
-    """The checkout that ``folder`` belongs to, files below ``exclude`` (the runs) left out.
+    """Capture the checkout that ``folder`` belongs to, without files below ``exclude`` (the runs).
 
-    Outside git, or before the first commit, there is only a patch, with the folder's own recipes, plugins
-    and configuration; without git not even that.
+    Outside git, or before the first commit, there is only a patch, with the folder's own recipes, plugins and
+    configuration; if git is not installed, there is no patch.
 
     Untracked files that seem to be private are left out with a warning, unless a pattern of ``include`` names them.
 
@@ -93,7 +93,7 @@ def capture_code(folder: Path, *, exclude: Path, include: Sequence[str] = ()) ->
 
 
 def _capture_folder(folder: Path, include: Sequence[str]) -> Code:
-    """Capture a folder outside git by way of a repository that exists only for that."""
+    """Capture a folder outside git by a temporary repository."""
     with temporary_folder() as spare:
         database = spare / "git"
         if shutil.which("git") is None or not any((folder / own).exists() for own in _OWN):
@@ -140,7 +140,7 @@ def _fits(root: Path, name: str) -> bool:
 
 
 def _patch(root: Path, untracked: list[str]) -> bytes:
-    """Differences from HEAD, staged, unstaged and untracked, by way of a copy of the index."""
+    """Return the staged, unstaged and untracked differences from HEAD, by a copy of the index."""
     with temporary_folder() as spare:
         index = spare / "index"
         own = _text(root, "rev-parse", "--path-format=absolute", "--git-path", "index")
@@ -156,7 +156,7 @@ def _lines(names: list[str]) -> bytes:
 
 
 def _git(folder: Path, *arguments: str, database: Path | None = None) -> bytes | None:
-    """Output of git, or None where it fails or is not installed."""
+    """Return the output of git, or None if it fails or is not installed."""
     try:
         done = _run(folder, *arguments, database=database)
     except OSError:
@@ -167,7 +167,7 @@ def _git(folder: Path, *arguments: str, database: Path | None = None) -> bytes |
 def _needed(
     root: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
 ) -> bytes:
-    """Output of git. A failure is an error: taken for no output, it would say that the checkout is clean."""
+    """Return the output of git; raise WorldsizeError if it fails, since no output would mean a clean checkout."""
     done = _run(root, *arguments, index=index, database=database, stdin=stdin)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()

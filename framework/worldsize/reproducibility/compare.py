@@ -1,4 +1,4 @@
-"""Two runs side by side: where each metric and each tensor first differs, by how much, and the verdict."""
+"""Compares two runs: where each metric and tensor first differs, by how much, and the verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIGURES = ("loss", "lr", "grad_norm")
 
 @dataclass(frozen=True)
 class Divergence:
-    """The distance of one metric or tensor of run B from that of run A; zeros and no step where they are equal.
+    """The difference of one metric or tensor between runs A and B; zeros and no step if they are equal.
 
     A tensor is compared in every checkpoint that both runs have; its figures are those of the last of these.
     ``ulp``: the largest distance in units in the last place, of float64 for metrics, of its own dtype for a tensor.
@@ -41,13 +41,13 @@ class Divergence:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the values are equal, to the last bit; both zeros are."""
+        """Whether the values are bitwise equal, except that 0 equals -0."""
         return self.absolute == 0.0 and self.ulp == 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of a comparison; ``missing`` says what one run lacks, so that it could not be compared."""
+    """The outcome of a comparison; ``missing`` lists items that one run lacks and that were not compared."""
 
     verdict: Verdict
     metrics: tuple[Divergence, ...]
@@ -63,7 +63,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
     """Compare two run folders. ``tolerance``: largest relative difference of any logged figure that is let pass.
 
     Raises:
-        WorldsizeError: one of them is no run, or its record is damaged.
+        WorldsizeError: a folder is not a run, or its record is damaged.
     """
     results, series = [], []
     for run in (first, second):
@@ -89,7 +89,7 @@ def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _series(run: Path) -> dict[str, Series]:
-    """Figures by name and step; of a step that was logged twice, the last."""
+    """Return the figures by name and step; the last value if a step was logged twice."""
     series: dict[str, Series] = {}
     for row in metric_rows(run / "metrics.jsonl"):
         for label, value in _figures(row):
@@ -101,7 +101,7 @@ def _series(run: Path) -> dict[str, Series]:
 
 
 def _figures(row: Row) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of what a line says of the computation."""
+    """Yield the names and values of a line's results."""
     if row["event"] == "evaluation":
         yield from ((spoken_name(name), value) for name, value in row["metrics"].items())
     else:
@@ -168,7 +168,7 @@ def tensor_ulps(one: Tensor, other: Tensor) -> int:
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """int64 in the order of the floats, as :func:`_ordered` for one number."""
+    """Map floats of any shape to int64 in the same order, as :func:`_ordered` does for one number."""
     integers = _INTEGERS[tensor.dtype.itemsize]
     bits = tensor.contiguous().view(integers).long()
     return torch.where(bits >= 0, bits, -(bits & torch.iinfo(integers).max))
@@ -208,7 +208,7 @@ def ulps(one: float, other: float) -> int:
 
 
 def _ordered(value: float) -> int:
-    """Integers in the order of the floats: neighbours differ by 1, and both zeros are 0."""
+    """Map a float to an integer in the same order: neighbours differ by 1, and both zeros are 0."""
     bits = int(numpy.float64(value).view(numpy.int64))
     return bits if bits >= 0 else -(bits & 0x7FFFFFFFFFFFFFFF)
 

@@ -1,4 +1,4 @@
-"""Fingerprint of the files that a recipe learns from."""
+"""Fingerprints the files that a recipe learns from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def fingerprint(files: Mapping[str, Path], others: Mapping[str, Mapping[str, Any
 
     Args:
         files: they are read whole.
-        others: data by name that say themselves what their size and digest are.
+        others: data by name that provide their own size and digest.
 
     Raises:
         WorldsizeError: a file cannot be read.
@@ -27,7 +27,7 @@ def fingerprint(files: Mapping[str, Path], others: Mapping[str, Mapping[str, Any
 
 
 def check_data(original: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise WorldsizeError, which names the first file that differs, unless two fingerprints are equal."""
+    """Raise WorldsizeError with the name of the first file that differs, unless two fingerprints are equal."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
         if _content(then.get(name)) != _content(now.get(name)):
@@ -42,7 +42,7 @@ def _content(file: Mapping[str, Any] | None) -> tuple[int, str] | None:
 
 
 def link_data(data: Mapping[str, Any], folder: Path, root: Path, sources: Sequence[Path]) -> None:
-    """Link the data files that a checkout lacks, since git does not know them, from where they lie.
+    """Link the data files that a checkout lacks, since git does not track them, from their sources.
 
     Args:
         data: A fingerprint. Files whose path was not relative need no link.

@@ -1,4 +1,4 @@
-"""What each reproducibility mode pins: torch's flags, library variables and thread counts."""
+"""Sets what each reproducibility mode pins: torch's flags, library variables and thread counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Determinism:
     reduce: Reduction = "flat"
 
     def variables(self) -> Mapping[str, str]:
-        """Environment of every worker: libraries read these when they are first used."""
+        """Return the environment variables of every worker, which libraries read at first use."""
         return _PINNED_VARIABLES if self.deterministic else {}
 
     def apply(self, device: str) -> None:
@@ -54,6 +54,6 @@ class Determinism:
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the manifest has of the mode, as plain values."""
+        """Return the mode as plain values, for the manifest."""
         attention = "math on CUDA" if self.deterministic else "any"
         return {**asdict(self), "attention": attention, "variables": dict(self.variables())}

@@ -15,7 +15,7 @@ def tensor_digests(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def state_digest(digests: Mapping[str, str]) -> str:
-    """One digest over all names and their tensors' digests."""
+    """Combine the digests of all tensors and their names into one."""
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The software and hardware that a run uses. Never initialises CUDA: the process that asks will fork."""
+"""Records the software and hardware of a run, without initialising CUDA, since this process will fork."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def capture_environment() -> dict[str, Any]:
-    """Python, platform, packages with versions, how torch was built, and the instructions that its CPU kernels use."""
+    """Return Python, platform, package versions, torch's build and the CPU instructions of its kernels."""
     return {
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -41,12 +41,12 @@ def capture_environment() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Version of every installed package, by normalised name."""
+    """Return the version of every installed package, by normalised name."""
     return {name: version for name, (version, _) in _installed().items()}
 
 
 def _installed() -> Mapping[str, tuple[str, metadata.Distribution]]:
-    """Version and distribution by normalised name, sorted; of two with one name the one that import finds."""
+    """Return version and distribution by normalised name, sorted; of duplicates the one that is imported."""
     return _installed_on(tuple(sys.path))
 
 
@@ -85,7 +85,7 @@ def _driver() -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """This node: host, CPU, cores that this process may use, memory in bytes, GPUs."""
+    """Return this node's host, CPU, cores that this process may use, memory in bytes, and GPUs."""
     return {
         "host": socket.gethostname(),
         "cpu": _cpu(),
@@ -107,15 +107,15 @@ def _gpu(information: Path) -> str:
 
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that can change a result: an allow-list, and never one that is named like a secret."""
+    """Return the environment variables that can change results, from an allow-list without names of secrets."""
     kept = (name for name in environ if _VARIABLES.fullmatch(name) and not _HIDDEN.search(name))
     return {name: without_credentials(environ[name]) for name in sorted(kept)}
 
 
 def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) -> str:
-    """Write what rebuilds the environment, every text through ``clean``; the SHA-256 of its lock.
+    """Write the files that rebuild the environment, scrubbed by ``clean``; return the SHA-256 of the lock.
 
-    ``uv.lock`` and ``pyproject.toml`` of ``project`` where they are, else pins of what is installed.
+    They are ``uv.lock`` and ``pyproject.toml`` of ``project`` if it has them, else pins of the installed packages.
     """
     folder.mkdir()
     described = {"python": platform.python_version(), "platform": platform.platform(), "executable": sys.executable}
@@ -132,12 +132,12 @@ def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) 
 
 
 def _copy(source: Path, target: Path, clean: Callable[[str], str]) -> None:
-    """Copy byte for byte, but for secrets and for credentials in the URLs of package indexes."""
+    """Copy a file without secrets and without credentials in URLs of package indexes."""
     target.write_bytes(clean(without_credentials(source.read_bytes().decode())).encode())
 
 
 def _pin(name: str, version: str, distribution: metadata.Distribution) -> str:
-    """``name==version``, or the URL it was installed from (PEP 610)."""
+    """Return ``name==version``, or the URL that it was installed from (PEP 610)."""
     origin = distribution.read_text("direct_url.json")
     if origin is None:
         return f"{name}=={version}"

@@ -1,4 +1,4 @@
-"""The reproducibility level of a run, from bitwise to none, and the differences that downgrade it."""
+"""Determines the reproducibility level of a run, from bitwise to none, and the differences that lower it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 @dataclass(frozen=True)
 class ReproducibilityLevel:
-    """Says how exactly a run can be re-created: ``level`` is one of LEVELS; ``why`` says what it rests on."""
+    """A claim of how exactly a run can be re-created: ``level`` is one of LEVELS, ``why`` its reason."""
 
     level: str
     why: str
 
 
 class Downgrade(NamedTuple):
-    """A difference between a record and the machine at hand, and the highest level that it leaves possible."""
+    """A difference between a record and this machine, and the highest level that it allows."""
 
     level: str
     reason: str
@@ -47,7 +47,7 @@ def downgrades(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[
 
 
 def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
-    """List the downgrades of a run that was resumed with another configuration: no run from the start repeats it."""
+    """List the downgrades of a run resumed with another configuration, which no single run can repeat."""
     is_ordered = manifest["determinism"]["reduce"] == "ordered"
     reasons: list[Downgrade] = []
     for resumed in manifest.get("resumed", ()):
@@ -65,7 +65,7 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
 def downgraded_level(
     original: Mapping[str, Any], present: Mapping[str, Any], reasons: Sequence[Downgrade]
 ) -> ReproducibilityLevel:
-    """Return the lowest of both runs' levels and of those that ``reasons`` leave possible."""
+    """Return the lowest of both runs' levels and of those that ``reasons`` allow."""
     recorded = [recorded_level(run) for run in (original, present)]
     lowest = min([*(Downgrade(each.level, each.why) for each in recorded), *reasons], key=_height)
     why = [each.reason for each in reasons] or [lowest.reason]
@@ -89,16 +89,14 @@ def _height(downgrade: Downgrade) -> int:
 def changes(
     then: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = _NOT_COMPUTED
 ) -> list[tuple[str, Any, Any]]:
-    """Keys, but for those below ``but``, that differ between two configurations, with both values; by default keys
-    that decide what is computed.
-    """
+    """Return the keys not below ``but`` that differ between two configurations, with both values."""
     first, second = _flat(then), _flat(now)
     keys = [key for key in sorted(first.keys() | second.keys()) if key.split(".")[0] not in but]
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
 
 def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
-    """Changes that are not below a key in ``ignore``, nor follow from the value of one."""
+    """Return the changes that are not below a key in ``ignore``, and do not follow from one."""
     accepted = [(then, now) for key, then, now in changes if _is_below(key, ignore)]
     return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 

@@ -1,4 +1,4 @@
-"""Files of plugins: their digest, and copies in the run folder of those that lie where other hosts may not look."""
+"""Digests the files of plugins, and copies plugins that other hosts may lack into the run folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.reproducibility.private_files import why_private
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """List the files that are recorded of a plugin, sorted: no caches, nothing hidden, nothing above 1 MiB."""
+    """List a plugin's recorded files, sorted: no caches, hidden files or files above 1 MiB."""
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
         if not hidden and file.is_file() and os.access(file, os.R_OK) and file.stat().st_size <= LARGEST:
@@ -25,7 +25,7 @@ def files_of(folder: Path) -> Iterator[Path]:
 
 
 def digest_of(folder: Path) -> str:
-    """SHA-256 over names and contents of :func:`files_of`."""
+    """Return the SHA-256 over names and contents of :func:`files_of`."""
     digest = hashlib.sha256()
     for file in files_of(folder):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -37,7 +37,7 @@ def copy_files(folder: Path, target: Path) -> None:
     """Copy the recorded files of a plugin.
 
     Raises:
-        WorldsizeError: one is a link, which may lead anywhere.
+        WorldsizeError: a file is a link, which may lead anywhere.
     """
     for file in files_of(folder):
         if file.is_symlink():
@@ -53,7 +53,7 @@ def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Se
     ``include``: patterns of files that are copied although they seem to be private.
 
     Raises:
-        WorldsizeError: a file seems to be private, or holds a secret, which ``clean`` would take out.
+        WorldsizeError: a file seems to be private, or contains a secret that ``clean`` would remove.
     """
     for file in files_of(folder):
         name = file.relative_to(folder).as_posix()
@@ -74,10 +74,10 @@ def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Se
 
 
 def kept_folder(root: Path, name: str) -> Path:
-    """Return where the plugin ``name``, such as "plugins.diloco", lies below ``root``.
+    """Return the folder of the plugin ``name``, such as "plugins.diloco", below ``root``.
 
     Raises:
-        WorldsizeError: it is no name of a module.
+        WorldsizeError: the name is not a module name.
     """
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
         raise WorldsizeError(f"the record lists the plugin {name!r}, which is no name of a module. Do not trust it.")
@@ -85,7 +85,7 @@ def kept_folder(root: Path, name: str) -> Path:
 
 
 def remove_compiled(root: Path) -> None:
-    """Remove compiled files, which would be imported in place of the sources that a digest or a commit stands for."""
+    """Remove compiled files, which would be imported in place of the verified sources."""
     for cache in list(root.rglob("__pycache__")):
         if cache.is_symlink():
             cache.unlink()
@@ -94,12 +94,12 @@ def remove_compiled(root: Path) -> None:
 
 
 def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
-    """Check that below ``root`` lie the recorded copies of ``plugins`` and nothing else; return whether there are any.
+    """Check that ``root`` contains exactly the recorded copies of ``plugins``; return whether there are any.
 
     Compiled files are removed.
 
     Raises:
-        WorldsizeError: a copy is lost or was changed, or a file is there that the record does not list.
+        WorldsizeError: a copy is missing or was changed, or a file is not in the record.
     """
     if root.is_symlink():
         raise WorldsizeError(f"{printable(str(root))} is a link, which worldsize did not make. Take it away.")

@@ -1,4 +1,4 @@
-"""Recognise files that hold secrets, by what their owner allows, by their names and by what is in them."""
+"""Recognises files that contain secrets, by their permissions, names and contents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GOOGLE = re.compile(r"\bAIza[\w-]{35}\b")
 
 
 def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | None:
-    """Return why the file ``path`` is not to be copied into a run folder; None: nothing shows that it is private.
+    """Return why the file ``path`` must not be copied into a run folder; None if it does not seem private.
 
     ``name``: relative to its project, with which the patterns of ``include`` are compared, that overrule this. Of
     Python's sources no name shows anything: ``secret_sharing.py`` is a module.
@@ -50,7 +50,7 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
 
 @cache
 def _umask() -> int:
-    """Return the bits that new files of this user lack."""
+    """Return this user's umask: the permission bits that new files lack."""
     status = Path("/proc/self/status")
     if sys.platform == "linux" and (line := re.search(r"^Umask:\s*(\d+)", status.read_text(), re.MULTILINE)):
         return int(line[1], 8)

@@ -1,4 +1,4 @@
-"""The Python of a run's record: the present one where it is identical, else one rebuilt from the recorded lock."""
+"""Provides the Python of a run's record: the present one if identical, else one rebuilt from the recorded lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worldsize.reproducibility.environment import packages
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python, and the folders that it must find before its own."""
+    """A Python, and the folders to put before its own import path."""
 
     python: Path
     path: tuple[Path, ...]
@@ -32,12 +32,12 @@ class Interpreter:
 @final
 @dataclass(frozen=True)
 class Lock:
-    """The files that uv installs from, read once: what is shown is what is installed.
+    """The files that uv installs from, read once so that exactly what was shown is installed.
 
     Attributes:
         name: "uv.lock" or "requirements.txt".
         content: its bytes, which have the recorded digest.
-        project: the project file beside it, where there is one.
+        project: the project file next to it, if there is one.
         python: version of the recorded Python.
     """
 
@@ -51,7 +51,7 @@ def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
     """Read the lock in ``files``, the record's environment folder.
 
     Raises:
-        WorldsizeError: it is lost or not the recorded one, or the record's Python is none.
+        WorldsizeError: the lock is missing or not the recorded one, or the record's Python version is invalid.
     """
     python = environment["python"]
     if not re.fullmatch(r"\d+(\.\d+)+\w*\+?", python, re.ASCII):
@@ -67,17 +67,17 @@ def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
 
 
 def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
-    """This Python for the code in the checkout ``code``.
+    """Return this Python, for the code in the checkout ``code``.
 
-    What this Python imports from one of ``clones`` as an editable package, it must find in ``code``.
+    Editable packages that it imports from one of ``clones`` must be imported from ``code`` instead.
     """
     return Interpreter(Path(sys.executable), tuple(_moved(clones, code)))
 
 
 def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
-    """Make a Python from ``lock`` with uv.
+    """Build a Python environment from ``lock`` with uv.
 
-    ``project`` is the run's working directory; where the lock is not its own, all is built in ``spare``.
+    ``project`` is the run's working directory; if the lock is not its own, the environment is built in ``spare``.
 
     Raises:
         WorldsizeError: uv is missing, or it cannot build.
@@ -130,7 +130,7 @@ def _moved(clones: Sequence[Path], code: Path) -> Iterator[Path]:
 
 
 def _framework() -> tuple[Path, ...]:
-    """Return the folder that this worldsize is imported from, if that is a clone: no lock can install it."""
+    """Return the folder of this worldsize if it is a clone, which no lock can install."""
     source = Path(__file__).resolve().parents[2]
     return (source,) if source.name == "framework" else ()
 
@@ -138,10 +138,10 @@ def _framework() -> tuple[Path, ...]:
 def to_be_installed(lock: Lock) -> list[str]:
     """Describe what ``lock`` would install, and from where.
 
-    What is here already in the same version stands in one line for all that come from the same places.
+    Packages already installed in the same version are summarized in one line per source.
 
     Raises:
-        WorldsizeError: the lock cannot be read, or has what no lock of worldsize has.
+        WorldsizeError: the lock cannot be read, or has entries that no lock of worldsize has.
     """
     if lock.name == "requirements.txt":
         return _pins_to_be_installed(lock.content.decode(errors="replace"))
@@ -165,7 +165,7 @@ def _pins_to_be_installed(pins: str) -> list[str]:
 
 
 def _settings(project: bytes | None) -> list[str]:
-    """Return what the project file tells uv, such as other indexes, which what has to be built is built with."""
+    """Return uv's settings of the project file, such as other indexes and build options."""
     told = tomllib.loads(project.decode()).get("tool", {}).get("uv") if project else None
     return [f"with the settings of uv {json.dumps(told, default=str)}"] if told else []
 

@@ -1,4 +1,4 @@
-"""Seed streams: every random number of a run comes from (seed, purpose, indices), never from the process.
+"""Derives every random number of a run from (seed, purpose, indices), independent of the process.
 
 Purposes in use: ``init`` (model initialisation, the same on every rank), ``order`` (epoch),
 ``data`` (step, logical rank; augmentation and data workers; without both, what the recipe draws while it makes its
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def stream(seed: int, purpose: str, *indices: int) -> int:
-    """63-bit seed of one stream: BLAKE2b of the run's seed, the purpose and the indices."""
+    """Return the 63-bit seed of one stream: BLAKE2b of the run's seed, the purpose and the indices."""
     name = f"{seed}/{purpose}/{indices}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 1
 
@@ -50,7 +50,7 @@ class GeneratorStates:
 
     @staticmethod
     def of(device: torch.device) -> GeneratorStates:
-        """Return the states as they are now; ``device``: of this process."""
+        """Return the current states; ``device``: of this process."""
         cuda = torch.cuda.default_generators[device.index].get_state() if device.type == "cuda" else None
         return GeneratorStates(random.getstate(), numpy.random.get_state(), torch.default_generator.get_state(), cuda)
 
