@@ -83,7 +83,7 @@ class _RunCheckpoints(CheckpointSource):
 
 @final
 class _UnitTiming(StepTiming):
-    """Writes nothing, and opens no file, in a process that neither draws data nor computes steps."""
+    """Opens its file only at the first time, so that processes without data or steps write none."""
 
     def __init__(self, settings: Settings, run: RunDirectory, world: World) -> None:
         self._settings, self._run, self._world = settings, run, world
@@ -94,7 +94,7 @@ class _UnitTiming(StepTiming):
         return UnitTimes(Timing(self._run, rank=rank), self._world.device, every=self._settings.training.log_every)
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Time the wait for data within the block."""
+        """Time the wait for data inside the context."""
         return self._times.drawing() if self._settings.observe.step_breakdown else nullcontext()
 
     def measured(self, step: int) -> AbstractContextManager[None]:
@@ -103,9 +103,9 @@ class _UnitTiming(StepTiming):
 
 @final
 class _RunData(DataSource):
-    """Draws data in this process; before the first data of a step, causes its faults and notes its number.
+    """Draws data in this process; before the first data of a step, injects its faults and records its number.
 
-    A process that never draws, such as a server, is at no step.
+    A process that never draws, such as a server, has no current step.
     """
 
     def __init__(self, settings: Settings, world: World, heartbeat: Path | None, times: _UnitTiming) -> None:

@@ -1,4 +1,4 @@
-"""The evaluation of a run's splits, as its configuration says it."""
+"""Evaluates a run's splits as configured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worldsize.reproducibility.seeds import stream
 
 @final
 class EvaluationData:
-    """Loads any share of what is evaluated after any step; a split's data are built once they are asked for."""
+    """Loads any part of the evaluation data for any step; a split's data are built at first use."""
 
     def __init__(self, settings: Settings) -> None:
         self._recipe, self._training = settings.recipe, settings.training
@@ -30,13 +30,13 @@ class EvaluationData:
         self._datasets: dict[str, Any] = {}
 
     def build(self, splits: Sequence[str]) -> None:
-        """Build the data of ``splits`` now, rather than at their first evaluation."""
+        """Build the data of ``splits`` now instead of at their first evaluation."""
         for split in splits:
             if split not in self._datasets:
                 self._datasets[split] = self._recipe.data(split)
 
     def batches(self, split: str, step: int, part: World) -> Iterator[EvaluationBatch]:
-        """Yield the share of the process that ``part`` places among the parts of the data."""
+        """Yield the batches of the process with the rank and size of ``part``."""
         self.build([split])
         return evaluation_batches(
             self._datasets[split],
@@ -64,7 +64,7 @@ def evaluate_splits(
 
 
 def evaluate_alone(settings: Settings, run: RunDirectory, world: World, replica: Replica, path: Path) -> None:
-    """Load the checkpoint in ``path`` and evaluate it in place of training; the first rank writes the result."""
+    """Load the checkpoint in ``path`` and evaluate it instead of training; the first rank writes the result."""
     leads = settings.roles[world.role].serves
     part = replace(world, rank=0, size=1) if leads else settings.data_part(world)
     checkpoint = read(path)

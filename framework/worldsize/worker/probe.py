@@ -1,4 +1,4 @@
-"""Measures what the devices and the links of a cluster carry, in processes that do so instead of training."""
+"""Measures the bandwidth and latency of a cluster's devices and links, in processes that do not train."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 
 _FIRST, _COPIED = 1 << 20, 1 << 26  # bytes of a message, and of a copy
-_GATHERED = 1 << 25  # bytes of a ring's, at most: about a bucket of DDP
-_SECONDS = 0.15  # that a measured message should take
+_GATHERED = 1 << 25  # largest bytes of a ring's message: about a bucket of DDP
+_SECONDS = 0.15  # seconds that a measured message should take
 _REPEATS, _MESSAGES = 3, 50
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort of measuring one edge: bytes of a message at most, and how many messages."""
+    """The effort of measuring one edge: largest bytes of a message, and number of messages."""
 
     largest: int
     repeats: int
@@ -38,7 +38,7 @@ class Effort:
 _THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
 _GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring
 
-Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): in each phase a rank sends to one, or hears from one
+Phases = list[list[tuple[int, int]]]  # edges (from rank, to rank): a rank is in one edge of a phase
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Edge:
 
 
 def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
-    """Write which device this process has, before it waits for any other."""
+    """Write this process's device to the findings, before it waits for any other process."""
     device = device_of(placement, cluster)
     write_facts(
         findings, f"rank_{placement.rank:05d}", {**_who(placement), "device": _identity(device), "joined": False}
@@ -65,7 +65,7 @@ def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
 
 
 def probe(world: World, placement: Placement, transport: Mapping[str, Any], findings: Path, *, pairs: bool) -> int:
-    """Measure together with all other processes, of which the first writes the result; return the exit code."""
+    """Measure together with all other processes; the first writes the result. Return the exit code."""
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
     per_node = placement.local_world_size
@@ -78,9 +78,9 @@ def probe(world: World, placement: Placement, transport: Mapping[str, Any], find
 
 
 def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, Any]]:
-    """Measure what each node carries to the node ``distance`` places after it; return the same edges on all ranks.
+    """Measure links from each node to the one ``distance`` nodes after it; return the same edges on all ranks.
 
-    It takes a second or two, and longer where a link carries less than 20 Mbit/s.
+    This takes a second or two, longer if a link has less than 20 Mbit/s.
     """
     return _of_all(world, _measure(world, [("network", across(world.size // per_node, per_node, [distance]))], _SHORT))
 
@@ -98,7 +98,7 @@ def _who(placement: Placement) -> dict[str, Any]:
 
 
 def _identity(device: torch.device) -> str | None:
-    """Identify a device that one process should have for itself, by what stays the same whatever its number."""
+    """Return an identity of a device that does not depend on its number, to detect devices used twice."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -117,7 +117,7 @@ def _measure(world: World, tiers: Sequence[tuple[str, Phases]], effort: Effort) 
 
 
 def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, Phases]]:
-    """Plan each tier: a ring of the ranks inside the nodes; across, a ring of the nodes, or all ``pairs`` of them."""
+    """Plan each tier: a ring of ranks inside the nodes, and a ring of nodes, or all ``pairs`` of nodes."""
     inner = [(rank, (rank + 1) % per_node) for rank in range(per_node)] if per_node > 1 else []
     inside = [
         [(node * per_node + source, node * per_node + target) for node in range(nodes) for source, target in phase]
@@ -127,9 +127,9 @@ def schedule(nodes: int, per_node: int, *, pairs: bool) -> list[tuple[str, Phase
 
 
 def across(nodes: int, per_node: int, distances: Iterable[int]) -> Phases:
-    """Plan edges from each node to those that come so many places after it.
+    """Plan edges from each node to those ``distances`` after it.
 
-    The ranks of a node send together, each to the one of its place.
+    The ranks of a node send together, each to the rank with the same local rank.
     """
     outer = [(node, (node + distance) % nodes) for distance in distances for node in range(nodes)]
     return [
@@ -195,7 +195,7 @@ def _echo(world: World, source: int, repeats: int) -> None:
 
 
 def _rings(world: World) -> dict[str, dict[str, float]]:
-    """Measure, by tier, what a ring carries while all rings of the tier are busy.
+    """Measure, by tier, the bandwidth of a ring while all rings of the tier are busy.
 
     The tiers are the rings inside the nodes, and one ring over all ranks, of which one edge leaves each node. The
     figures are named like the fields of a Link; the latency is not among them.
@@ -211,7 +211,7 @@ def _rings(world: World) -> dict[str, dict[str, float]]:
 def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
     """Measure the rounds of an all-gather: the time of a few bytes, and the bandwidth of many.
 
-    Both are means, since a step waits for the slow rounds too.
+    Both are means, since a step waits for slow rounds too.
     """
     rounds = ring.size() - 1
 
@@ -221,13 +221,13 @@ def _ring(world: World, ring: ProcessGroup) -> dict[str, float]:
 
     gap = seconds(8, _GATHERS)
     first = torch.tensor(seconds(_FIRST // ring.size(), _REPEATS), device=world.device)
-    dist.all_reduce(first, group=ring)  # all must send as much
+    dist.all_reduce(first, group=ring)  # all must send the same number
     size = int(min(_GATHER_SECONDS * _FIRST / (rounds * float(first)), _GATHERED / ring.size()))
     return {"gap": gap, "bandwidth": size / seconds(size, _REPEATS)}
 
 
 def _incast(world: World, group: ProcessGroup, per_node: int, bandwidth: float) -> float:
-    """Measure what share of ``bandwidth`` is left in an all-to-all; at all of it, one takes :data:`_GATHER_SECONDS`."""
+    """Measure the share of ``bandwidth`` left in an all-to-all; at full bandwidth it takes :data:`_GATHER_SECONDS`."""
     few = torch.tensor(bandwidth, device=world.device)
     dist.broadcast(few, 0, group=group)
     part = int(min(_GATHER_SECONDS * float(few) / (per_node * (group.size() - per_node)), _GATHERED / group.size()))

@@ -1,4 +1,4 @@
-"""One process of a run, from its folder to a World and its training: ``python -m worldsize.worker RUN_DIR``."""
+"""Runs one process of a run, from its folder to a World and its training: ``python -m worldsize.worker RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> None:
         place = placement(os.environ, str(OmegaConf.select(OmegaConf.load(run.config), "cluster.environment")))
     except (WorldsizeError, OSError) as error:
         sys.exit(f"{error}")
-    watched = "WORLDSIZE_ATTEMPT" in os.environ  # by a launching process, which keeps the record
+    watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process keeps the record
     if place.rank or watched:
         sys.exit(play(run, place))
     try:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _recorded(run: RunDirectory, place: Placement) -> int:
-    """Play the first rank of a run that no launcher watches, and keep the record of this attempt.
+    """Run the first rank of a run without a launching process, and keep the record of this attempt.
 
     Raises:
         WorldsizeError: the record cannot be opened or written.
@@ -72,9 +72,9 @@ def _recorded(run: RunDirectory, place: Placement) -> int:
 
 
 def play(run: RunDirectory, placement: Placement) -> int:
-    """Play this process's role until the run ends; return the exit code.
+    """Run this process's role until the run ends; return the exit code.
 
-    What ends it early is also left beside the process's log.
+    An error is also written next to the process's log.
     """
     settings, listeners = None, list[Listener]()
     try:
@@ -89,7 +89,7 @@ def play(run: RunDirectory, placement: Placement) -> int:
         return _play(settings, run, placement, listeners, preemption)
     except BaseException as error:
         _write_error(run, _error_file(run, placement, settings), error)
-        for listener in listeners:  # after the error is out: a logger may take its time
+        for listener in listeners:  # after the error is written, since a logger may be slow
             listener(RunFailed(f"{type(error).__name__}: {error}"))
         raise
 
@@ -98,13 +98,13 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
     with suppress(ConfigError):
         if settings is not None:
             return run.error(*role_of(placement.rank, settings.roles))
-    return run.error("process", placement.rank)  # it is not known which role this process was to play
+    return run.error("process", placement.rank)  # the role of this process is unknown
 
 
 def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     cause = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
-    with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process says that
+    with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that
         make_folder_of(path, run)
         path.write_text(json.dumps(cause))
 
@@ -124,12 +124,12 @@ def _play(
         if settings.run.evaluates is not None:
             evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
-        listeners = listeners or listeners_of(settings, run, 0, preemption)  # it leads in the place of one that died
+        listeners = listeners or listeners_of(settings, run, 0, preemption)  # it replaces a failed leader
         return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)
 
 
 def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:
-    """Join the run as usual, and measure in place of training."""
+    """Join the run as usual, and measure instead of training."""
     Preemption([])  # signals end it
     introduce(placement, settings.cluster, run.findings)
     _listen(settings, run)
@@ -146,7 +146,7 @@ def _listen(settings: Settings, run: RunDirectory) -> None:
 
 
 def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
-    """Find out over which transport the gang communicates; its first rank writes it down."""
+    """Determine which transport the gang uses; its first rank records it."""
     if world.size < 2 or settings.roles[world.role].serves:
         return
     transport = audit(world, settings.cluster, os.environ, run.nccl_logs(socket.gethostname()))
@@ -159,7 +159,7 @@ def _audit(settings: Settings, run: RunDirectory, world: World) -> None:
 def _replica(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, preemption: Preemption
 ) -> Replica | None:
-    """Return the replica that this process trains, or None once it has served until the end."""
+    """Return the replica that this process trains; serve until the end and return None if it is a server."""
     context = context_of(settings, run, world, placement, preemption)
     serves = settings.roles[world.role].serves
     if serves:

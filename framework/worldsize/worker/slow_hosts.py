@@ -1,4 +1,4 @@
-"""Finds ranks and links that slow a run down while it trains, and can have the run go on without their hosts."""
+"""Finds slow ranks and links during training, and can move the run away from their hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from worldsize.world.world import places
 
 @final
 class SlowHostWatch:
-    """A listener that judges the times of all ranks, and emits what it finds as :class:`Straggling`.
+    """A listener that judges the times of all ranks, and emits :class:`Straggling` events.
 
-    Every rank of ``world`` has to make one, at the same point: they exchange the names of their hosts. ``peers`` are
-    groups of ranks that have equal work. ``exclude`` is told the host of each slow rank or link; None: the run goes on
-    with it.
+    Every rank of ``world`` must create one at the same point, since they exchange host names. ``peers`` are groups of
+    ranks with equal work. ``exclude`` is called with the host of each slow rank or link; None: the run keeps it.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class SlowHostWatch:
                 self._report(step, self._stragglers.judge(step, splits))
 
     def measure_links(self, done: StepDone) -> None:
-        """Measure the links between hosts, together with all other ranks, if their waits give reason to."""
+        """Measure the links between hosts, together with all other ranks, if long waits call for it."""
         if self._links and self._links.is_due(done):
             edges = network_edges(self._world, self._links.per_node, self._links.distance)
             slow = self._links.judge(measured(edges, self._links.per_node)["network"])

@@ -1,4 +1,4 @@
-"""Training in one process: it resumes, trains, saves, and says how it ended."""
+"""Trains in one process: resumes, trains, saves, and records how training ended."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ from worldsize.world.world import gang_of, threads_per_process
 
 _StreamStates = Callable[[int], dict[str, Tensor]]  # given a step that has just been taken
 
-_ENDING = 2.0  # seconds in which a process ends that waits for nothing any more
+_ENDING = 2.0  # seconds that a process needs to end when it waits for nothing
 
 
 def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
-    """Make the listeners of a process: each that trains writes its own timing, and the first logs what is global.
+    """Create the listeners of a process: every training process writes its timing, the first logs global events.
 
-    Where all serve, the run's first process leads, and logs.
+    If all processes serve, the run's first process leads and logs.
     """
     role, rank = role_of(global_rank, settings.roles)
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
     if global_rank != (gang_of(settings.roles) or [0])[0]:
         return own
-    manifest = view(run.path).manifest  # its configuration is without secrets
+    manifest = view(run.path).manifest  # the manifest's configuration has no secrets
     facts = {"run_id": run.id, "folder": run.path, "config": manifest["config"], "manifest": manifest}
     makers = {
         name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
@@ -86,7 +86,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemp
 class Training:
     """One process's part of a run, from its newest checkpoint to its end.
 
-    If its role serves, it leads: the steps are computed, and their data drawn, by others.
+    If its role is to serve, it leads: other processes draw the data and compute the steps.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Training:
         )
 
     def run(self, heartbeat: Path | None) -> int:
-        """Train to the end, or until the run is to stop; return the exit code."""
+        """Train to the end, or until the run should stop; return the exit code."""
         steps, replica = self._settings.training.steps, self._replica
         first, checkpoint = self._resume()
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
@@ -144,7 +144,7 @@ class Training:
         return 0
 
     def _recall(self, first: TrainingProgress) -> None:
-        """Let all ranks know the evaluations that the first one has on record, if they decide when the run ends."""
+        """Send the first rank's recorded evaluations to all ranks, if early stopping depends on them."""
         if self._settings.early_stopping and first.step:
             logged = [list[Any](evaluations(self._run.metrics) if self._world.rank == 0 else ())]
             if self._world.group is not None:
@@ -161,7 +161,7 @@ class Training:
                 listener(event)
 
     def _exclude(self, host: str) -> None:
-        """Save and stop, so that the run goes on without ``host``."""
+        """Save and stop, so that the run continues without ``host``."""
         with self._run.excluded.open("a") as file:
             file.write(f"{host}\n")
         self._preemption.want()
@@ -185,7 +185,7 @@ class Training:
         return first, checkpoint
 
     def _window_sums(self, facts: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Return what the logical ranks of this process had added up since the last logged step when it was saved."""
+        """Return the saved sums of this process's logical ranks since the last logged step."""
         by_rank = facts.get("training_metrics", {})
         mine = list(self._order.mine)
         rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
@@ -233,7 +233,7 @@ class Training:
             )
 
     def _data(self, first: int, checkpoint: Checkpoint | None) -> tuple[Iterable[list[MicroBatch]], _StreamStates]:
-        """Return the batches of the steps after ``first``, and where their stream is after each.
+        """Return the batches of the steps after ``first``, and the position of their stream after each.
 
         A process that leads draws none.
         """
@@ -253,7 +253,7 @@ class Training:
         return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
-        """Yield each step's data; before each step, beat, and see whether a save has ended."""
+        """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
         for done, step in enumerate(batches, first):
             if heartbeat:
                 heartbeat.step(done)
@@ -313,7 +313,7 @@ def _ignore(done: StepDone) -> None:
 @final
 @dataclass
 class _History:
-    """A listener that keeps what the result and the checkpoints need; ``file`` is the run's metrics."""
+    """A listener that keeps the values for the result and the checkpoints; ``file``: the run's metrics."""
 
     file: Path
     started: float = field(default_factory=time.perf_counter)
