@@ -79,9 +79,18 @@ def test_config_groups_may_be_chosen_with_or_without_a_plus(train: Any) -> None:
         assert run.code == 0, run.error
 
 
-def test_epochs_decide_the_number_of_steps(train: Any) -> None:
-    run = train(*QUICK, "steps=???", "epochs=2", "batch_size=480", "cluster.processes=1")  # as a recipe without steps
+@pytest.mark.parametrize("steps", ["???", "null", "50"])  # ???: as a recipe without steps
+def test_epochs_decide_the_number_of_steps(train: Any, steps: str) -> None:
+    run = train(*QUICK, f"steps={steps}", "epochs=2", "batch_size=480", "cluster.processes=1")
+    assert run.code == 0, run.error
     assert run.json("result.json")["steps"] == 6  # 2 × 1,437 images / 480, rounded up
+
+
+@pytest.mark.parametrize("steps", ["???", "null"])
+def test_a_run_whose_length_nothing_says_is_refused(train: Any, steps: str) -> None:
+    run = train("recipe=digits", f"steps={steps}", "launch=show")
+    assert (run.code, run.folder) == (2, None)
+    assert "Set steps=100 or epochs=1" in run.error
 
 
 @pytest.mark.parametrize("key", ["batch_size", "checkpoint.at_end", "seed"])

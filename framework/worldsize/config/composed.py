@@ -35,7 +35,9 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
     make_importable(roots())
     if "hosts" in cfg.cluster:
         cfg.cluster.nodes = len(cfg.cluster.hosts)
-    if cfg.epochs is not None and OmegaConf.is_missing(cfg, "steps"):
+    if OmegaConf.is_missing(cfg, "steps") or cfg.steps is None:
+        if cfg.epochs is None:
+            raise ConfigError("steps is missing, and so is epochs: how long is the run? Set steps=100 or epochs=1.")
         cfg.steps = 1  # until the length of the data is known
     lengths = lengths_of(cfg)
     for key in lengths:

@@ -182,6 +182,7 @@ class NumericsSchema:
 class Schema:
     """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks.
 
+    ``steps``: null or left out where ``epochs`` is given, which decides.
     ``lr``: null where the recipe's optimizer takes none, or sets its own.
     ``data_workers``: processes that load data ahead of each worker; auto: as many as make its steps shorter.
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
@@ -189,7 +190,7 @@ class Schema:
     ``init_from_strict=false``: weights that only one side has are left out.
     """
 
-    steps: Annotated[int, _COUNT, _LARGEST] = MISSING
+    steps: Annotated[int | None, _COUNT, _LARGEST] = MISSING
     epochs: Annotated[float | None, Range(above=0)] = None
     batch_size: Annotated[int, _COUNT, _LARGEST] = MISSING
     lr: Annotated[float | None, Range(least=0)] = MISSING
