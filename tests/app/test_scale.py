@@ -48,6 +48,17 @@ def test_runs_are_not_submitted_to_a_launcher_that_does_not_wait_for_them(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_epochs_of_a_configuration_do_not_decide_how_long_is_measured(
+    command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
+) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "short.yaml").write_text("# @package _global_\nepochs: 0.1\n")
+    words = ("scale", "recipe=digits", "experiment=short", "steps=4", "world_sizes=1")
+    done = command(*words, cwd=tmp_path, environment=environment_without_wandb)
+    assert done.returncode == 2
+    assert "steps=4 are too few" in done.stderr
+
+
 def test_a_study_with_a_point_that_cannot_run_starts_nothing(
     tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:

@@ -84,6 +84,7 @@ def test_epochs_decide_the_number_of_steps(train: Any, steps: str) -> None:
     run = train(*QUICK, f"steps={steps}", "epochs=2", "batch_size=480", "cluster.processes=1")
     assert run.code == 0, run.error
     assert run.json("result.json")["steps"] == 6  # 2 × 1,437 images / 480, rounded up
+    assert ("Set epochs=null steps=50 instead" in run.error) == (steps == "50")
 
 
 @pytest.mark.parametrize("steps", ["???", "null"])

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from worldsize.config.settings import Settings
     from worldsize.planning.predictor import Predictor
 
-_QUIET = ("steps=50", "log_every=1", "evaluate_every=0", "checkpoint=none", "logger=none")
+_QUIET = ("steps=50", "epochs=null", "log_every=1", "evaluate_every=0", "checkpoint=none", "logger=none")
 _FEWEST = 5  # steps
 _LISTS = ("world_sizes", "strategies", "accumulations")
 

@@ -6,6 +6,7 @@ lengths in epochs, samples or tokens.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder
+from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
 from worldsize.config.installed import installed
 from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
@@ -23,6 +24,7 @@ from worldsize.data.fetch import is_iterable
 from worldsize.data.order import steps_of
 from worldsize.errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
@@ -39,6 +41,11 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
         if cfg.epochs is None:
             raise ConfigError("steps is missing, and so is epochs: how long is the run? Set steps=100 or epochs=1.")
         cfg.steps = 1  # until the length of the data is known
+    elif cfg.epochs is not None and any(word.lstrip("+").startswith("steps=") for word in task_overrides()):
+        _LOG.warning(
+            "steps=%s has no effect, since epochs=%s decides how long the run is. Set epochs=null steps=%s instead.",
+            *(cfg.steps, cfg.epochs, cfg.steps),
+        )
     lengths = lengths_of(cfg)
     for key in lengths:
         OmegaConf.update(cfg, key, 1)

@@ -20,7 +20,7 @@ from worldsize.testing.port_runs import (
     reference_trained,
     steps_of,
 )
-from worldsize.testing.port_updates import update_causes
+from worldsize.testing.port_updates import different_update, update_causes
 
 _ROUNDING = 1e-5  # relative: what sums of float32 in another order differ by in a few steps
 
@@ -116,7 +116,9 @@ def loss_causes(
         return [f"Cause: {told}"]
     cause = None if several else explaining(recipe, config, trained.losses, expected.losses, tolerance)
     if cause is not None:
-        return [f"Cause: {cause} So altered, the recipe computes the reference's losses."]
+        where = different_update(recipe, reference, config, step - 1) if callable(reference) and step > 1 else None
+        told = f"Cause: {cause} So altered, the recipe computes the reference's losses."
+        return [told] if where is None else [where, told]
     if told := _scaled(trained.losses, expected.losses, config):
         return [f"Cause: {told}"]
     if not callable(reference):
@@ -149,7 +151,7 @@ def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConf
     if len(losses) < 2 or 0.0 in losses:
         return None
     factors = [other / loss for loss, other in zip(losses, expected, strict=True)]
-    if max(abs(factor / factors[0] - 1) for factor in factors) > 1e-5:
+    if max(abs(factor / factors[0] - 1) for factor in factors) > _ROUNDING or abs(factors[0] - 1) < _ROUNDING:
         return None
     known = {config.batch_size: "samples of a batch", config.micro_batches: "micro-batches of a step"}
     meaning = next((f", the number of {what}" for size, what in known.items() if abs(factors[0] / size - 1) < 1e-5), "")

@@ -78,6 +78,13 @@ def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step
     return [f"{where} {_where(updates, different)}.", f"Cause: {_explained(different)}"]
 
 
+def different_update(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> str | None:
+    """Say in which tensors the update of ``step`` differs; None: in none, or the reference returns no model."""
+    updates = _updates(recipe, reference, config, step) or []
+    different = [update for update in updates if update.differs]
+    return f"The update of step {step} differs {_where(updates, different)}." if different else None
+
+
 def _updates(recipe: Recipe, reference: Reference, config: PortConfig, last: int) -> list[_Update] | None:
     """Take the weights around update ``last`` from trainings that end there."""
     until = replace(config, steps=last)
