@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
+from tests.data.every_source.recipe import number_of
 from tests.data.formats import FORMATS, SAMPLES
 from tests.data.range_server import served
+from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
+from worldsize.data.sources.tokens import TokenFiles, TokenWindows
+from worldsize.data.storage.cache import Cache
 
-BATCH, STEPS = 12, 48  # eleven and a half epochs
+BATCH, STEPS = 12, 48  # of 50 samples: eleven and a half epochs
+LENGTH = 8  # tokens that a sample predicts
 OPTIONS = {
     "json_lines": "jsonl",
     "parquet": "parquet",
@@ -23,14 +30,64 @@ OPTIONS = {
     "images": "images",
     "hf_datasets": "hf_dataset",
 }
+TOKENS: Mapping[str, Callable[..., TokenFiles]] = {
+    "tokens": TokenWindows,
+    "documents": DocumentWindows,
+    "packed": PackedDocuments,
+}
+MIXED = {"files": ("packed", 0.3), "more": ("tokens", 0.7)}  # the source and the weight of each folder
 
 
 def project(folder: Path, name: str) -> Path:
     """Write a project with the recipe and the files of a format."""
     shutil.copytree(Path(__file__).parent / "every_source", folder / "recipes" / "every_source")
     (folder / "files").mkdir()
-    FORMATS[name].write(folder / "files")
+    if name in FORMATS:
+        FORMATS[name].write(folder / "files")
+    else:
+        write_tokens(folder / "files", 0)
+        (folder / "more").mkdir()
+        write_tokens(folder / "more", 1000)
     return folder
+
+
+def write_tokens(folder: Path, first: int) -> None:
+    """Write documents of unequal length in two files, in which each token is one more than that before it."""
+    bounds = numpy.cumsum([0, *(1 + number * 7 % 13 for number in range(60))])
+    for shard, documents in enumerate((bounds[:38], bounds[37:])):
+        tokens = numpy.arange(first + documents[0], first + documents[-1], dtype=numpy.uint16)
+        numpy.save(folder / f"tokens_{shard:05d}.npy", tokens)
+        numpy.save(folder / f"documents_{shard:05d}.npy", documents - documents[0])
+
+
+def chosen(name: str) -> list[str]:
+    """Return the words of a command that choose a source."""
+    if name == "mixture":
+        parts = [(f"data.sources.{folder}", kind, weight) for folder, (kind, weight) in MIXED.items()]
+        sources = [word for key, kind, _ in parts for word in (f"+data@{key}.source={kind}", *where(f"{key}.source"))]
+        return ["data=mixture", *sources, *(f"+{key}.weight={weight}" for key, _, weight in parts)]
+    if name in TOKENS:
+        return [f"data={name}", *where("data")]
+    return [f"data={OPTIONS[name]}", "data.path=files", "data.cache.folder=cache"]
+
+
+def where(key: str) -> tuple[str, ...]:
+    """Return the words that say where a source of tokens lies, and how long its samples are."""
+    cache = f"+{key}.cache={{_target_: worldsize.data.storage.cache.Cache, folder: cache}}"
+    return f"{key}.path={'more' if 'more' in key else 'files'}", f"{key}.length={LENGTH}", cache
+
+
+def numbers(name: str, folder: Path) -> list[set[int]]:
+    """Return the numbers of the samples of each source that a name stands for."""
+    if name in FORMATS:
+        return [set(range(SAMPLES))]
+    kinds = {below: kind for below, (kind, _) in MIXED.items()} if name == "mixture" else {"files": name}
+    found = []
+    for below, kind in kinds.items():
+        source = TOKENS[kind](str(folder / below), length=LENGTH, cache=Cache(folder=str(folder / "cache")))
+        found.append({number_of(source[index]) for index in range(len(source))})
+        assert len(found[-1]) == len(source)
+    return found
 
 
 def seen(folder: Path) -> dict[int, list[int]]:
@@ -47,13 +104,13 @@ def seen(folder: Path) -> dict[int, list[int]]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *TOKENS, "mixture"])
 def test_every_sample_is_seen_once_an_epoch_over_kills_resumes_and_other_world_sizes(
     name: str, train: Any, command: Any, environment_without_wandb: dict[str, str], tmp_path: Path
 ) -> None:
     project(tmp_path, name)
-    where = ("recipe=every_source", f"data={OPTIONS[name]}", "data.path=files", "data.cache.folder=cache")
-    options = (*where, "reproducibility=elastic", "logical_ranks=12", "cluster.threads=1", "checkpoint.every=5")
+    run_options = ("reproducibility=elastic", "logical_ranks=12", "cluster.threads=1", "checkpoint.every=5")
+    options = ("recipe=every_source", *chosen(name), *run_options)
     for part in ("whole", "parts"):
         (tmp_path / part).mkdir()
     whole = train(*options, f"recipe.seen={tmp_path}/whole")
@@ -77,9 +134,13 @@ def test_every_sample_is_seen_once_an_epoch_over_kills_resumes_and_other_world_s
     assert steps == seen(tmp_path / "whole")
     assert list(steps) == list(range(1, STEPS + 1))
     assert {len(numbers) for numbers in steps.values()} == {BATCH}
-    counts = Counter(number for numbers in steps.values() for number in numbers)
-    assert set(counts) == set(range(SAMPLES))
-    assert set(counts.values()) == {STEPS * BATCH // SAMPLES, STEPS * BATCH // SAMPLES + 1}
+    counts = Counter(number for drawn in steps.values() for number in drawn)
+    sources = numbers(name, tmp_path)
+    for source in sources:
+        epochs, rest = divmod(sum(counts[number] for number in source), len(source))
+        assert epochs >= 2
+        assert Counter(counts[number] for number in source) == Counter({epochs: len(source) - rest, epochs + 1: rest})
+    assert sum(counts.values()) == sum(counts[number] for source in sources for number in source)
 
 
 def test_a_run_reads_from_a_server_what_it_reads_from_this_machine(train: Any, tmp_path: Path) -> None:

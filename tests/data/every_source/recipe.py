@@ -57,8 +57,12 @@ def features(numbers: Tensor) -> Tensor:
     return torch.stack([numbers % 2, numbers % 7, numbers % 11], dim=1).float()
 
 
-def number_of(sample: Mapping[str, Any]) -> int:
-    """Return the number that a sample of any of the formats holds."""
+def number_of(sample: Any) -> int:
+    """Return the number that a sample of any of the formats holds; of tokens, the first one."""
+    if isinstance(sample, Tensor):
+        return int(sample[0])
+    if "tokens" in sample:
+        return int(sample["tokens"][0])
     if "image" in sample:
         return int(numpy.asarray(sample["image"]).flat[0])
     return int(sample["cls"] if "cls" in sample else sample["id"])
