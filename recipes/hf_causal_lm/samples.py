@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def language_batch(batch: Any) -> LanguageBatch:
 
 def check_source(source: Source, context: int) -> None:
     """Raise ConfigError unless ``source`` has windows of ``context`` tokens."""
+    makers: dict[str, str] = {}
     for part in _parts(source):
         if not isinstance(part, TokenFiles):
             raise ConfigError(
@@ -51,6 +53,12 @@ def check_source(source: Source, context: int) -> None:
                 f"recipe.context={context}, and the data have samples of length={part.length}. Set both alike, "
                 "e.g. data.length='${recipe.context}'."
             )
+        makers |= {each.tokenizer["sha256"]: each.tokenizer["name"] for each in part.prepared}
+    if len(makers) > 1:
+        raise ConfigError(
+            f"the data were prepared with different tokenizers: {', '.join(map(str, makers.values()))}. Prepare all "
+            "with one."
+        )
 
 
 def vocabulary_of(source: Source, given: int | None) -> int:
@@ -86,4 +94,17 @@ def source_split(source: Source, split: str, *, share: float, tokens: int | None
     side = split_source(source, split, share=share)
     if split == "train" or tokens is None:
         return side
-    return Subset(side, range(min(len(side), max(1, tokens // context))))
+    return Subset(side, _spread(side, max(1, tokens // context)))
+
+
+def _spread(side: Source, count: int) -> list[int]:
+    """Return the indices of about ``count`` samples, evenly spread over ``side``; of a mixture, in its shares."""
+    if not isinstance(side, Mixture):
+        taken = min(count, len(side))
+        return [number * len(side) // taken for number in range(taken)]
+    indices, first = [], 0
+    for name, part in side.sources.items():
+        own = math.ceil(count * side.shares[name])
+        indices += [first + index for index in _spread(part.source, own)] if own else []
+        first += len(part.source)
+    return indices

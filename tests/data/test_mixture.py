@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from worldsize.core import ConfigError
+from worldsize.data.held_out import HeldOut
 from worldsize.data.loader import micro_batches
 from worldsize.data.mixture import Mixture, Part, mixture
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, epoch_length, logical_ranks_of
 from worldsize.data.shuffle import Shuffle
-from worldsize.data.source import Source
+from worldsize.data.source import Source, Transformed
 from worldsize.data.splits import split_source
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def test_a_place_needs_no_other_place() -> None:
 
 def test_epochs_instead_of_weights() -> None:
     data = mixed(1000, 100, epochs=(1, 3))
-    assert len(data) == 1300
+    assert (len(data), data.epoch_length) == (1100, 1300)
     assert data.shares == {"source 0": 1000 / 1300, "source 1": 300 / 1300}
 
 
@@ -141,6 +142,30 @@ def drawn_all(data: Mixture) -> list[tuple[int, int]]:
     return [data[index] for index in range(7000)]
 
 
+def test_a_split_keeps_epochs() -> None:
+    train = split_source(mixed(1000, 100, epochs=(1, 3)), "train", share=0.1)
+    assert epoch_length(train) == 900 + 3 * 90
+    assert len([*train]) == 990
+
+
+def test_a_function_of_samples_keeps_the_shares() -> None:
+    data = mixed(1000, 1000, weights=(0.9, 0.1))
+    turned = Transformed(data, lambda sample: sample[::-1])
+    order = Order(0, 1000, 1, (0,))
+    indices = order.indices_in(turned, 7, 0)
+    assert indices.tolist() == order.indices_in(data, 7, 0).tolist()
+    assert {turned[index][1] for index in indices.tolist()} == {0, 1}
+    assert epoch_length(turned) == 2000
+
+
+def test_what_would_lose_the_shares_is_refused() -> None:
+    data = mixed(1000, 1000, weights=(0.9, 0.1))
+    with pytest.raises(ConfigError, match="Split it with split_source"):
+        HeldOut(data, share=0.1, held_out=True)
+    with pytest.raises(ConfigError, match="a mixture within a mixture"):
+        Mixture({"inner": Part(data, weight=1)})
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
@@ -148,6 +173,9 @@ def drawn_all(data: Mixture) -> list[tuple[int, int]]:
         ({"a": {"source": Numbers(0, 5)}}, "needs the weight of each source"),
         ({"a": {"source": Numbers(0, 5), "weight": 1, "epochs": 1}}, "needs the weight of each source"),
         ({"a": {"source": Numbers(0, 5), "weight": 0}}, "share 0"),
+        ({"a": {"source": Numbers(0, 5), "weight": -1}}, "numbers of at least 0, and finite"),
+        ({"a": {"source": Numbers(0, 5), "epochs": float("nan")}}, "numbers of at least 0, and finite"),
+        ({"a": {"source": Numbers(0, 5), "weight": "much"}}, "numbers of at least 0, and finite"),
         ({"a": {"source": Numbers(0, 5), "wieght": 1}}, "did you mean 'weight'"),
         ({"a": {"weight": 1}}, "data.sources.a has no source"),
         ({"a": {"source": 3, "weight": 1}}, "is a int, not a Source"),

@@ -129,6 +129,19 @@ def test_boundaries_of_another_file_are_refused(prepared: Path, tmp_path: Path) 
         len(PackedDocuments(str(prepared), length=LENGTH, cache=cache(tmp_path)))
 
 
+def test_each_of_several_folders_has_its_own_documents(tmp_path: Path) -> None:
+    """Both folders have as many tokens, and files of the same names."""
+    for name, bounds in (("a", [0, 10, 40]), ("b", [0, 30, 40])):
+        (tmp_path / name).mkdir()
+        numpy.save(tmp_path / name / "tokens_00000.npy", numpy.arange(40, dtype=numpy.uint8))
+        numpy.save(tmp_path / name / "documents_00000.npy", numpy.array(bounds, dtype=numpy.int64))
+    for path in ([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "*" / "tokens_*.npy")):
+        windows = DocumentWindows(path, length=39, cache=cache(tmp_path))
+        assert [sample["documents"].tolist().count(0) for sample in windows] == [10, 30]
+        packed = PackedDocuments(path, length=39, cache=cache(tmp_path))
+        assert [sample["documents"].tolist().count(0) for sample in packed] == [10, 30]
+
+
 def test_tokens_without_boundaries_are_refused(prepared: Path, tmp_path: Path) -> None:
     (prepared / "documents_00001.npy").unlink()
     with pytest.raises(ConfigError, match="has no file documents_00001.npy beside it"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from recipes.hf_causal_lm.recipe import HFCausalLM
 from worldsize.core import ConfigError, MicroBatch, RunContext, Strategy, World
+from worldsize.data.mixture import Mixture, Part
 from worldsize.data.prepare.folder import Preparation
 from worldsize.data.prepare.tokenizer import Tokenizer
 from worldsize.data.sources.documents import DocumentWindows, PackedDocuments
@@ -181,6 +182,16 @@ def test_a_source_of_tokens_is_learned_and_tested(text: Path, tmp_path: Path, ki
                 predicted += len(document) - 1
     assert int(count) == predicted
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_mixture_is_tested_in_its_shares(text: Path, tmp_path: Path) -> None:
+    first = TokenWindows(str(tokens(tmp_path)), length=16)
+    data = Mixture({"few": Part(first, weight=0.25), "many": Part(first, weight=0.75)})
+    own = recipe(text, source=data, config=KNOWN, test_share=0.5, test_tokens=16 * 40)
+    side = round(0.5 * len(first))
+    chosen = own.data("test").indices
+    assert [sum(index < side for index in chosen), sum(index >= side for index in chosen)] == [10, 30]
+    assert len({*chosen}) == 40
 
 
 def documents_of(batch: Any, row: int) -> list[Tensor]:

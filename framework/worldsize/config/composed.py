@@ -21,7 +21,7 @@ from worldsize.config.search_path import make_importable, roots
 from worldsize.config.settings import Settings, load_settings, logical_ranks_wanted
 from worldsize.config.shape import with_processes
 from worldsize.data.fetch import is_iterable
-from worldsize.data.order import steps_of
+from worldsize.data.order import epoch_length, steps_of
 from worldsize.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _steps(settings: Settings, *, epochs: float) -> int:
     dataset = settings.recipe.data("train")
     if is_iterable(dataset):
         raise ConfigError("epochs needs a data set with a length; this one is a stream. Set steps instead.")
-    return steps_of(epochs, len(dataset), settings.training.batch_size)
+    return steps_of(epochs, epoch_length(dataset), settings.training.batch_size)
 
 
 def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, str]]:
@@ -114,7 +114,7 @@ def _length_in_steps(text: str, settings: Settings, *, key: str) -> int:
         dataset = settings.recipe.data("train")
         if is_iterable(dataset):
             raise ConfigError(f"{key}={text}: the data are a stream, of which no length is known. Give steps instead.")
-        return steps_of(count, len(dataset), batch_size)
+        return steps_of(count, epoch_length(dataset), batch_size)
     if unit == "token":
         tokens = settings.recipe.tokens_per_sample()
         if tokens is None:

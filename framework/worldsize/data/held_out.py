@@ -10,7 +10,8 @@ from typing import Annotated, Any, final
 import numpy
 from numpy.typing import NDArray
 
-from worldsize.core import Range
+from worldsize.core import ConfigError, Range
+from worldsize.data.order import OwnOrder
 from worldsize.data.permutation import permuted
 from worldsize.data.source import Source
 from worldsize.reproducibility.seeds import stream
@@ -35,6 +36,13 @@ class HeldOut(Source):
     source: Source
     share: Annotated[float, Range(least=0, most=1)]
     held_out: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, OwnOrder):
+            raise ConfigError(
+                f"{type(self.source).__name__} has an order of its own, which a split of it would lose. Split it with "
+                "split_source of worldsize.data.splits."
+            )
 
     def __len__(self) -> int:
         groups, rest = divmod(len(self.source), _GROUP)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, final
@@ -70,6 +71,11 @@ class Mixture(Source, OwnOrder):
             raise ConfigError("a mixture has no sources. Give it some, e.g. data.sources.books.source=...")
         if not ((all(by_weight) and not any(by_epochs)) or (all(by_epochs) and not any(by_weight))):
             raise ConfigError("a mixture needs the weight of each source, or the epochs of each. Give all the same.")
+        if any(isinstance(part.source, OwnOrder) for part in parts):
+            raise ConfigError("a mixture within a mixture would lose its shares. Name its sources in the outer one.")
+        amounts = [each for part in parts for each in (part.weight, part.epochs) if each is not None]
+        if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in amounts):
+            raise ConfigError("the weights and epochs of a mixture must be numbers of at least 0, and finite.")
         if not any(part.weight or part.epochs for part in parts):
             raise ConfigError("all sources of a mixture have the share 0. Give one of them a larger one.")
 
@@ -103,10 +109,15 @@ class Mixture(Source, OwnOrder):
         return quotas
 
     def __len__(self) -> int:
-        """Count the samples of an epoch: those of all sources, or as often as their epochs say."""
+        """Count the samples of all sources."""
+        return self._ends[-1]
+
+    @property
+    def epoch_length(self) -> int:
+        """The number of samples of an epoch: those of all sources, or as often as their epochs say."""
         if all(part.epochs is not None for part in self.sources.values()):
             return round(sum((part.epochs or 0) * len(part.source) for part in self.sources.values()))
-        return self._ends[-1]
+        return len(self)
 
     def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> Tensor:
         """Return the indices, int64 [places], in the sources one after the other, of the samples at ``places``."""
@@ -148,9 +159,8 @@ class Mixture(Source, OwnOrder):
         return None if any(each is None for each in lengths) else _JoinedLengths(lengths, self._ends)
 
     def replaced(self, sources: Mapping[str, Source]) -> Mixture:
-        """Return the mixture of other sources in the same shares."""
-        shares = self.shares
-        return Mixture({name: Part(source, weight=shares[name]) for name, source in sources.items()})
+        """Return the mixture of other sources with the same weights or epochs."""
+        return Mixture({name: replace(self.sources[name], source=source) for name, source in sources.items()})
 
     def fingerprint(self) -> Mapping[str, Any]:
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}

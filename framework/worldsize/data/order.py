@@ -15,11 +15,17 @@ from torch import Tensor
 
 from worldsize.core import Dealing
 from worldsize.data.shuffle import Shuffle
+from worldsize.data.source import Transformed
 from worldsize.reproducibility.seeds import stream
 
 
 class OwnOrder(ABC):
     """A data set that says itself which of its samples come when, such as a mixture of several."""
+
+    @property
+    @abstractmethod
+    def epoch_length(self) -> int:
+        """The number of samples that are an epoch; some may be drawn more than once, or not at all."""
 
     @abstractmethod
     def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> Tensor:
@@ -59,6 +65,8 @@ class Order:
 
     def indices_in(self, dataset: Any, step: int, logical_rank: int) -> Tensor:
         """Return the indices, int64 [micro_batch_size], of the samples of ``dataset`` that one logical rank takes."""
+        while isinstance(dataset, Transformed):
+            dataset = dataset.source
         if isinstance(dataset, OwnOrder):
             return dataset.indices_at(self.seed, self.positions(step, logical_rank), self.shuffle)
         return self.indices(step, logical_rank, len(dataset))
@@ -77,6 +85,13 @@ class Order:
     def step_seed(self, step: int, logical_rank: int) -> int:
         """Return the 63-bit seed of what one logical rank draws while it computes ``step``."""
         return stream(self.seed, "step", step, logical_rank)
+
+
+def epoch_length(dataset: Any) -> int:
+    """Return how many samples of ``dataset`` are an epoch."""
+    while isinstance(dataset, Transformed):
+        dataset = dataset.source
+    return dataset.epoch_length if isinstance(dataset, OwnOrder) else len(dataset)
 
 
 def logical_ranks_of(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import bisect
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,6 +25,7 @@ from torch import Tensor
 from worldsize.data.packing import packed
 from worldsize.data.sources.tokens import TokenFiles, Vector, file_name
 from worldsize.data.storage.byte_files import ByteFile
+from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.index import Scan, indexed
 from worldsize.data.storage.open_files import open_files
 from worldsize.errors import ConfigError
@@ -52,13 +54,16 @@ class DocumentFiles(TokenFiles):
     def shards(self) -> Sequence[_Shard]:
         """The files of tokens with those of their documents."""
         files = open_files(self.path, self.cache, endings=self.endings)
-        bounds = {file_name(file): file for file in files if file_name(file).startswith("documents_")}
-        return [_shard(vector, bounds) for vector in self.tokens]
+        bounds = {file.identity: file for file in files if file_name(file).startswith("documents_")}
+        beside = {file.name: file for file in bounds.values()}
+        if len(beside) < len(bounds):
+            raise ConfigError("two URLs of the data differ in what may be secret alone. Name the files otherwise.")
+        return [_shard(vector, beside, self.cache) for vector in self.tokens]
 
     def scanned(self, rows: Callable[[Vector, int], Iterator[Mapping[str, Numbers]]]) -> Scan:
         """Return a scan of files of tokens: ``rows`` of the boundaries of their documents and the longest piece."""
-        bounds = {shard.tokens.file.name: shard.bounds for shard in self.shards}
-        return lambda file: rows(bounds[file.name], self.length + 1)
+        bounds = {shard.tokens.file.identity: shard.bounds for shard in self.shards}
+        return lambda file: rows(bounds[file.identity], self.length + 1)
 
     @cached_property
     def kind(self) -> str:
@@ -75,18 +80,23 @@ class DocumentFiles(TokenFiles):
         return {"size": size, "sha256": total, "files": len(described)}
 
 
-def _shard(vector: Vector, bounds: Mapping[str, ByteFile]) -> _Shard:
-    name = file_name(vector.file).replace("tokens_", "documents_", 1)
-    if name not in bounds:
+def _shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) -> _Shard:
+    folder, _, own = vector.file.name.rpartition("/")
+    name = f"{folder}/{own.replace('tokens_', 'documents_', 1)}"
+    file = bounds.get(name)
+    if file is None and own.startswith("tokens_"):
+        with suppress(ConfigError):  # a pattern may name the tokens alone
+            (file,) = open_files(name, cache)
+    if file is None:
         raise ConfigError(
-            f"{vector.file.name} has no file {name} beside it, which says where documents end. Prepare the folder with "
-            "worldsize prepare, or take data=tokens, which ignores documents."
+            f"{vector.file.name} has no file {name.rpartition('/')[2]} beside it, which says where documents end. "
+            "Prepare the folder with worldsize prepare, or take data=tokens, which ignores documents."
         )
-    shard = _Shard(vector, Vector(bounds[name], "int64"))
+    shard = _Shard(vector, Vector(file, "int64"))
     last = int(shard.bounds.read(shard.bounds.length - 1, shard.bounds.length)[0])
     if last != vector.length:
         raise ConfigError(
-            f"{bounds[name].name} is of another file: its documents end at token {last:,}, and {vector.file.name} has "
+            f"{name} is of another file: its documents end at token {last:,}, and {vector.file.name} has "
             f"{vector.length:,}. Prepare the folder anew."
         )
     return shard
@@ -111,7 +121,7 @@ class DocumentWindows(DocumentFiles):
     @cached_property
     def _documents_of(self) -> Numbers:
         """The row of the first document of each file, and the end of the last one: int64 [files + 1]."""
-        return numpy.searchsorted(self._starts["file"], numpy.arange(len(self.files) + 1))
+        return numpy.searchsorted(self._starts["file"], numpy.arange(len(self.files) + 1, dtype=numpy.uint32))
 
     def sample(self, index: int) -> Mapping[str, Tensor]:
         number = bisect.bisect_right(self._ends, index)
@@ -142,7 +152,7 @@ class PackedDocuments(DocumentFiles):
     @cached_property
     def _first_pieces(self) -> Numbers:
         """The row of the first piece of each file: int64 [files]."""
-        return numpy.searchsorted(self._pieces["file"], numpy.arange(len(self.files)))
+        return numpy.searchsorted(self._pieces["file"], numpy.arange(len(self.files), dtype=numpy.uint32))
 
     def __len__(self) -> int:
         return len(self._samples["pieces"])

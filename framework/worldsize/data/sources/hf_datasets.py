@@ -11,7 +11,7 @@ from typing import Any, final
 from worldsize.core import ConfigError
 from worldsize.data.sources.arrow import ArrowSource
 from worldsize.data.sources.decoders import decoded
-from worldsize.data.storage.byte_files import ByteFile, SampleError
+from worldsize.data.storage.byte_files import ByteFile, SampleError, without_secrets
 from worldsize.data.storage.open_files import open_files
 from worldsize.errors import neighbours
 
@@ -32,7 +32,8 @@ class HfDataset(ArrowSource):
     @property
     def _folder(self) -> str:
         if not isinstance(self.path, str):
-            raise ConfigError(f"data.path={list(self.path)} must be one folder that save_to_disk wrote.")
+            shown = [without_secrets(each) for each in self.path]
+            raise ConfigError(f"data.path={shown} must be one folder that save_to_disk wrote.")
         return self.path.rstrip("/")
 
     @cached_property
@@ -44,7 +45,9 @@ class HfDataset(ArrowSource):
             return self._folder  # it has no splits, or is not there, which its files will say
         if self.split not in known:
             said = "no split is chosen" if self.split is None else f"there is no split {self.split!r}"
-            raise ConfigError(f"{self._folder}: {said}{neighbours(self.split or '', known)} Set data.split.")
+            raise ConfigError(
+                f"{without_secrets(self._folder)}: {said}{neighbours(self.split or '', known)} Set data.split."
+            )
         return f"{self._folder}/{self.split}"
 
     @cached_property

@@ -13,7 +13,7 @@ import numpy
 from worldsize.core import ConfigError
 from worldsize.data.source import FileSource
 from worldsize.data.sources.decoders import IMAGES, decoded
-from worldsize.data.storage.byte_files import ByteFile
+from worldsize.data.storage.byte_files import ByteFile, without_secrets
 from worldsize.data.storage.folders import Folder, walk
 from worldsize.data.storage.index import Array, Scan, indexed
 
@@ -42,7 +42,9 @@ class ImageFolder(FileSource):
     @cached_property
     def _walked(self) -> list[tuple[Folder, tuple[str, ...]]]:
         if not isinstance(self.path, str):
-            raise ConfigError(f"data.path={list(self.path)} must be one folder of images.")
+            raise ConfigError(
+                f"data.path={[without_secrets(each) for each in self.path]} must be one folder of images."
+            )
         walked = list(walk(self.path, self.cache))
         return [each for each in walked if each[1]] or walked
 
@@ -61,7 +63,9 @@ class ImageFolder(FileSource):
         """The index of all images: their sizes, the ends of their names, their folders, and their names themselves."""
         made = indexed("images-1", self.files, self.cache, self._scanner())
         if not made:
-            raise ConfigError(f"{self.path}: no image is in this folder. Check the path of the data.")
+            raise ConfigError(
+                f"{without_secrets(str(self.path))}: no image is in this folder. Check the path of the data."
+            )
         return made
 
     def _scanner(self) -> Scan:

@@ -116,7 +116,7 @@ class BlockCache:
         """Remove the blocks unused for longest until there is room for ``size`` bytes and those to come."""
         with FileLock(self._cache.root / "blocks.lock"):
             entries = []
-            for block in self._folder.rglob("*"):
+            for block in self._folder.rglob("[!.]*"):  # others are still being written
                 with suppress(OSError):
                     facts = block.stat()
                     entries += [(facts.st_mtime_ns, facts.st_size, block)] if block.is_file() else []

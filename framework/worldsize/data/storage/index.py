@@ -41,7 +41,7 @@ def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> M
     Returns:
         No array at all if there is no row.
     """
-    described = [[file.name, file.size, file.stamp] for file in files]
+    described = [[file.identity, file.size, file.stamp] for file in files]
     facts = {"kind": kind, "files": described}
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     folder = cache.made("index") / key[:32]

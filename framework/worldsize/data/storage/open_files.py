@@ -91,11 +91,16 @@ def _remote(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFi
             names = [name for name in system.find(path) if name.endswith(endings)]
         else:
             names = [path]
-        return [RemoteFile(opened, name, system.info(name), cache) for name in sorted(names)]
+        return [RemoteFile(opened, name, system.info(name), cache) for name in sorted(names, key=_parts)]
     except ConfigError:
         raise
     except Exception as error:  # each file system has errors of its own
         raise unopened(url, without_secrets(str(error)) or type(error).__name__) from None
+
+
+def _parts(name: str) -> list[str]:
+    """Return what a name is sorted by, so that a copied folder has the order of the one here."""
+    return name.split("/")
 
 
 def open_system(url: str) -> tuple[RemoteSystem, str]:

@@ -59,15 +59,21 @@ class RemoteFile(ByteFile):
 
     def __init__(self, system: RemoteSystem, path: str, facts: Mapping[str, Any], cache: Cache) -> None:
         self._system, self._path, self._cache = system, path, cache
-        self.name = without_secrets(system.here().unstrip_protocol(path))
+        url = system.here().unstrip_protocol(path)
+        self.name, self._url_digest = without_secrets(url), hashlib.sha256(url.encode()).hexdigest()
         if facts.get("size") is None:
             raise ConfigError(f"{self.name} does not say how large it is. Copy it to this machine first.")
         self.size = int(facts["size"])
         self.stamp = version(facts)
 
+    @property
+    def identity(self) -> str:
+        """The URL without secrets, and a digest of all of it: a query may name the file."""
+        return f"{self.name} {self._url_digest}"
+
     @cached_property
     def _key(self) -> str:
-        return hashlib.sha256(f"{self.name} {self.size} {self.stamp}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.identity} {self.size} {self.stamp}".encode()).hexdigest()
 
     def _read(self, start: int, stop: int) -> bytes:
         size, parts = self._cache.block, []
