@@ -94,10 +94,10 @@ def source_split(source: Source, split: str, *, share: float, tokens: int | None
     side = split_source(source, split, share=share)
     if split == "train" or tokens is None:
         return side
-    return Subset(side, _spread(side, max(1, tokens // context)))
+    return Subset(side, _evenly_chosen(side, max(1, tokens // context)))
 
 
-def _spread(side: Source, count: int) -> list[int]:
+def _evenly_chosen(side: Source, count: int) -> list[int]:
     """Return the indices of about ``count`` samples, evenly spread over ``side``; of a mixture, in its shares."""
     if not isinstance(side, Mixture):
         taken = min(count, len(side))
@@ -105,6 +105,6 @@ def _spread(side: Source, count: int) -> list[int]:
     indices, first = [], 0
     for name, part in side.sources.items():
         own = math.ceil(count * side.shares[name])
-        indices += [first + index for index in _spread(part.source, own)] if own else []
+        indices += [first + index for index in _evenly_chosen(part.source, own)] if own else []
         first += len(part.source)
     return indices

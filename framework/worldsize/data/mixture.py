@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, final
@@ -157,10 +157,6 @@ class Mixture(Source, OwnOrder):
         """The length of each sample, if all sources say so; None otherwise."""
         lengths = [getattr(part.source, "lengths", None) for part in self.sources.values()]
         return None if any(each is None for each in lengths) else _JoinedLengths(lengths, self._ends)
-
-    def replaced(self, sources: Mapping[str, Source]) -> Mixture:
-        """Return the mixture of other sources with the same weights or epochs."""
-        return Mixture({name: replace(self.sources[name], source=source) for name, source in sources.items()})
 
     def fingerprint(self) -> Mapping[str, Any]:
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}

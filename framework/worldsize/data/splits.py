@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from worldsize.core import ConfigError
 from worldsize.data.held_out import HeldOut
 from worldsize.data.mixture import Mixture
@@ -21,7 +23,9 @@ def split_source(source: Source, split: str, *, share: float) -> Source:
     """
     if isinstance(source, Mixture):
         parts = source.sources.items()
-        return source.replaced({name: split_source(part.source, split, share=share) for name, part in parts})
+        return Mixture(
+            {name: replace(part, source=split_source(part.source, split, share=share)) for name, part in parts}
+        )
     side = HeldOut(source, share, held_out=split != "train")
     if not len(side):
         raise ConfigError(
