@@ -7,14 +7,12 @@ model is given.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, final
 
 import numpy
@@ -23,10 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worldsize.data.packing import packed
-from worldsize.data.sources.tokens import TokenFiles, Vector, file_name
+from worldsize.data.sources.indexed import IndexedSource
+from worldsize.data.sources.tokens import TokenFiles, Vector, Windows, file_name
 from worldsize.data.storage.byte_files import ByteFile
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.index import Scan, indexed
+from worldsize.data.storage.index import Scan
 from worldsize.data.storage.open_files import open_files
 from worldsize.errors import ConfigError
 
@@ -43,7 +42,7 @@ class _Shard:
 
 
 @dataclass(frozen=True)
-class DocumentFiles(TokenFiles):
+class DocumentFiles(TokenFiles, IndexedSource):
     """Files ``tokens_*.npy``, each with a file ``documents_*.npy`` beside it.
 
     Raises:
@@ -53,23 +52,20 @@ class DocumentFiles(TokenFiles):
     @cached_property
     def shards(self) -> Sequence[_Shard]:
         """The files of tokens with those of their documents."""
-        files = open_files(self.path, self.cache, endings=self.endings)
-        bounds = {file.identity: file for file in files if file_name(file).startswith("documents_")}
+        bounds = {file.identity: file for file in self.listed if file_name(file).startswith("documents_")}
         beside = {file.name: file for file in bounds.values()}
         if len(beside) < len(bounds):
             raise ConfigError("two URLs of the data differ in what may be secret alone. Name the files otherwise.")
         return [_shard(vector, beside, self.cache) for vector in self.tokens]
 
-    def scanned(self, rows: Callable[[Vector, int], Iterator[Mapping[str, Numbers]]]) -> Scan:
-        """Return a scan of files of tokens: ``rows`` of the boundaries of their documents and the longest piece."""
-        bounds = {shard.tokens.file.identity: shard.bounds for shard in self.shards}
-        return lambda file: rows(bounds[file.identity], self.length + 1)
-
     @cached_property
+    def bounds(self) -> Mapping[str, Vector]:
+        """The boundaries of the documents in each file of tokens, by the identity of that file."""
+        return {shard.tokens.file.identity: shard.bounds for shard in self.shards}
+
+    @property
     def kind(self) -> str:
-        """A name for what indices depend on beside the files of tokens."""
-        bounds = [[shard.bounds.file.size, shard.bounds.file.stamp] for shard in self.shards]
-        return f"samples of {self.length + 1} tokens, version 1, documents {bounds}"
+        return f"documents {[[vector.file.size, vector.file.stamp] for vector in self.bounds.values()]}"
 
     def fingerprint(self) -> Mapping[str, Any]:
         if self.prepared:
@@ -108,28 +104,36 @@ class DocumentWindows(DocumentFiles):
     """Windows of tokens that follow each other: a document goes on in the next sample, and no place is empty."""
 
     @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(max(0, shard.tokens.length - 1) // self.length for shard in self.shards))
+    def _windows(self) -> Windows:
+        return Windows([shard.tokens for shard in self.shards], self.length)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._windows)
 
-    @cached_property
-    def _starts(self) -> Mapping[str, Numbers]:
-        return indexed(f"starts: {self.kind}", self.files, self.cache, self.scanned(_starts_of))
+    @property
+    def kind(self) -> str:
+        return f"starts-2 {super().kind}"
+
+    def scanner(self) -> Scan:
+        """Return a scan for the place in its file at which each document begins."""
+
+        def scan(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
+            for block in _blocks(self.bounds[file.identity]):
+                yield {"start": block[:-1]}
+
+        return scan
 
     @cached_property
     def _documents_of(self) -> Numbers:
         """The row of the first document of each file, and the end of the last one: int64 [files + 1]."""
-        return numpy.searchsorted(self._starts["file"], numpy.arange(len(self.files) + 1, dtype=numpy.uint32))
+        return numpy.searchsorted(self.index["file"], numpy.arange(len(self.files) + 1, dtype=numpy.uint32))
 
     def sample(self, index: int) -> Mapping[str, Tensor]:
-        number = bisect.bisect_right(self._ends, index)
-        start = (index - (self._ends[number - 1] if number else 0)) * self.length
-        tokens = self.shards[number].tokens.read(start, start + self.length + 1).astype(numpy.int64)
-        first, last = self._documents_of[number : number + 2]
-        places = numpy.arange(start, start + self.length + 1)
-        documents = numpy.searchsorted(self._starts["start"][first:last], places, side="right")
+        file, start, tokens = self._windows[index]
+        first, last = self._documents_of[file : file + 2]
+        documents = numpy.searchsorted(
+            self.index["start"][first:last], numpy.arange(start, start + len(tokens)), side="right"
+        )
         return {"tokens": torch.from_numpy(tokens), "documents": torch.from_numpy(documents - documents[0])}
 
 
@@ -141,32 +145,36 @@ class PackedDocuments(DocumentFiles):
     They are packed by best fit, decreasing, among each 1,024 that follow each other, and places are left empty.
     """
 
-    @cached_property
-    def _pieces(self) -> Mapping[str, Numbers]:
-        return indexed(f"pieces: {self.kind}", self.files, self.cache, self.scanned(_pieces_of))
+    @property
+    def kind(self) -> str:
+        return f"packed-2 {self.length + 1} tokens {super().kind}"
 
-    @cached_property
-    def _samples(self) -> Mapping[str, Numbers]:
-        return indexed(f"bins: {self.kind}", self.files, self.cache, self.scanned(_samples_of))
+    def scanner(self) -> Scan:
+        """Return a scan for the pieces up to the end of each sample, and the place and length of each piece."""
+        before = 0
 
-    @cached_property
-    def _first_pieces(self) -> Numbers:
-        """The row of the first piece of each file: int64 [files]."""
-        return numpy.searchsorted(self._pieces["file"], numpy.arange(len(self.files), dtype=numpy.uint32))
+        def scan(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
+            nonlocal before
+            for block in _blocks(self.bounds[file.identity]):
+                pieces, counts = packed(block, self.length + 1)
+                stops = before + numpy.cumsum(counts, dtype=numpy.int64)
+                yield {"stop": stops, "start": pieces.starts, "length": pieces.lengths}
+                before += len(pieces.starts)
+
+        return scan
 
     def __len__(self) -> int:
-        return len(self._samples["pieces"])
+        return len(self.index["stop"])
 
     def sample(self, index: int) -> Mapping[str, Tensor]:
-        samples, pieces = self._samples, self._pieces
-        file, count = int(samples["file"][index]), int(samples["pieces"][index])
-        stop = int(self._first_pieces[file]) + int(samples["last"][index])
+        stops = self.index["stop"]
+        shard = self.shards[int(self.index["file"][index])]
         tokens = numpy.zeros(self.length + 1, dtype=numpy.int64)
         documents = numpy.full(self.length + 1, -1, dtype=numpy.int64)
         place = 0
-        for number, piece in enumerate(range(stop - count, stop)):
-            start, length = int(pieces["start"][piece]), int(pieces["length"][piece])
-            tokens[place : place + length] = self.shards[file].tokens.read(start, start + length)
+        for number, piece in enumerate(range(int(stops[index - 1]) if index else 0, int(stops[index]))):
+            start, length = int(self.index["start"][piece]), int(self.index["length"][piece])
+            tokens[place : place + length] = shard.tokens.read(start, start + length)
             documents[place : place + length] = number
             place += length
         return {"tokens": torch.from_numpy(tokens), "documents": torch.from_numpy(documents)}
@@ -176,22 +184,3 @@ def _blocks(bounds: Vector) -> Iterator[Numbers]:
     """Yield the boundaries of 1,024 documents at a time: int64 [documents + 1]."""
     for first in range(0, bounds.length - 1, _TOGETHER):
         yield bounds.read(first, min(first + _TOGETHER, bounds.length - 1) + 1)
-
-
-def _starts_of(bounds: Vector, _: int) -> Iterator[Mapping[str, Numbers]]:
-    for block in _blocks(bounds):
-        yield {"start": block[:-1]}
-
-
-def _pieces_of(bounds: Vector, longest: int) -> Iterator[Mapping[str, Numbers]]:
-    for block in _blocks(bounds):
-        pieces, _ = packed(block, longest)
-        yield {"start": pieces.starts, "length": pieces.lengths}
-
-
-def _samples_of(bounds: Vector, longest: int) -> Iterator[Mapping[str, Numbers]]:
-    before = 0
-    for block in _blocks(bounds):
-        counts = numpy.array(packed(block, longest)[1], dtype=numpy.int64)
-        yield {"pieces": counts, "last": before + numpy.cumsum(counts)}
-        before += int(counts.sum())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, NamedTuple, final
 
 import numpy
 import torch
@@ -90,17 +90,20 @@ class TokenFiles(FileSource):
     endings: ClassVar[Sequence[str]] = (".npy", ".bin")
 
     @cached_property
+    def listed(self) -> Sequence[ByteFile]:
+        """All files that the path names: those of tokens, and the boundaries of documents beside them."""
+        return open_files(self.path, self.cache, endings=self.endings)
+
+    @cached_property
     def files(self) -> Sequence[ByteFile]:
-        """The files of tokens; the boundaries of documents beside them are not among them."""
-        files = open_files(self.path, self.cache, endings=self.endings)
-        return [file for file in files if not file_name(file).startswith("documents_")]
+        """The files of tokens."""
+        return [file for file in self.listed if not file_name(file).startswith("documents_")]
 
     @cached_property
     def prepared(self) -> Sequence[Prepared]:
         """The facts in the manifests of ``worldsize prepare``, if each path is a folder that has one."""
-        files = open_files(self.path, self.cache, endings=self.endings)
         paths = [self.path] if isinstance(self.path, str) else self.path
-        facts = [prepared(path, files, self.cache) for path in paths]
+        facts = [prepared(path, self.listed, self.cache) for path in paths]
         return [each for each in facts if each] if all(facts) else []
 
     @property
@@ -122,25 +125,48 @@ class TokenFiles(FileSource):
         return [Vector(file, self.dtype) for file in self.files]
 
 
+class Window(NamedTuple):
+    """Tokens that follow each other, int64 [length + 1], the number of their file, and where in it they begin."""
+
+    file: int
+    start: int
+    tokens: Numbers
+
+
 @final
-@dataclass(frozen=True)
-class TokenWindows(TokenFiles):
-    """Windows of tokens that follow each other, each with the first token of the next one: int64 [length + 1].
+class Windows:
+    """Windows of ``length`` tokens, each with the first token of the next one, from one file after the other.
 
     Every token of a file but its first is predicted once, but for those at its end that do not fill a window.
     """
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(max(0, vector.length - 1) // self.length for vector in self.tokens))
+    def __init__(self, tokens: Sequence[Vector], length: int) -> None:
+        self._tokens, self._length = tokens, length
+        self._ends = list(accumulate(max(0, vector.length - 1) // length for vector in tokens))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def __getitem__(self, index: int) -> Window:
+        file = bisect.bisect_right(self._ends, index)
+        start = (index - (self._ends[file - 1] if file else 0)) * self._length
+        return Window(file, start, self._tokens[file].read(start, start + self._length + 1).astype(numpy.int64))
+
+
+@final
+@dataclass(frozen=True)
+class TokenWindows(TokenFiles):
+    """Windows of tokens that follow each other, each with the first token of the next one: int64 [length + 1]."""
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self.tokens, self.length)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
     def sample(self, index: int) -> Tensor:
-        number = bisect.bisect_right(self._ends, index)
-        start = (index - (self._ends[number - 1] if number else 0)) * self.length
-        return torch.from_numpy(self.tokens[number].read(start, start + self.length + 1).astype(numpy.int64))
+        return torch.from_numpy(self._windows[index].tokens)
 
 
 def file_name(file: ByteFile) -> str:
