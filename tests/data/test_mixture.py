@@ -162,6 +162,8 @@ def test_what_would_lose_the_shares_is_refused() -> None:
     data = mixed(1000, 1000, weights=(0.9, 0.1))
     with pytest.raises(ConfigError, match="Split it with split_source"):
         HeldOut(data, share=0.1, held_out=True)
+    with pytest.raises(ConfigError, match="Split it with split_source"):
+        HeldOut(Transformed(data, str), share=0.1, held_out=True)
     with pytest.raises(ConfigError, match="a mixture within a mixture"):
         Mixture({"inner": Part(data, weight=1)})
 

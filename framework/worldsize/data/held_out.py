@@ -11,8 +11,8 @@ import numpy
 from numpy.typing import NDArray
 
 from worldsize.core import ConfigError, Range
-from worldsize.data.order import OwnOrder
-from worldsize.data.permutation import permuted
+from worldsize.data.order import own_order
+from worldsize.data.permutation import shuffled
 from worldsize.data.source import Source
 from worldsize.reproducibility.seeds import stream
 
@@ -38,7 +38,7 @@ class HeldOut(Source):
     held_out: bool
 
     def __post_init__(self) -> None:
-        if isinstance(self.source, OwnOrder):
+        if own_order(self.source) is not None:
             raise ConfigError(
                 f"{type(self.source).__name__} has an order of its own, which a split of it would lose. Split it with "
                 "split_source of worldsize.data.splits."
@@ -76,6 +76,6 @@ class HeldOut(Source):
 @lru_cache(256)
 def _chosen(group: int, size: int, share: float, held_out: bool) -> NDArray[numpy.int64]:
     """Return which of a group's samples are on one side, in ascending order: int64 [taken]."""
-    order = permuted(stream(0, "held_out", group), size, range(size)).numpy()
+    order = shuffled(stream(0, "held_out", group), size).numpy()
     out = round(share * size)
     return numpy.sort(order[:out] if held_out else order[out:])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worldsize.core import ConfigError, Range
-from worldsize.data.order import OwnOrder
+from worldsize.data.order import OwnOrder, own_order
 from worldsize.data.permutation import enciphered
 from worldsize.data.shuffle import Shuffle
 from worldsize.data.source import Source
@@ -71,7 +71,7 @@ class Mixture(Source, OwnOrder):
             raise ConfigError("a mixture has no sources. Give it some, e.g. data.sources.books.source=...")
         if not ((all(by_weight) and not any(by_epochs)) or (all(by_epochs) and not any(by_weight))):
             raise ConfigError("a mixture needs the weight of each source, or the epochs of each. Give all the same.")
-        if any(isinstance(part.source, OwnOrder) for part in parts):
+        if any(own_order(part.source) is not None for part in parts):
             raise ConfigError("a mixture within a mixture would lose its shares. Name its sources in the outer one.")
         amounts = [each for part in parts for each in (part.weight, part.epochs) if each is not None]
         if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in amounts):

@@ -38,6 +38,13 @@ class OwnOrder(ABC):
         """
 
 
+def own_order(dataset: Any) -> OwnOrder | None:
+    """Return what decides the order of ``dataset`` in place of a permutation, also of samples that are transformed."""
+    while isinstance(dataset, Transformed):
+        dataset = dataset.source
+    return dataset if isinstance(dataset, OwnOrder) else None
+
+
 @final
 @dataclass(frozen=True)
 class Order:
@@ -65,10 +72,8 @@ class Order:
 
     def indices_in(self, dataset: Any, step: int, logical_rank: int) -> Tensor:
         """Return the indices, int64 [micro_batch_size], of the samples of ``dataset`` that one logical rank takes."""
-        while isinstance(dataset, Transformed):
-            dataset = dataset.source
-        if isinstance(dataset, OwnOrder):
-            return dataset.indices_at(self.seed, self.positions(step, logical_rank), self.shuffle)
+        if (own := own_order(dataset)) is not None:
+            return own.indices_at(self.seed, self.positions(step, logical_rank), self.shuffle)
         return self.indices(step, logical_rank, len(dataset))
 
     def indices(self, step: int, logical_rank: int, length: int) -> Tensor:
@@ -89,9 +94,8 @@ class Order:
 
 def epoch_length(dataset: Any) -> int:
     """Return how many samples of ``dataset`` are an epoch."""
-    while isinstance(dataset, Transformed):
-        dataset = dataset.source
-    return dataset.epoch_length if isinstance(dataset, OwnOrder) else len(dataset)
+    own = own_order(dataset)
+    return len(dataset) if own is None else own.epoch_length
 
 
 def logical_ranks_of(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:

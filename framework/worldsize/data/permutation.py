@@ -55,14 +55,12 @@ def permuted_at(seed: int, length: int, places: NDArray[numpy.int64]) -> NDArray
     return enciphered(seed, length, places.astype(numpy.uint64))
 
 
-@lru_cache(maxsize=256)
-def _small(seed: int, length: int) -> Tensor:
+def shuffled(seed: int, length: int) -> Tensor:
+    """Return all of a permutation of ``range(length)``, int64 [length]."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
-@lru_cache(maxsize=2)
-def _whole(seed: int, length: int) -> Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+_small, _whole = lru_cache(maxsize=256)(shuffled), lru_cache(maxsize=2)(shuffled)
 
 
 def enciphered(seed: int, length: int, numbers: _Words) -> NDArray[numpy.int64]:
