@@ -9,9 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-import torch.distributed as dist
-from torch import Tensor
-
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -31,7 +28,7 @@ from worldsize.engine.averaging import AveragedReplica
 from worldsize.planning.construction import check_construction, check_trainable
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.testing.port_runs import PortConfig, Trained, context_of, mean_of, steps_of, weights_of
-from worldsize.testing.worlds import run_in_worlds
+from worldsize.testing.worlds import gathered, run_in_worlds
 from worldsize.world.scratch import temporary_folder
 
 
@@ -95,7 +92,7 @@ class _Part:
             replica = AveragedReplica(replica, config.average)
         order = config.order(self._strategy.data_rank(world), self._parts, replica.dealing)
         steps = steps_of(self._recipe, config, order)
-        losses = [mean_of(_gathered(replica.step(step).losses, world)) for step in steps]
+        losses = [mean_of(gathered(replica.step(step).losses, world)) for step in steps]
         trained = Trained(losses, weights_of(replica, world))
         replica.close(complete=True)
         return trained
@@ -142,11 +139,3 @@ class _Drawn(DataSource):
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         return []  # nothing is evaluated
-
-
-def _gathered(losses: Iterable[Tensor], world: World) -> list[float]:
-    mine = list(map(float, losses))
-    gathered: list[Any] = [mine] * world.size
-    if world.group is not None:
-        dist.all_gather_object(gathered, mine, group=world.group)
-    return [loss for rank in gathered for loss in rank]

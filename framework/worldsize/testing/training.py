@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from worldsize.checkpoints.load import load, newest
@@ -41,8 +41,9 @@ from worldsize.data.order import Order, logical_ranks_of
 from worldsize.engine.heap import Heap
 from worldsize.testing.evaluation import evaluate
 from worldsize.testing.plain import plain_step
+from worldsize.testing.port_runs import mean_of
 from worldsize.testing.recipes import Chain
-from worldsize.testing.worlds import run_in_worlds
+from worldsize.testing.worlds import gathered, run_in_worlds
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder
 
@@ -119,7 +120,7 @@ def train(
     losses = []
     for _ in range(first, steps):
         disturb()
-        losses.append(_mean_loss(replica.step(next(batches)).losses, world))
+        losses.append(mean_of(gathered(replica.step(next(batches)).losses, world)))
     if save and folder is not None:
         _save(replica, world, folder, steps)
     part_of_world = replace(world, rank=part, size=1 if serves else parts)
@@ -165,10 +166,13 @@ class _Data(DataSource):
     order: Order
     disturb: Callable[[], None]
 
+    @cached_property
+    def _train(self) -> Any:
+        return self.recipe.data("train")
+
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
         self.disturb()
-        collate = collate_of(self.recipe)
-        return drawn(self.recipe.data("train"), self.order, ALONE.device, step, logical_rank, collate)
+        return drawn(self._train, self.order, ALONE.device, step, logical_rank, collate_of(self.recipe))
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         world = replace(ALONE, rank=part, size=parts)
@@ -205,15 +209,6 @@ def _save(replica: Replica, world: World, folder: Path, step: int) -> None:
 def _held(replica: Replica) -> list[Tensor]:
     tensors = [tensor for tensor in replica.state()["model"].values() if not tensor.is_meta]
     return [local(tensor).clone() for tensor in tensors]
-
-
-def _mean_loss(losses: Sequence[Tensor], world: World) -> float:
-    gathered: list[Any] = [[float(loss) for loss in losses]]
-    if world.group is not None:
-        gathered *= world.size
-        dist.all_gather_object(gathered, gathered[world.rank], group=world.group)
-    flat = [loss for rank in gathered for loss in rank]
-    return math.fsum(flat) / len(flat)
 
 
 def cluster_of(size: int, nodes: int = 1) -> Cluster:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
 
 from worldsize.core import Cluster, Role, World
 from worldsize.world.environments import Placement
@@ -49,6 +52,15 @@ def run_in_worlds(
             for process, _ in started:
                 process.kill()
                 process.join()
+
+
+def gathered(losses: Iterable[Tensor], world: World) -> list[float]:
+    """Return the losses of all ranks, scalars, those of the first rank first."""
+    mine = list(map(float, losses))
+    by_rank: list[Any] = [mine] * world.size
+    if world.group is not None:
+        dist.all_gather_object(by_rank, mine, group=world.group)
+    return [loss for rank in by_rank for loss in rank]
 
 
 def _start(
