@@ -27,7 +27,7 @@ from worldsize.messages import printable
 from worldsize.records.redaction import Scrubber
 from worldsize.records.run_directory import RunDirectory, created
 from worldsize.records.run_record import RunView, read_result, write_configuration
-from worldsize.reproducibility.data import check_data, fingerprint
+from worldsize.reproducibility.data import check_data, recipe_fingerprint
 from worldsize.strict_json import strict
 
 _logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def evaluate_checkpoint(
     checkpoint = read(path)
     _alter(cfg, path, split)
     settings = checked(cfg)
-    check_data(record.manifest["data"], fingerprint(settings.recipe.files(), settings.recipe.fingerprints()))
+    check_data(record.manifest["data"], recipe_fingerprint(settings.recipe))
     launcher = settings.launcher
     if not isinstance(launcher, Launcher):
         raise ConfigError(

@@ -28,7 +28,7 @@ from worldsize.records.run_directory import RunDirectory
 from worldsize.records.run_record import RunRecord, create_record, view
 from worldsize.reproducibility import seeds
 from worldsize.reproducibility.code import Code, capture_code
-from worldsize.reproducibility.data import check_data, fingerprint
+from worldsize.reproducibility.data import check_data, fingerprint, recipe_fingerprint
 from worldsize.reproducibility.environment import (
     capture_environment,
     hardware,
@@ -83,7 +83,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
         **({"config_dir": folder} if (folder := additional_folder()) else {}),
-        "data": fingerprint(settings.recipe.files(), settings.recipe.fingerprints()),
+        "data": recipe_fingerprint(settings.recipe),
         **({"init_from": fingerprint(open_weights(settings.initial.path).files())} if settings.initial else {}),
         "reproducibility": asdict(promised_level(settings.determinism)),
     }
@@ -141,7 +141,7 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
             "Leave the change out, or accept it with --ignore KEY; nothing was started."
         )
     if "data" not in ignore:
-        check_data(manifest["data"], fingerprint(settings.recipe.files(), settings.recipe.fingerprints()))
+        check_data(manifest["data"], recipe_fingerprint(settings.recipe))
     if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
             "the run was begun with version %d of the order of samples, and goes on with version %d: of a data set of "

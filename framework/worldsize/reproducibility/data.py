@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from worldsize.core import Recipe
 from worldsize.errors import WorldsizeError
 
 
@@ -24,6 +25,15 @@ def fingerprint(files: Mapping[str, Path], others: Mapping[str, Mapping[str, Any
     described |= {name: dict(other) for name, other in sorted((others or {}).items())}
     total = hashlib.sha256("".join(f"{name} {file['sha256']}\n" for name, file in described.items()).encode())
     return {"files": described, "sha256": total.hexdigest()}
+
+
+def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
+    """Return the fingerprint of all data that ``recipe`` learns from.
+
+    Raises:
+        WorldsizeError: they cannot be read.
+    """
+    return fingerprint(recipe.files(), recipe.fingerprints())
 
 
 def check_data(original: Mapping[str, Any], present: Mapping[str, Any]) -> None:
