@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.hf_causal_lm.samples import LanguageBatch, check_source, language_batch, source_split, vocabulary_of
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
-from recipes.stdlib_lm.corpus import IGNORED, Windows
+from recipes.stdlib_lm.corpus import Windows
 from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
+from worldsize.data.packing import IGNORED
 from worldsize.data.source import Source
 from worldsize.errors import missing_extra
 

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recipes.stdlib_lm.corpus import IGNORED, Windows, read, sources
+from recipes.stdlib_lm.corpus import Windows, read, sources
 from recipes.stdlib_lm.gpt import GPT, Block, Logits, Sizes
 from worldsize.core import Range, Recipe, TensorStyle
+from worldsize.data.packing import IGNORED
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.stdlib_lm.corpus import IGNORED, Windows, is_test, read, sources
+from recipes.stdlib_lm.corpus import Windows, is_test, read, sources
 from recipes.stdlib_lm.gpt import GPT, Sizes, rotate, rotations
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import ConfigError
+from worldsize.data.packing import IGNORED
 
 SIZES = Sizes(width=16, depth=2, heads=2, context=12)
 

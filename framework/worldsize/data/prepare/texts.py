@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
+from worldsize.data.sources.table_parts import arrow
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 
 Documents = Literal["file", "line"]
@@ -178,11 +179,6 @@ def _column(span: Span, column: str) -> Iterator[str | Bad]:
 
 def _parquet(path: Path) -> Any:
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ConfigError(f"{path} needs pyarrow to be read: pip install 'worldsize[data]'.") from None
-    try:
-        return ParquetFile(path)
-    except (ArrowException, OSError) as error:
+        return arrow().parquet.ParquetFile(path)
+    except (arrow().ArrowException, OSError) as error:
         raise WorldsizeError(f"{path} is no Parquet file: {error}") from None
