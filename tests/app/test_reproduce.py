@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.own_recipe import write_recipe
 from worldsize.records import manifest as manifest_module
 from worldsize.records.manifest import read_manifest, write_manifest
 
@@ -66,10 +67,7 @@ class Project:
         self.environment = {**environment, "HOME": str(self.home), "XDG_CACHE_HOME": str(Path.home() / ".cache")}
 
     def add_recipe(self) -> None:
-        recipe = self.folder / "recipes" / "mine"
-        (recipe / "conf" / "recipe").mkdir(parents=True)
-        (recipe / "recipe.py").write_text(RECIPE)
-        (recipe / "conf" / "recipe" / "mine.yaml").write_text(CONF)
+        write_recipe(self.folder, "mine", RECIPE, mine=CONF)
 
     def git(self, *arguments: str) -> str:
         options = ["-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]

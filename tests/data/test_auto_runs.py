@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.own_recipe import write_recipe
+
 RECIPE = '''
 import time
 
@@ -43,16 +45,8 @@ recipe:
 """
 
 
-def write_recipe(root: Path) -> None:
-    """Write recipes/slow below ``root``."""
-    folder = root / "recipes" / "slow"
-    (folder / "conf" / "recipe").mkdir(parents=True)
-    (folder / "recipe.py").write_text(RECIPE)
-    (folder / "conf" / "recipe" / "slow.yaml").write_text(CONF)
-
-
 def test_a_slow_data_set_gets_workers_and_the_bits_stay(train: Any, tmp_path: Path) -> None:
-    write_recipe(tmp_path)
+    write_recipe(tmp_path, "slow", RECIPE, slow=CONF)
     words = ("recipe=slow", "cluster.processes=1", "cluster.threads=1", "checkpoint.every=40")
     auto = train(*words, "data_workers=auto")
     assert auto.code == 0, auto.error

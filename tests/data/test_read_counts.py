@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 from tests.data.range_server import served
+from tests.own_recipe import write_recipe
 from worldsize.observe.report.page import summary
 from worldsize.observe.report.read import read_run
 
@@ -50,10 +51,7 @@ STEPS, BATCH, SAMPLE = 12, 4, 16  # bytes of a sample
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    folder = tmp_path / "recipes" / "sums"
-    (folder / "conf" / "recipe").mkdir(parents=True)
-    (folder / "recipe.py").write_text(RECIPE)
-    (folder / "conf" / "recipe" / "sums.yaml").write_text(CONF)
+    write_recipe(tmp_path, "sums", RECIPE, sums=CONF)
     data = tmp_path / "data"
     data.mkdir()
     numpy.random.default_rng(0).integers(0, 100, 1 << 20, dtype=numpy.uint8).tofile(data / "text.bin")

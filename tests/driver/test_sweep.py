@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from tests.conftest import folders
+from tests.own_recipe import write_recipe
 from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
 from worldsize.driver.sweep import call_sweep
@@ -66,10 +67,7 @@ SEARCH = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra/sweeper
 
 @pytest.fixture
 def hill(tmp_path: Path) -> Path:
-    folder = tmp_path / "recipes" / "hill"
-    (folder / "conf" / "recipe").mkdir(parents=True)
-    (folder / "recipe.py").write_text(RECIPE)
-    (folder / "conf" / "recipe" / "hill.yaml").write_text(OPTIONS)
+    write_recipe(tmp_path, "hill", RECIPE, hill=OPTIONS)
     return tmp_path
 
 

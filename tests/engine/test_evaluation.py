@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.own_recipe import write_recipe
 from worldsize.checkpoints.format import complete, read
 from worldsize.core import ConfigError, World, logged_name, metric_key, split_of, spoken_name
 from worldsize.data.evaluation import evaluation_batches
@@ -64,9 +65,7 @@ WORDS = ("recipe=split", "cluster.threads=1", "reproducibility=elastic", "logica
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Write a recipe with three splits into the project in which ``train`` trains."""
-    (tmp_path / "recipes" / "split" / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "recipes" / "split" / "recipe.py").write_text(RECIPE)
-    (tmp_path / "recipes" / "split" / "conf" / "recipe" / "split.yaml").write_text(YAML)
+    write_recipe(tmp_path, "split", RECIPE, split=YAML)
     return tmp_path
 
 

@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.own_recipe import write_recipe
 from worldsize.checkpoints.format import STREAMS, read
 from worldsize.checkpoints.load import read_tensors
 from worldsize.checkpoints.retention import Retention
@@ -139,10 +140,7 @@ Resume = Callable[..., Any]
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("counting")
-    (folder / "recipes" / "counting" / "conf" / "recipe").mkdir(parents=True)
-    (folder / "recipes" / "counting" / "recipe.py").write_text(RECIPE)
-    (folder / "recipes" / "counting" / "conf" / "recipe" / "counting.yaml").write_text(YAML)
-    (folder / "recipes" / "counting" / "conf" / "recipe" / "layered.yaml").write_text(LAYERED)
+    write_recipe(folder, "counting", RECIPE, counting=YAML, layered=LAYERED)
     return folder
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.own_recipe import write_recipe
+
 REPOSITORY = Path(__file__).parents[2]
 
 # a recipe whose loss on rank 1 executes the code that a test plants
@@ -51,10 +53,7 @@ recipe:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    folder = tmp_path / "recipes" / "planted"
-    (folder / "conf" / "recipe").mkdir(parents=True)
-    (folder / "recipe.py").write_text(RECIPE)
-    (folder / "conf" / "recipe" / "planted.yaml").write_text(CONF)
+    write_recipe(tmp_path, "planted", RECIPE, planted=CONF)
     return tmp_path
 
 

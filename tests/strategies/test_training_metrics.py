@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.test_fit import Idle
+from tests.own_recipe import write_recipe
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -324,9 +325,7 @@ WORDS = ("recipe=told", "log_every=4", "cluster.threads=1", "reproducibility=ela
 @pytest.fixture
 def told(tmp_path: Path) -> None:
     """Write a recipe that tells its accuracy in training into the project in which ``train`` trains."""
-    (tmp_path / "recipes" / "told" / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "recipes" / "told" / "recipe.py").write_text(RECIPE)
-    (tmp_path / "recipes" / "told" / "conf" / "recipe" / "told.yaml").write_text(YAML)
+    write_recipe(tmp_path, "told", RECIPE, told=YAML)
 
 
 def steps_of(run: Any) -> dict[int, Mapping[str, float]]:
