@@ -18,6 +18,22 @@ class CheckpointError(WorldsizeError):
     """A checkpoint cannot be written, is damaged, or does not fit the run."""
 
 
+class SaveFailedError(CheckpointError):
+    """Storage refused a checkpoint on some rank. Every rank raises it, and the next save may succeed.
+
+    Attributes:
+        step: Step of the checkpoint.
+        reason: What was refused, and to whom.
+        newest: Step of the newest complete checkpoint, to which a restart goes back; None: there is none.
+    """
+
+    def __init__(self, step: int, reason: str, newest: int | None) -> None:
+        super().__init__(
+            f"the checkpoint of step {step} could not be written: {reason}. Make room, or choose another folder."
+        )
+        self.step, self.reason, self.newest = step, reason, newest
+
+
 class OtherSchemaError(CheckpointError):
     """A checkpoint has a schema version that this worldsize does not read; it is not necessarily damaged."""
 

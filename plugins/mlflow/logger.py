@@ -9,7 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling, logged_name
+from worldsize.core import (
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunFailed,
+    StepDone,
+    Straggling,
+    logged_name,
+)
 from worldsize.errors import missing_extra
 
 if TYPE_CHECKING:
@@ -63,6 +72,8 @@ class MLflow:
                 self._log({logged_name(name): value for name, value in metrics.items()}, step)
             case Straggling(rank=rank, step=step, cause=cause):
                 self._client.set_tag(self._run, f"worldsize.slow_rank.{rank}", f"{cause}, noticed at step {step}")
+            case CheckpointFailed(step=step, reason=reason):
+                self._client.set_tag(self._run, "worldsize.failed_save", f"step {step}: {reason}"[:_LONGEST])
             case RunEnded(exit_reason="preempted"):
                 self._client.set_terminated(self._run, status="KILLED")
             case RunEnded():

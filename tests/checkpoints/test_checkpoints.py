@@ -27,7 +27,7 @@ from worldsize.checkpoints.save import Saver
 from worldsize.checkpoints.shards import DTYPES
 from worldsize.checkpoints.tree import join, split
 from worldsize.core import StateDict, World
-from worldsize.errors import CheckpointError, ConfigError, OtherSchemaError
+from worldsize.errors import CheckpointError, ConfigError, OtherSchemaError, SaveFailedError
 from worldsize.strategies.train_state import TrainState
 from worldsize.testing.worlds import run_in_worlds
 
@@ -442,6 +442,71 @@ def test_a_failure_on_one_rank_is_a_failure_on_all_and_leaves_nothing_behind(
     assert run_in_worlds(body, 3) == [["step_0000001"]] * 3
 
 
+@pytest.mark.parametrize(
+    ("where", "rank"),
+    [
+        ("checkpoint:in-shard", 1),
+        ("checkpoint:after-shard", 2),
+        ("checkpoint:after-shards", 0),
+        ("checkpoint:after-manifest", 0),
+        ("checkpoint:after-rename", 0),
+        ("retention:begin", 0),
+    ],
+)
+def test_after_a_failure_on_any_rank_all_know_where_a_restart_begins_and_save_again(
+    tmp_path: Path, where: str, rank: int
+) -> None:
+    is_published = where in ("checkpoint:after-rename", "retention:begin")
+
+    def body(world: World) -> int | None:
+        failures = [OSError(28, "No space left on device"), OSError(5, "Input/output error")]
+
+        def at(point: str) -> None:
+            if point == where and world.rank == rank and failures:
+                raise failures.pop()
+
+        saved(tmp_path, world, 1)
+        writer, newest = saver(tmp_path, world, at=at), None
+        for step in (2, 3):
+            writer.save(a_state(step), step=step, facts={"metrics": {}})
+            with pytest.raises(SaveFailedError, match=f"the checkpoint of step {step} could not be written") as failed:
+                writer.finish()
+            newest = failed.value.newest
+        writer.save(a_state(4), step=4, facts={"metrics": {}})
+        assert [event.step for event in writer.finish()] == [4]
+        writer.close()
+        return newest
+
+    assert run_in_worlds(body, 3) == [3 if is_published else 1] * 3
+    checkpoints = [read(path) for path in complete(tmp_path)]
+    assert [each.step for each in checkpoints] == ([1, 2, 3, 4] if is_published else [1, 4])
+    for each in checkpoints:
+        verify(each)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("step_")] == []
+
+
+def test_a_folder_that_cannot_be_made_fails_each_save_until_it_can(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.touch()  # in place of a folder without permission, which does not keep out root
+
+    def body(world: World) -> None:
+        writer = saver(root, world)
+        for step in (1, 2):
+            writer.save(a_state(step), step=step, facts={"metrics": {}})
+            with pytest.raises(SaveFailedError, match=f"{root}. Make room, or choose another folder") as failed:
+                writer.finish()
+            assert failed.value.newest is None
+        dist.barrier()
+        if world.rank == 0:
+            root.unlink()
+        writer.save(a_state(3), step=3, facts={"metrics": {}})
+        assert [event.step for event in writer.finish()] == [3]
+        writer.close()
+
+    run_in_worlds(body, 2)
+    assert [read(path).step for path in complete(root)] == [3]
+
+
 def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None:
     def body(world: World) -> None:
         state: StateDict = {"model": {"w": torch.ones(3), "v": torch.ones(3)}}
@@ -449,8 +514,9 @@ def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None
         writer.save(state, step=1, facts={"metrics": {}})
         state["model"]["v"][1] = math.nan
         writer.save(state, step=2, facts={"metrics": {}})
-        with pytest.raises(CheckpointError, match="model/v holds NaN or infinity"):
+        with pytest.raises(CheckpointError, match="model/v holds NaN or infinity") as failed:
             writer.finish()
+        assert not isinstance(failed.value, SaveFailedError)  # training must not go on with it
 
     run_in_worlds(body, 2)
     assert [read(path).step for path in complete(tmp_path)] == [1]

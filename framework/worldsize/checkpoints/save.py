@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import secrets
@@ -23,14 +22,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from worldsize.checkpoints import retention
-from worldsize.checkpoints.format import folder_name, read, sync_folder, verify
+from worldsize.checkpoints.format import complete, folder_name, read, step_of, sync_folder, verify
 from worldsize.checkpoints.holders import partly_held, written_here
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.storage import Writer
 from worldsize.checkpoints.tree import split
 from worldsize.collectives.per_rank import local
 from worldsize.core import CheckpointSaved, StateDict, World
-from worldsize.errors import CheckpointError, OtherSchemaError
+from worldsize.errors import CheckpointError, OtherSchemaError, RunFolderError, SaveFailedError
 
 
 def _nothing(point: str) -> None: ...
@@ -84,7 +83,8 @@ class Saver:
                 ranks do not know their shapes.
 
         Raises:
-            CheckpointError: the previous save failed on some rank.
+            SaveFailedError: storage refused the previous save on some rank; the next call begins this one.
+            CheckpointError: the previous save failed on some rank, and the next one would, too.
         """
         ended = self.finish()
         self._at("checkpoint:begin")
@@ -130,10 +130,11 @@ class Saver:
     ) -> CheckpointSaved | None:
         """Write and publish a checkpoint, in the background thread.
 
-        A failure on one rank is a failure on all, since every phase ends with an exchange.
+        A failure on one rank is a failure on all, since every phase ends with an exchange. Whatever storage refuses,
+        all ranks leave after the same exchange, so that the next save finds them in step.
         """
         final_ = self._root / folder_name(step)
-        folder = self._on_rank_0(lambda: self._begun(final_))
+        folder = self._on_rank_0(step, lambda: self._begun(final_))
         if folder is None:
             return None
         writer = Writer(
@@ -142,10 +143,13 @@ class Saver:
         try:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError, RuntimeError) as error:
+            newest = None
             if not isinstance(error, RuntimeError):  # that means a lost rank, and no further exchange is possible
-                self._on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))  # it may have filled the disk
+                newest = self._on_rank_0(step, lambda: _discarded(folder))  # it may have filled the disk
+            if _is_of_storage(error):
+                raise SaveFailedError(step, _reasons(error), newest) from error
             raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
-        self._on_rank_0(lambda: self._published(folder, final_))
+        self._on_rank_0(step, lambda: self._published(folder, final_))
         return CheckpointSaved(step, final_)
 
     def _begun(self, final_: Path) -> Path | None:
@@ -162,7 +166,7 @@ class Saver:
 
     def _check_owner(self) -> None:
         if self._owner is not None and not self._owner.exists():
-            raise FileNotFoundError(errno.ENOENT, "the folder was deleted", str(self._owner.parent))
+            raise RunFolderError(f"the folder was deleted: {self._owner.parent}")
 
     def _published(self, folder: Path, final_: Path) -> None:
         """Publish the folder by one durable rename on rank 0; then delete checkpoints that are not kept."""
@@ -172,25 +176,32 @@ class Saver:
         folder.rename(final_)
         sync_folder(self._root)
         self._at("checkpoint:after-rename")
-        retention.apply(self._keep, final_, self._at)
+        try:
+            retention.apply(self._keep, final_, self._at)
+        except OSError as error:
+            said = f"it is complete, but not all others could be deleted that are not kept: {error.strerror}"
+            raise OSError(error.errno, said, error.filename) from error
 
-    def _on_rank_0(self, task: Callable[[], Any]) -> Any:
-        """Run ``task`` on rank 0, and return its result (or raise its error) on every rank."""
-        answer: list[Any] = [None, None]
+    def _on_rank_0(self, step: int, task: Callable[[], Any]) -> Any:
+        """Run ``task`` of the save of ``step`` on rank 0, and return its result (or raise its error) on every rank."""
+        answer: list[Any] = [None, None, None]  # result, reason of a failure, and the newest step if storage refused
         if self._world.rank == 0:
             try:
                 answer[0] = task()
             except OSError as error:
-                answer[1] = f"{error.strerror}: {error.filename}"
+                answer[1:] = f"{error.strerror}: {error.filename}", (_newest_step(self._root),)
+            except RunFolderError as error:
+                answer[1] = str(error)
             except Exception as error:  # of any kind, since the other ranks wait for an answer
                 answer[1] = f"{type(error).__name__}: {error}"
         if self._group is not None:
             dist.broadcast_object_list(answer, group=self._group, group_src=0)
-        if answer[1] is not None:
-            raise CheckpointError(
-                f"a checkpoint could not be written: {answer[1]}. Make room, or choose another folder."
-            )
-        return answer[0]
+        result, reason, refused = answer
+        if refused is not None:
+            raise SaveFailedError(step, reason, refused[0])
+        if reason is not None:
+            raise CheckpointError(f"the checkpoint of step {step} could not be written: {reason}.")
+        return result
 
 
 def _give_way() -> None:
@@ -208,6 +219,29 @@ def _stands(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _discarded(folder: Path) -> int | None:
+    """Delete a draft, which may have filled the disk; return the step of the newest complete checkpoint beside it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return _newest_step(folder.parent)
+
+
+def _newest_step(root: Path) -> int | None:
+    try:
+        return max(map(step_of, complete(root)), default=None)
+    except OSError:  # it cannot be read either
+        return None
+
+
+def _is_of_storage(error: BaseException) -> bool:
+    """Return whether storage alone refused the save; all ranks answer the same, since torch hands them one error.
+
+    Anything else, such as NaN in the model or a dtype that no file can hold, would fail the next save, too.
+    """
+    if not isinstance(error, CheckpointException):
+        return False
+    return all(isinstance(failure, OSError) for failure, _ in error.failures.values())
 
 
 def _reasons(error: BaseException) -> str:

@@ -87,7 +87,8 @@ class CheckpointSchema:
 
     ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
     as they are: model, optimizer, schedule, scaler, ema, or hyperparameters; of checkpoints up to step ``ignore_until``
-    (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one.
+    (null: of all). ``allow_older``: an older checkpoint stands in for a damaged one. ``on_failure``: whether training
+    stops or continues when storage refuses a save.
     """
 
     every: Annotated[int, _INTERVAL, _LARGEST] = 0
@@ -97,6 +98,7 @@ class CheckpointSchema:
     ignore: list[str] = field(default_factory=list)
     ignore_until: Annotated[int | None, Range(least=0)] = None
     allow_older: bool = False
+    on_failure: Annotated[str, OneOf("stop", "continue")] = "continue"
 
 
 @dataclass

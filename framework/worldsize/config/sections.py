@@ -124,6 +124,7 @@ class CheckpointConfig:
     ignore: Sequence[str]  # parts of the state that are not loaded
     ignore_until: int | None  # from checkpoints up to this step; None: from none
     allow_older: bool  # an older checkpoint stands in for a damaged one
+    on_failure: Literal["stop", "continue"]  # what training does when storage refuses a save
 
     def __post_init__(self) -> None:
         known = [number.name for number in SIGNALS]
@@ -141,6 +142,7 @@ class CheckpointConfig:
             ignore=node["ignore"],
             ignore_until=node["ignore_until"],
             allow_older=node["allow_older"],
+            on_failure=node["on_failure"],
         )
 
     def ignored(self, step: int) -> Sequence[str]:

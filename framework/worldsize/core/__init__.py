@@ -17,6 +17,7 @@ from worldsize.core.context import (
 )
 from worldsize.core.evaluation import EvaluationBatches, is_split, logged_name, metric_key, split_of, spoken_name
 from worldsize.core.events import (
+    CheckpointFailed,
     CheckpointSaved,
     DataWorkersChanged,
     Emit,
@@ -72,6 +73,7 @@ __all__ = [
     "AgentLauncher",
     "Batch",
     "BatchLauncher",
+    "CheckpointFailed",
     "CheckpointSaved",
     "CheckpointSource",
     "Cluster",

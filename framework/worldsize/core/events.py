@@ -101,6 +101,23 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class CheckpointFailed:
+    """Storage refused the checkpoint of ``step``; training goes on unless ``checkpoint.on_failure=stop``.
+
+    Attributes:
+        step: Step of the checkpoint.
+        reason: What was refused, and to whom.
+        newest: Step of the newest complete checkpoint, to which a restart goes back; None: there is none.
+        in_a_row: Number of saves, with this one, that failed since the last one that succeeded in this attempt.
+    """
+
+    step: int
+    reason: str
+    newest: int | None
+    in_a_row: int
+
+
+@dataclass(frozen=True)
 class Straggling:
     """A rank, or the network link of its host, is slower than its peers.
 
@@ -159,6 +176,16 @@ class RunEnded:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-Event = RunStarted | StepDone | Evaluated | CheckpointSaved | Straggling | DataWorkersChanged | RunFailed | RunEnded
+Event = (
+    RunStarted
+    | StepDone
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointFailed
+    | Straggling
+    | DataWorkersChanged
+    | RunFailed
+    | RunEnded
+)
 Listener = Callable[[Event], None]
 Emit = Callable[["Event"], None]

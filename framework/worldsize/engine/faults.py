@@ -7,6 +7,10 @@ checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, r
 retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, update:continue, process:begin,
 load:begin, step:data, step:compute.
 
+Action "disk_full", at a point of a save, is the error of a disk that takes no more.
+
+    train.py checkpoint.every=10 'faults=[{action: disk_full, rank: 0, point: "checkpoint:in-shard", step: 20}]'
+
 Action "slow" repeats whenever its point is reached: here a rank that is slow from step 100 on, and one with slow data.
 
     train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, step: 100}]'
@@ -20,6 +24,7 @@ change.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -44,6 +49,10 @@ def _raise(_: float) -> None:
     raise RuntimeError("a fault that the configuration planted")
 
 
+def _fill_disk(_: float) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a fault that the configuration planted")
+
+
 ACTIONS: Mapping[str, Callable[[float], None]] = {
     "kill": _send(signal.SIGKILL),
     "stop": _send(signal.SIGSTOP),
@@ -53,6 +62,7 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
     "user_signal": _send(signal.SIGUSR1),
     "out_of_memory": lambda _: os._exit(OUT_OF_MEMORY),
     "raise": _raise,
+    "disk_full": _fill_disk,
     "sleep": time.sleep,
     "slow": time.sleep,
 }

@@ -10,15 +10,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import DataWorkersChanged, Event, Straggling
+from worldsize.core import CheckpointFailed, DataWorkersChanged, Event, Straggling
 from worldsize.records.json_lines import Row
 
 _logger = logging.getLogger(__name__)
 
+# keys that an event of each name has for whole numbers
+_NUMBERS = {"straggling": ("step", "rank"), "data_workers": ("step", "rank"), "checkpoint_failed": ("step", "in_a_row")}
+
 
 def is_event(row: Row) -> bool:
     """Return whether a row has the fields of each line of ``events.jsonl``: event, time and rank."""
-    numbers = ("step", "rank") if row.get("event") in ("straggling", "data_workers") else ()
+    numbers = _NUMBERS.get(str(row.get("event")), ())
     is_timed = type(row.get("time")) in (int, float)
     return isinstance(row.get("event"), str) and is_timed and all(type(row.get(key)) is int for key in numbers)
 
@@ -35,9 +38,19 @@ class EventLog:
             case Straggling():
                 _logger.warning("%s", described(event))
                 self._write("straggling", asdict(event))
+            case CheckpointFailed():
+                _logger.warning("step %s: %s", event.step, described_failure(asdict(event)))
+                self._write_if_possible("checkpoint_failed", asdict(event))
             case DataWorkersChanged():
                 _logger.info("step %s: rank %s: %s", event.step, event.rank, described_workers(asdict(event)))
                 self._write("data_workers", asdict(event))
+
+    def _write_if_possible(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Write an event of a disk that may take nothing: what it said is in the process's log, too, if that is so."""
+        try:
+            self._write(name, facts)
+        except OSError as error:
+            _logger.warning("%s could not be written: %s", self._path, error.strerror)
 
     def _write(self, name: str, facts: Mapping[str, Any]) -> None:
         line = {"event": name, "time": time.time(), **facts}
@@ -58,6 +71,17 @@ def described(event: Straggling) -> str:
     return (
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
         f"since step {event.since}: {_CAUSES[event.cause]}."
+    )
+
+
+def described_failure(row: Mapping[str, Any]) -> str:
+    """Describe in one line for people a save that failed, and how far back a restart would go."""
+    newest, in_a_row = row.get("newest"), row.get("in_a_row")
+    again = f" {in_a_row} saves in a row have failed." if isinstance(in_a_row, int) and in_a_row > 1 else ""
+    back = f"to step {newest}" if isinstance(newest, int) else "to the beginning"
+    return (
+        f"the checkpoint could not be written: {row.get('reason')}.{again} A restart would go back {back}. "
+        "Make room, or choose another folder."
     )
 
 

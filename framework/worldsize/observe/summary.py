@@ -25,6 +25,8 @@ def summary_table(result: Mapping[str, Any], folder: Path) -> Table:
     table.add_row("steps", f"{result['steps']:,} ({result['samples']:,} samples)")
     if reason := result.get("stopped_early"):
         table.add_row("ended early", Text(printable(reason)))
+    if failed := result.get("failed_saves"):
+        table.add_row("failed saves", Text(f"{len(failed)}, the last one at step {failed[-1]['step']}"))
     table.add_row("time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s")
     table.add_row("state", result["state_digest"][:16])
     table.add_row("run", Text(printable(str(folder))))

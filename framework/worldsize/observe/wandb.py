@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, Straggling, logged_name
-from worldsize.observe.events import described
+from worldsize.core import (
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunFailed,
+    StepDone,
+    Straggling,
+    logged_name,
+)
+from worldsize.observe.events import described, described_failure
 
 if TYPE_CHECKING:
     import wandb
@@ -52,6 +62,8 @@ class WandbListener:
                 self._run.log({logged_name(name): value for name, value in metrics.items()}, step=step)
             case Straggling(rank=rank):
                 self._run.alert(f"rank {rank} is slow", described(event), level="WARN")
+            case CheckpointFailed(step=step):
+                self._run.alert(f"no checkpoint of step {step}", described_failure(asdict(event)), level="ERROR")
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)

@@ -48,6 +48,7 @@ from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.worker.checkpointing import Checkpointing
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
@@ -110,7 +111,7 @@ class Training:
             exclude = self._exclude if settings.excludes_slow else None
             self._watch = SlowHostWatch(world, settings.peers(), emit=self._emit, exclude=exclude)
         self._listeners: list[Listener] = [*listeners, self._history, *([self._watch] if self._watch else [])]
-        self._saver = Saver(
+        saver = Saver(
             run.checkpoints,
             world,
             world.groups.get(f"checkpoint/{world.role}"),
@@ -119,6 +120,7 @@ class Training:
             owner=run.manifest,
             at=settings.faults.at,
         )
+        self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=settings.checkpoint.on_failure)
 
     def run(self, heartbeat: Path | None) -> int:
         """Train to the end, or until the run should stop; return the exit code."""
@@ -130,12 +132,14 @@ class Training:
         last = self._fit(first, checkpoint, beats)
         if beats:
             beats.step(last.step)
-        self._emit(*self._saver.finish())
-        self._saver.close()
+        self._checkpoints.finish()
+        self._checkpoints.close()
         if last.step < steps and last.stopped_early is None:
+            self._checkpoints.check_stop()
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
+        self._checkpoints.check_end(last.step)
         summary = use_full(replica.state()["model"], self._world, partial(self._result, last=last)) or {}
         if summary:
             write_result(self._run, summary)
@@ -211,7 +215,7 @@ class Training:
             emit=self._emit,
             save=partial(self._save, streams),
             ends_early=self._ends_early,
-            wants_stop=self._preemption.is_wanted,
+            wants_stop=lambda: self._preemption.is_wanted() or self._checkpoints.wants_stop(),
             begins=partial(settings.faults.at, "step:compute"),
             examine=self._watch.measure_links if self._watch else _ignore,
         )
@@ -257,7 +261,7 @@ class Training:
         for done, step in enumerate(batches, first):
             if heartbeat:
                 heartbeat.step(done)
-            self._emit(*self._saver.ended())
+            self._checkpoints.look()
             yield step
 
     def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:
@@ -271,9 +275,9 @@ class Training:
             "training_metrics": by_logical_rank(progress.metrics, self._order.mine, self._world),
         }
         states = streams(progress.step)
-        self._emit(*self._saver.save(self._replica.state(), step=progress.step, facts=facts, streams=states))
+        self._checkpoints.save(self._replica.state(), step=progress.step, facts=facts, streams=states)
         if not progress.evaluated:
-            self._emit(*self._saver.finish())  # before the evaluation, which may fail
+            self._checkpoints.finish()  # before the evaluation, which may fail
 
     def _result(self, model: Mapping[str, Tensor], *, last: TrainingProgress) -> dict[str, Any]:
         tensors, batch_size = tensor_digests(model), self._settings.training.batch_size
@@ -293,6 +297,7 @@ class Training:
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "exit_reason": "completed",
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
+            **({"failed_saves": failed} if (failed := self._checkpoints.failed_saves()) else {}),
         }
 
 

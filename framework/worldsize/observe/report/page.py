@@ -105,6 +105,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
     rows += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
     if reason := results.get("stopped_early"):
         rows += [("ended early", str(reason))]
+    if failed := sum(event["event"] == "checkpoint_failed" for event in record.events):
+        rows += [("failed saves", f"{failed:,}")]
     if last:
         rows += [("loss", figure(last["loss"]))]
         rows += [(f"train {name}", figure(number(value))) for name, value in last.get("metrics", {}).items()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
-from worldsize.observe.events import described_workers
+from worldsize.observe.events import described_failure, described_workers
 from worldsize.observe.report.read import Line, Record
 
 _MARKS = 100  # number of marks shown
@@ -125,6 +125,8 @@ def describe_event(event: Line) -> str:
     """Describe an event of ``events.jsonl`` in words."""
     if event.get("event") == "data_workers":
         return f"step {event.get('step')}: rank {event.get('rank')}: {described_workers(event)}"
+    if event.get("event") == "checkpoint_failed":
+        return f"step {event.get('step')}: {described_failure(event)}"
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:

@@ -1,0 +1,100 @@
+"""Decides what a save that failed means for the run: training goes on or stops, and how the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, final
+
+from torch import Tensor
+
+from worldsize.checkpoints.save import Saver
+from worldsize.core import CheckpointFailed, CheckpointSaved, Emit, StateDict
+from worldsize.errors import CheckpointError, SaveFailedError
+
+
+@final
+class Checkpointing:
+    """The saves of one attempt; every rank calls the same methods in the same order.
+
+    All ranks learn of the same failures, though not before the same step; nothing that they decide between two saves
+    depends on when.
+
+    Args:
+        saver: Writes the checkpoints.
+        emit: Takes each event.
+        on_failure: What training does when storage refuses a save.
+    """
+
+    def __init__(self, saver: Saver, *, emit: Emit, on_failure: Literal["stop", "continue"]) -> None:
+        self._saver, self._emit, self._on_failure = saver, emit, on_failure
+        self._failures: list[CheckpointFailed] = []
+        self._in_a_row = 0
+        self._has_saved = False
+
+    def save(
+        self, state: StateDict, *, step: int, facts: Mapping[str, Any], streams: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Wait for the previous save and start the next one, as :meth:`Saver.save` does.
+
+        Raises:
+            CheckpointError: the previous save failed, and the next one would, too.
+        """
+        self.finish()
+        self._saver.save(state, step=step, facts=facts, streams=streams)
+
+    def look(self) -> None:
+        """Emit the event of the save in flight if it has ended; raise as :meth:`save` does."""
+        self._take(self._saver.ended)
+
+    def finish(self) -> None:
+        """Wait for the save in flight and emit its event; raise as :meth:`save` does."""
+        self._take(self._saver.finish)
+
+    def close(self) -> None:
+        """End the saver's thread."""
+        self._saver.close()
+
+    def wants_stop(self) -> bool:
+        """Return whether a save failed and training is not to go on; ranks agree on the step at which they stop."""
+        return self._on_failure == "stop" and bool(self._failures)
+
+    def check_stop(self) -> None:
+        """Raise CheckpointError if a run that stops before its end failed.
+
+        It did if it stops because of a failed save, or if none of this attempt's saves succeeded: with the exit code
+        that means "start me again" it could go round in circles for as long as its disk is full.
+        """
+        if self.wants_stop():
+            first = self._failures[0]
+            raise SaveFailedError(first.step, first.reason, first.newest)
+        if self._in_a_row and not self._has_saved:
+            raise CheckpointError(f"the run was asked to stop, and nothing of this attempt is saved: {self._last()}")
+
+    def check_end(self, step: int) -> None:
+        """Raise CheckpointError if the save of ``step``, the last one of the run, failed: the trained model is lost."""
+        if self._in_a_row and self._failures[-1].step == step != self._failures[-1].newest:
+            raise CheckpointError(
+                f"training has ended, but its last checkpoint is missing: {self._last()} Then worldsize resume repeats "
+                "the steps since the checkpoint before it."
+            )
+
+    def failed_saves(self) -> list[dict[str, Any]]:
+        """List the saves of this attempt that failed, for the result."""
+        return [{"step": failure.step, "reason": failure.reason} for failure in self._failures]
+
+    def _take(self, ended: Callable[[], list[CheckpointSaved]]) -> None:
+        try:
+            events = ended()
+        except SaveFailedError as error:
+            self._in_a_row += 1
+            failure = CheckpointFailed(error.step, error.reason, newest=error.newest, in_a_row=self._in_a_row)
+            self._failures.append(failure)
+            self._emit(failure)
+        else:
+            for event in events:
+                self._in_a_row, self._has_saved = 0, True
+                self._emit(event)
+
+    def _last(self) -> str:
+        last = self._failures[-1]
+        return str(SaveFailedError(last.step, last.reason, last.newest))
