@@ -43,7 +43,9 @@ def verified(folder: Path) -> Sequence[int]:
     return [each.step for each in checkpoints]
 
 
-def test_training_goes_on_with_the_same_bits_and_the_failure_is_told_everywhere(train: Any, command: Any) -> None:
+def test_training_goes_on_with_the_same_bits_and_the_failure_is_told_everywhere(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
     run = train(*OPTIONS, planted(f"{FULL}, rank: 1", f"{FULL}, rank: 1"))
     assert run.code == 0, run.error
     assert [(row["step"], row["newest"], row["in_a_row"]) for row in events(run.folder)] == [(4, None, 1), (8, None, 2)]
@@ -57,7 +59,7 @@ def test_training_goes_on_with_the_same_bits_and_the_failure_is_told_everywhere(
     undisturbed = train(*OPTIONS)
     assert "failed_saves" not in undisturbed.json("result.json")
     assert outcome(run.folder) == outcome(undisturbed.folder)
-    done = command("report", str(run.folder), cwd=run.folder)
+    done = command("report", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
     (page,) = run.folder.glob("report*.html")
     assert "failed saves" in page.read_text()
