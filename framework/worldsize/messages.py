@@ -44,6 +44,16 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def duration(seconds: float) -> str:
+    """Format seconds as "3.2 s", "5 min 7 s", "2 h 10 min" or "12.5 days"; NaN raises ValueError."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 2:
+        return f"{seconds:.3g} s"
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:,.1f} days"
+
+
 def show_messages() -> None:
     """Show what worldsize's modules log; called once by each program, and inherited by what it forks."""
     logger, handler = logging.getLogger("worldsize"), _StandardError()

@@ -27,10 +27,10 @@ def plan(command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
     return run
 
 
-def rows(output: str) -> dict[str, list[str]]:
-    """Return the cells of the table of strategies, by strategy."""
-    lines = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in output.splitlines() if "│" in line]
-    return {cells[0]: cells[1:] for cells in lines if len(cells) == 9}
+def rows(output: str, *, columns: int = 9) -> dict[str, list[str]]:
+    """Return the cells of the table with so many columns, which the table of strategies is, by the first of them."""
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line]
+    return {cells[0]: cells[1:] for cells in lines if len(cells) == columns}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,26 @@ def test_a_plan_uses_measured_links_the_devices_memory_and_the_batch_of_the_last
     assert "Best: fsdp, " in done.stdout
     assert "the global batch is 64, and was 16 in runs/digits/2026-01-02_030405_abcdef" in done.stderr
     assert "start at 4 × with SGD, 2 × with Adam" in done.stderr
+
+
+def test_a_plan_says_when_the_run_ends_on_nodes_that_fail_beside_what_a_run_then_took(
+    plan: Any, train: Any, tmp_path: Path
+) -> None:
+    ran = train("recipe=digits", "steps=40", "cluster.processes=2", "checkpoint.every=auto", "run.name=before")
+    assert ran.code == 0, ran.error
+    words = ("recipe=digits", "steps=40", "cluster.processes=2", f"run.root={ran.folder.parents[1]}")
+    declared = ("cluster.price_per_hour=3", "cluster.spot.price_per_hour=1", "cluster.spot.mtbf_hours=0.01")
+    done = plan(*words, *declared, "cluster.mtbf_hours=1e6", "--strategies", "ddp", "--restart", "2s", "--save", "10ms")
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout, columns=8)
+    assert (table["these nodes"][0], table["these nodes"][2]) == ("41,666.7 days", "0.0")
+    assert table["spot"][0] == "36 s"
+    assert table["before took"][2] == "0"
+    assert table["before took"][3].removesuffix(" s") == f"{ran.json('result.json')['goodput']['total_seconds']:.3g}"
+    assert "A save holds up training for 0.01 s, and a restart takes 2 s." in done.stdout
+    alone = plan(*words, "cluster.spot.price_per_hour=1")
+    assert alone.returncode == 2
+    assert "cluster.spot.price_per_hour says nothing without cluster.spot.mtbf_hours" in alone.stderr
 
 
 def test_thousands_of_ranks_are_a_short_table() -> None:

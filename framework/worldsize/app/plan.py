@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from worldsize.app import call_composed, exit_process
+from worldsize.checkpoints.format import complete, read
 from worldsize.config.arguments import number
 from worldsize.config.compose import choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.core.limits import Range
+from worldsize.cost.checkpoints import mtbf_seconds
 from worldsize.cost.collectives import compute_seconds_for
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.messages import CONFIG_ERROR
+from worldsize.messages import CONFIG_ERROR, duration
 from worldsize.planning.advice import (
     WANTED,
     best_text,
@@ -37,7 +40,7 @@ from worldsize.planning.advice import (
     unfit,
 )
 from worldsize.records.run_directory import runs_below
-from worldsize.records.run_record import look
+from worldsize.records.run_record import RunView, look
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -61,6 +64,8 @@ def main() -> None:
         "--overlap", type=number(Range(least=0, most=1)), help="share of compute behind which bytes travel"
     )
     parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
+    parser.add_argument("--save", type=_seconds, metavar="TIME", help="by which a save holds up training, e.g. 2s")
+    parser.add_argument("--restart", type=_seconds, metavar="TIME", help="from a failure until training goes on")
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     exit_process(plan(parser.parse_intermixed_args()))
 
@@ -104,6 +109,9 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     }
     _print(_cost_table(forecasts, unfitting, settings, priced=not shared) if forecasts else "")
     _print(best_text(forecasts, unfitting))
+    if (cluster.mtbf_hours or cluster.spot) and (fitting := forecasts.keys() - unfitting.keys()):
+        step_seconds = min(forecasts[name].step_seconds for name in fitting)
+        _print(*_finish(settings, step_seconds * settings.training.steps, options))
     _print(
         "" if shared else _batch_text(settings),
         _links_text(cluster, options.links),
@@ -116,6 +124,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     return 0 if forecasts else CONFIG_ERROR
 
 
+_ASSUMED_SAVE, _ASSUMED_RESTART = 1.0, 60.0  # seconds, until a run has measured them
 _SAMPLES_PER_LOGICAL_RANK = 16  # with --compute no sample is drawn, but pipelines divide micro-batches by this
 _UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."
 
@@ -201,6 +210,36 @@ def _cost_table(
     return table
 
 
+def _finish(settings: Settings, work: float, options: argparse.Namespace) -> tuple[Table, str]:
+    """Build the table of when the run will have ended under the best strategy, and say what it assumes."""
+    from worldsize.planning.finish import finish
+
+    cluster, run = settings.cluster, _newest_like(settings)
+    save = options.save or _measured_save(run) or _ASSUMED_SAVE
+    restart = options.restart or _measured_restart(run) or _ASSUMED_RESTART
+    offers = {"these nodes": (cluster.price_per_hour, mtbf_seconds(cluster.mtbf_hours, cluster.nodes))}
+    if spot := cluster.spot:
+        offers["spot"] = (spot.price_per_hour, mtbf_seconds(spot.mtbf_hours, cluster.nodes))
+    table = Table("nodes", "failure every", "save every", "failures", "time", "80 % of runs", "price", "80 % of runs")
+    for name, (price, mtbf) in offers.items():
+        end = finish(work, save, mtbf, restart)
+        early, usual, late = end.seconds
+        cells = [duration(mtbf), duration(end.interval), f"{end.failures:.1f}", duration(usual)]
+        table.add_row(name, *cells, f"{duration(early)} to {duration(late)}", *_prices(end.seconds, cluster, price))
+    if run and (seconds := run.results.get("goodput", {}).get("total_seconds")):
+        cells = ["", "", str(len(run.attempts) - 1), duration(seconds), ""]
+        paid, _ = _prices([seconds] * 3, cluster, cluster.price_per_hour)
+        table.add_row(f"{run.directory.path.name} took", *cells, paid, style="dim")
+    return table, f"A save holds up training for {duration(save)}, and a restart takes {duration(restart)}."
+
+
+def _prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | None) -> tuple[str, str]:
+    if price_per_hour is None:
+        return "", ""
+    early, usual, late = (each / 3600 * cluster.nodes * price_per_hour for each in seconds)
+    return f"{usual:,.2f}", f"{early:,.2f} to {late:,.2f}"
+
+
 def _batch_text(settings: Settings) -> str:
     each = settings.training.batch_size // settings.logical_ranks
     return f"Global batch: {settings.training.batch_size} samples a step, {settings.logical_ranks} × {each}."
@@ -224,14 +263,42 @@ def _links_text(cluster: Cluster, file: Path | None) -> str:
 
 def _retuning_text(settings: Settings) -> str | None:
     """Return what to retune if the newest run of this recipe had another global batch; else None."""
+    for run in _runs(settings):
+        with suppress(KeyError):
+            then = int(run.manifest["config"]["batch_size"])
+            return retuning_text(then, settings.training.batch_size, settings.training.lr, str(run.directory.path))
+    return None
+
+
+def _runs(settings: Settings) -> Iterator[RunView]:
+    """Yield the runs of the recipe, the newest first."""
     root = settings.run.root / choices()["recipe"]
     for run in reversed(runs_below(root)):  # by date and time
-        try:
-            then = int(look(run).manifest["config"]["batch_size"])
-        except (WorldsizeError, KeyError):
-            continue
-        return retuning_text(then, settings.training.batch_size, settings.training.lr, str(run.path))
+        with suppress(WorldsizeError):
+            yield look(run)
+
+
+def _newest_like(settings: Settings) -> RunView | None:
+    """Return the newest complete run of as many steps on as many processes, or None."""
+    for run in _runs(settings):
+        config, cluster = run.manifest["config"], settings.cluster
+        then = config.get("steps"), config["cluster"].get("processes"), config["cluster"].get("nodes")
+        if run.exit_reason == "completed" and then == (settings.training.steps, cluster.processes, cluster.nodes):
+            return run
     return None
+
+
+def _measured_save(run: RunView | None) -> float | None:
+    """Return the seconds by which a save held up the training of ``run``, if its checkpoints say so."""
+    for path in reversed(complete(run.directory.checkpoints) if run else []):
+        with suppress(WorldsizeError, KeyError):
+            return float(read(path).facts["save_interval"]["save_seconds"])
+    return None
+
+
+def _measured_restart(run: RunView | None) -> float | None:
+    seconds = run.results.get("goodput", {}).get("recover_seconds") if run else None
+    return sum(seconds) / len(seconds) if seconds else None
 
 
 # ---------------------------------------------------------------- which rank does what

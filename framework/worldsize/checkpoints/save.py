@@ -96,6 +96,11 @@ class Saver:
         self._pending = self._thread.submit(self._write, mine, head, step, _tensors_digest(tensors))
         return ended
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is in flight whose end nobody has asked for yet."""
+        return self._pending is not None
+
     def ended(self) -> list[CheckpointSaved]:
         """Return the events of the save in flight if it has ended; raise its error if it failed."""
         return self.finish() if self._pending and self._pending.done() else []

@@ -30,6 +30,14 @@ class LinkSchema:
 
 
 @dataclass
+class SpotSchema:
+    """A node that may be reclaimed costs so much an hour, and fails every so many hours, reclaims among them."""
+
+    price_per_hour: Annotated[float | None, Range(least=0)] = None
+    mtbf_hours: Annotated[float | None, Range(above=0)] = None
+
+
+@dataclass
 class ClusterSchema:
     """Shape and links. ``processes`` counts all nodes; ``processes_per_node`` may be given instead.
 
@@ -38,7 +46,8 @@ class ClusterSchema:
     InfiniBand adapters that NCCL may use (NCCL_IB_HCA). ``port``: at which the hosts find the first (default: one that
     follows from the run's id). ``on_node_mismatch``: what is done when hosts have other code or packages than the
     first: refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine
-    has), ``price_per_hour`` of a node.
+    has), ``price_per_hour`` of a node. ``mtbf_hours``: mean hours between two failures of a node, for planning and for
+    ``checkpoint.every=auto``. ``spot``: price and hours between failures, reclaims among them, of a spot node.
     """
 
     name: str = MISSING
@@ -56,6 +65,8 @@ class ClusterSchema:
     on_node_mismatch: Annotated[str, OneOf("refuse", "warn")] = "refuse"
     device_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
     price_per_hour: Annotated[float | None, Range(least=0)] = None
+    mtbf_hours: Annotated[float | None, Range(above=0)] = None
+    spot: SpotSchema = field(default_factory=SpotSchema)
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 
@@ -83,7 +94,8 @@ class RunSchema:
 
 @dataclass
 class CheckpointSchema:
-    """``every``: steps between saves (0: none in between); ``at_end``: one after the last step.
+    """``every``: steps between saves (0: none in between; auto: as measured saves and expected failures cost least);
+    ``at_end``: one after the last step.
 
     ``signals`` ask for a save and an end with exit code 75. ``ignore``: parts of the state that a resumed run leaves
     as they are: model, optimizer, schedule, scaler, ema, or hyperparameters; of checkpoints up to step ``ignore_until``
@@ -91,7 +103,7 @@ class CheckpointSchema:
     stops or continues when storage refuses a save.
     """
 
-    every: Annotated[int, _INTERVAL, _LARGEST] = 0
+    every: Annotated[int | str, _INTERVAL, _LARGEST, OneOf("auto", hint="A number of steps is taken, too.")] = 0
     at_end: bool = True
     keep: Any = None
     signals: list[str] = field(default_factory=list)

@@ -117,7 +117,7 @@ def check_split(split: str, known: Sequence[str], *, key: str) -> None:
 class CheckpointConfig:
     """Policy for checkpoints: when to save, what to keep, and what a resumed run loads."""
 
-    every: int  # steps between saves; 0: none in between
+    every: int | Literal["auto"]  # steps between saves; 0: none in between; auto: as saves and failures cost
     at_end: bool
     keep: Retention
     signals: Sequence[str]  # they request a save and an end

@@ -33,6 +33,7 @@ from worldsize.core import (
     Numerics,
     Recipe,
     Role,
+    Spot,
     Strategy,
     World,
     metric_key,
@@ -87,7 +88,7 @@ class Settings:
             batch_size=self.training.batch_size,
             log_every=self.training.log_every,
             evaluate_every=self.training.evaluate_every,
-            save_every=self.checkpoint.every,
+            save_every=0 if self.checkpoint.every == "auto" else self.checkpoint.every,
             save_at_end=self.checkpoint.at_end,
             keeps_best=self.checkpoint.keep.best is not None,
             stop_on_nonfinite=self.numerics.nonfinite == "stop",
@@ -252,7 +253,17 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         links=links,
         device_memory=node.get("device_memory"),
         price_per_hour=node.get("price_per_hour"),
+        mtbf_hours=node.get("mtbf_hours"),
+        spot=_spot(node.get("spot") or {}),
     )
+
+
+def _spot(node: Mapping[str, Any]) -> Spot | None:
+    if node.get("mtbf_hours") is not None:
+        return Spot(node["mtbf_hours"], node.get("price_per_hour"))
+    if node.get("price_per_hour") is not None:
+        raise ConfigError("cluster.spot.price_per_hour says nothing without cluster.spot.mtbf_hours. Set that, too.")
+    return None
 
 
 def _check_groups(config: Mapping[str, Any], allowed: Allowed) -> None:

@@ -4,6 +4,7 @@ from worldsize.core.cluster import (
     Cluster,
     Link,
     Role,
+    Spot,
     World,
 )
 from worldsize.core.context import (
@@ -27,6 +28,7 @@ from worldsize.core.events import (
     RunEnded,
     RunFailed,
     RunStarted,
+    SaveIntervalChanged,
     StepDone,
     Straggling,
 )
@@ -121,7 +123,9 @@ __all__ = [
     "RunEnded",
     "RunFailed",
     "RunStarted",
+    "SaveIntervalChanged",
     "ShardedStream",
+    "Spot",
     "StateDict",
     "StateMetric",
     "StateReduction",

@@ -31,6 +31,19 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Spot:
+    """A node that its provider may reclaim.
+
+    Attributes:
+        mtbf_hours: Mean hours between two failures of one node, reclaims among them.
+        price_per_hour: Price of one node for an hour, in the currency of the cluster's; None: not known.
+    """
+
+    mtbf_hours: float
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The machines that a launcher offers.
 
@@ -47,6 +60,8 @@ class Cluster:
         links: Links by tier: "device", "node", "network".
         device_memory: Bytes that one process may use, for planning; None: the memory of this machine.
         price_per_hour: Price of one node for an hour, in any currency, for planning.
+        mtbf_hours: Mean hours between two failures of one node; None: not known.
+        spot: What nodes of this kind cost and how often they fail on the spot market; None: not known.
     """
 
     name: str
@@ -61,6 +76,8 @@ class Cluster:
     links: Mapping[str, Link] = field(default_factory=dict)
     device_memory: float | None = None
     price_per_hour: float | None = None
+    mtbf_hours: float | None = None
+    spot: Spot | None = None
 
     @property
     def processes_per_node(self) -> int:

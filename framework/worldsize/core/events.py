@@ -161,6 +161,25 @@ class DataWorkersChanged:
 
 
 @dataclass(frozen=True)
+class SaveIntervalChanged:
+    """Checkpoints are saved after another number of steps from now on, as ``checkpoint.every=auto`` decides.
+
+    Attributes:
+        step: Step whose checkpoint is the last at the interval before.
+        steps: Steps between two saves from now on.
+        seconds: What they are expected to take.
+        save_seconds: Seconds by which a save holds up training, as measured.
+        mtbf: Expected seconds between two failures of the run, as declared and seen.
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    save_seconds: float
+    mtbf: float
+
+
+@dataclass(frozen=True)
 class RunFailed:
     """The run failed on this rank, because of ``cause``."""
 
@@ -184,6 +203,7 @@ Event = (
     | CheckpointFailed
     | Straggling
     | DataWorkersChanged
+    | SaveIntervalChanged
     | RunFailed
     | RunEnded
 )

@@ -82,6 +82,7 @@ class LoopCallbacks:
     evaluate: Callable[[int], Mapping[str, float]]  # returns the metrics after a step, given its number
     emit: Emit  # takes each event
     save: Callable[[TrainingProgress], None] = lambda progress: None  # when a checkpoint is due
+    save_is_due: Callable[[int], bool] = lambda step: False  # besides those of the interval; alike on all ranks
     wants_stop: Callable[[], bool] = lambda: False  # returns whether this rank wants the run to end
     ends_early: Callable[[], str | None] = lambda: None  # returns why the run ends after the evaluations so far
     begins: Callable[[], None] = lambda: None  # when the data of a step are loaded
@@ -148,7 +149,7 @@ class _Loop:
                 return self._end_early(step, reason)
             if stops:
                 self._emit_logged(examine=False)  # a request to stop waits for nothing but the save
-            if stops or config.saves(step):
+            if stops or config.saves(step) or self._callbacks.save_is_due(step):
                 self._save(step, evaluated=not is_due)
             if stops:
                 return TrainingProgress(step, window.skipped)

@@ -10,13 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import CheckpointFailed, DataWorkersChanged, Event, Straggling
+from worldsize.core import CheckpointFailed, DataWorkersChanged, Event, SaveIntervalChanged, Straggling
+from worldsize.messages import duration
 from worldsize.records.json_lines import Row
 
 _logger = logging.getLogger(__name__)
 
 # keys that an event of each name has for whole numbers
-_NUMBERS = {"straggling": ("step", "rank"), "data_workers": ("step", "rank"), "checkpoint_failed": ("step", "in_a_row")}
+_NUMBERS = {
+    "straggling": ("step", "rank"),
+    "data_workers": ("step", "rank"),
+    "checkpoint_failed": ("step", "in_a_row"),
+    "save_interval": ("step", "steps"),
+}
 
 
 def is_event(row: Row) -> bool:
@@ -44,6 +50,9 @@ class EventLog:
             case DataWorkersChanged():
                 _logger.info("step %s: rank %s: %s", event.step, event.rank, described_workers(asdict(event)))
                 self._write("data_workers", asdict(event))
+            case SaveIntervalChanged():
+                _logger.info("step %s: %s", event.step, described_interval(asdict(event)))
+                self._write("save_interval", asdict(event))
 
     def _write_if_possible(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write an event of a disk that may take nothing: what it said is in the process's log, too, if that is so."""
@@ -93,3 +102,16 @@ def described_workers(row: Mapping[str, Any]) -> str:
     if workers < before:
         return f"back to {workers} data workers: steps were not shorter with {before}"
     return f"{workers} data workers instead of {before}: steps waited for data for {waited:.0%} of their time"
+
+
+def described_interval(row: Mapping[str, Any]) -> str:
+    """Describe in one line for people how often a run saves from now on, and why."""
+    names = ("seconds", "save_seconds", "mtbf")
+    values = [value for name in names if isinstance(value := row.get(name), int | float)]
+    if len(values) < len(names):
+        return "the number of steps between checkpoints changed"
+    seconds, save, mtbf = map(duration, values)
+    return (
+        f"a checkpoint every {row.get('steps'):,} steps ({seconds}), since a save costs {save} and a failure is "
+        f"expected every {mtbf}"
+    )

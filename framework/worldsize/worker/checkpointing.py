@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, final
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from worldsize.checkpoints.save import Saver
 from worldsize.core import CheckpointFailed, CheckpointSaved, Emit, StateDict
 from worldsize.errors import CheckpointError, SaveFailedError
+from worldsize.worker.save_interval import SaveInterval
 
 
 @final
@@ -23,10 +25,18 @@ class Checkpointing:
         saver: Writes the checkpoints.
         emit: Takes each event.
         on_failure: What training does when storage refuses a save.
+        interval: Chooses after which steps saves are due; None: the configuration does.
     """
 
-    def __init__(self, saver: Saver, *, emit: Emit, on_failure: Literal["stop", "continue"]) -> None:
-        self._saver, self._emit, self._on_failure = saver, emit, on_failure
+    def __init__(
+        self,
+        saver: Saver,
+        *,
+        emit: Emit,
+        on_failure: Literal["stop", "continue"],
+        interval: SaveInterval | None = None,
+    ) -> None:
+        self._saver, self._emit, self._on_failure, self._interval = saver, emit, on_failure, interval
         self._failures: list[CheckpointFailed] = []
         self._in_a_row = 0
         self._has_saved = False
@@ -39,12 +49,32 @@ class Checkpointing:
         Raises:
             CheckpointError: the previous save failed, and the next one would, too.
         """
-        self.finish()
-        self._saver.save(state, step=step, facts=facts, streams=streams)
+        interval = self._interval
+        with interval.saving(step) if interval else nullcontext():
+            self.finish()
+            if interval:
+                interval.agree(step)
+                facts = {**facts, "save_interval": interval.facts()}
+            self._saver.save(state, step=step, facts=facts, streams=streams)
 
-    def look(self) -> None:
+    def resume(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Go on after ``step`` with the interval that the facts of its checkpoint name, if any."""
+        if self._interval:
+            self._interval.resume(step, facts.get("save_interval") or {})
+
+    def begin_step(self) -> None:
         """Emit the event of the save in flight if it has ended; raise as :meth:`save` does."""
         self._take(self._saver.ended)
+        if self._interval:
+            self._interval.begin_step(in_flight=self._saver.is_writing)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a save is due after ``step``, besides those of the configuration."""
+        return self._interval is not None and self._interval.is_due(step)
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Return a context whose duration is no part of a step's, such as an evaluation's."""
+        return self._interval.uncounted() if self._interval else nullcontext()
 
     def finish(self) -> None:
         """Wait for the save in flight and emit its event; raise as :meth:`save` does."""

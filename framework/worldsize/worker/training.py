@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.format import STREAMS, Checkpoint
 from worldsize.checkpoints.load import load, newest
@@ -23,6 +24,7 @@ from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
 from worldsize.core import (
+    Emit,
     Evaluated,
     Event,
     Listener,
@@ -33,6 +35,7 @@ from worldsize.core import (
     StepDone,
     World,
 )
+from worldsize.cost.checkpoints import mtbf_seconds
 from worldsize.data.auto_workers import AutoWorkers
 from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
@@ -50,6 +53,7 @@ from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.checkpointing import Checkpointing
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
+from worldsize.worker.save_interval import SaveInterval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
@@ -111,16 +115,19 @@ class Training:
             exclude = self._exclude if settings.excludes_slow else None
             self._watch = SlowHostWatch(world, settings.peers(), emit=self._emit, exclude=exclude)
         self._listeners: list[Listener] = [*listeners, self._history, *([self._watch] if self._watch else [])]
+        group = world.groups.get(f"checkpoint/{world.role}")
         saver = Saver(
             run.checkpoints,
             world,
-            world.groups.get(f"checkpoint/{world.role}"),
+            group,
             keep=settings.checkpoint.keep,
             finite=settings.numerics.nonfinite == "stop",
             owner=run.manifest,
             at=settings.faults.at,
         )
-        self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=settings.checkpoint.on_failure)
+        interval = _save_interval(settings, run, group, self._emit) if settings.checkpoint.every == "auto" else None
+        on_failure = settings.checkpoint.on_failure
+        self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=on_failure, interval=interval)
 
     def run(self, heartbeat: Path | None) -> int:
         """Train to the end, or until the run should stop; return the exit code."""
@@ -128,6 +135,7 @@ class Training:
         first, checkpoint = self._resume()
         self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
         self._recall(first)
+        self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {})
         beats = Heartbeat(heartbeat, first.step) if heartbeat else None
         last = self._fit(first, checkpoint, beats)
         if beats:
@@ -208,12 +216,14 @@ class Training:
 
         def evaluation(step: int) -> Mapping[str, float]:
             settings.faults.at("evaluate:begin")
-            return evaluate_splits(self._replica, data, splits, step=step, part=part)
+            with self._checkpoints.uncounted():
+                return evaluate_splits(self._replica, data, splits, step=step, part=part)
 
         callbacks = LoopCallbacks(
             evaluate=evaluation,
             emit=self._emit,
             save=partial(self._save, streams),
+            save_is_due=self._checkpoints.is_due,
             ends_early=self._ends_early,
             wants_stop=lambda: self._preemption.is_wanted() or self._checkpoints.wants_stop(),
             begins=partial(settings.faults.at, "step:compute"),
@@ -261,7 +271,7 @@ class Training:
         for done, step in enumerate(batches, first):
             if heartbeat:
                 heartbeat.step(done)
-            self._checkpoints.look()
+            self._checkpoints.begin_step()
             yield step
 
     def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:
@@ -299,6 +309,18 @@ class Training:
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
             **({"failed_saves": failed} if (failed := self._checkpoints.failed_saves()) else {}),
         }
+
+
+def _save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | None, emit: Emit) -> SaveInterval:
+    """Return the rule for saves, with what the run's record says of earlier attempts."""
+    cluster, ended = settings.cluster, [each for each in view(run.path).attempts if each["end_at"] is not None]
+    return SaveInterval(
+        group,
+        lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
+        emit=emit,
+        failures=sum(each["exit_reason"] in ("failed", "killed") for each in ended),
+        seconds=sum(each["end_at"] - each["start_at"] for each in ended),
+    )
 
 
 def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) -> int | AutoWorkers:

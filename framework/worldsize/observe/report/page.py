@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from worldsize.core import spoken_name
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
+from worldsize.messages import duration
 from worldsize.observe.report.cluster import axes, links, nodes
 from worldsize.observe.report.curves import common_curves, run_curves
 from worldsize.observe.report.ranks import rank_charts, waits_by_rank
@@ -197,14 +198,6 @@ def figure(value: Any) -> str:
 def percent(share: float) -> str:
     """Format a fraction in percent with one decimal, "–" for NaN."""
     return f"{share:.1%}" if share == share else "–"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as "3.2 s", "5 min 7 s" or "2 h 10 min"; NaN raises ValueError."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 2:
-        return f"{seconds:.3g} s"
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def milliseconds(seconds: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
-from worldsize.observe.events import described_failure, described_workers
+from worldsize.observe.events import described_failure, described_interval, described_workers
 from worldsize.observe.report.read import Line, Record
 
 _MARKS = 100  # number of marks shown
@@ -118,7 +118,7 @@ def _ending(attempt: Mapping[str, Any]) -> str:
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
     for event in events:
         if isinstance(event.get("time"), int | float):
-            yield event["time"], describe_event(event), event["event"] == "data_workers"
+            yield event["time"], describe_event(event), event["event"] in ("data_workers", "save_interval")
 
 
 def describe_event(event: Line) -> str:
@@ -127,6 +127,8 @@ def describe_event(event: Line) -> str:
         return f"step {event.get('step')}: rank {event.get('rank')}: {described_workers(event)}"
     if event.get("event") == "checkpoint_failed":
         return f"step {event.get('step')}: {described_failure(event)}"
+    if event.get("event") == "save_interval":
+        return f"step {event.get('step')}: {described_interval(event)}"
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:

@@ -1,0 +1,149 @@
+"""Chooses after how many steps the next checkpoint is due, as ``checkpoint.every=auto`` asks for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from worldsize.core import SaveIntervalChanged
+from worldsize.cost.checkpoints import interval_seconds
+
+_FIRST = 10  # steps before the first save of a run
+_GROWTH = 4  # largest factor between two intervals, since the first costs and steps are not typical
+_REMEMBERED = 8  # saves whose mean cost counts
+_CHANGED = 1.5  # factor from which a new interval is told
+
+
+@final
+class SaveInterval:
+    """The steps between two saves with which saves and lost steps together cost least.
+
+    A save costs the time for which it holds up training, and the time by which steps are slower while it is written.
+    Both are measured, on every rank. Before each save the ranks agree on the interval that follows it, from the largest
+    of their figures.
+
+    Args:
+        group: A group of the ranks that save, in which nothing else is in flight when :meth:`agree` is called (None:
+            one process).
+        mtbf: Returns the expected seconds between two failures, given the failures and the seconds of the run so far.
+        emit: Takes the event of a changed interval.
+        failures: Failures of the run before this attempt; it is enough that one rank knows them.
+        seconds: Duration of the run before this attempt; it is enough that one rank knows it.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        mtbf: Callable[[int, float], float],
+        *,
+        emit: Callable[[SaveIntervalChanged], None],
+        failures: int = 0,
+        seconds: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._group, self._mtbf, self._emit, self._clock = group, mtbf, emit, clock
+        self._failures, self._start = failures, clock() - seconds
+        self.steps = self._told = _FIRST
+        self._newest = 0  # step of the newest save, or that at which the attempt began
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
+        self._step_seconds = 0.0  # 0: not known yet
+        self._quiet, self._busy = _Steps(), _Steps()  # while no save is in flight, and while one is
+        self._in_flight = False
+        self._began: float | None = None  # time at which the step in progress began; None: none has begun
+        self._is_warm = False  # whether a step has ended: the first one is slower than all others
+
+    def resume(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Go on after ``step`` with what a checkpoint recorded; with nothing recorded, begin anew."""
+        self._newest = step
+        if facts:
+            self.steps = self._told = int(facts["steps"])
+            self._costs.append(float(facts["save_seconds"]))
+            self._step_seconds = float(facts["step_seconds"])
+
+    def facts(self) -> dict[str, Any]:
+        """Return the interval, the mean cost of a save and the seconds of a step, once all of them are known."""
+        if not self._costs or not self._step_seconds:
+            return {}
+        return {"steps": self.steps, "save_seconds": self._cost(), "step_seconds": self._step_seconds}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a save is due after ``step``."""
+        return step - self._newest >= self.steps
+
+    def begin_step(self, *, in_flight: bool) -> None:
+        """Count the step that has ended, and note that the next one begins while a save is, or is not, in flight."""
+        now = self._clock()
+        if self._began is not None and self._is_warm:
+            (self._busy if self._in_flight else self._quiet).add(now - self._began)
+        self._is_warm = self._began is not None
+        if self._in_flight and not in_flight:
+            self._count_slower_steps()
+        self._began, self._in_flight = now, in_flight
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count what happens inside as no part of a step: an evaluation, or a save."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._began is not None:
+                self._began += self._clock() - began
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Measure how long the save of ``step`` holds up training."""
+        began = self._clock()
+        with self.uncounted():
+            yield
+        self._costs.append(self._clock() - began)
+        self._newest = step
+
+    def agree(self, step: int) -> None:
+        """Choose, with all ranks, the steps from this save, of ``step``, to the next one."""
+        if self._quiet.number:
+            self._step_seconds = self._quiet.mean()
+            self._quiet = _Steps()
+        mine = (self._cost(), self._step_seconds, self._failures, self._clock() - self._start)
+        figures = torch.tensor(mine, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group)
+        cost, step_seconds, failures, seconds = figures.tolist()
+        self.steps *= _GROWTH
+        if not (cost and step_seconds):
+            return  # nothing was saved yet
+        mtbf = self._mtbf(int(failures), seconds)
+        self.steps = max(1, min(self.steps, round(interval_seconds(cost, mtbf) / step_seconds)))
+        if not 1 / _CHANGED < self.steps / self._told < _CHANGED:
+            self._told = self.steps
+            self._emit(SaveIntervalChanged(step, self.steps, self.steps * step_seconds, save_seconds=cost, mtbf=mtbf))
+
+    def _cost(self) -> float:
+        return sum(self._costs) / len(self._costs) if self._costs else 0.0
+
+    def _count_slower_steps(self) -> None:
+        """Add to the cost of the newest save the time by which steps were slower while it was written."""
+        usual = self._quiet.mean() if self._quiet.number else self._step_seconds
+        if usual and self._costs:
+            self._costs[-1] += max(0.0, self._busy.seconds - self._busy.number * usual)
+        self._busy = _Steps()
+
+
+@final
+class _Steps:
+    def __init__(self) -> None:
+        self.number, self.seconds = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.number, self.seconds = self.number + 1, self.seconds + seconds
+
+    def mean(self) -> float:
+        return self.seconds / self.number

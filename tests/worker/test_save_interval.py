@@ -1,0 +1,167 @@
+"""``checkpoint.every=auto`` saves about as well as the best fixed interval, and changes no bit of the run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.outcome import outcome
+from worldsize.checkpoints.format import complete, read
+from worldsize.core import SaveIntervalChanged
+from worldsize.cost.checkpoints import expected_seconds, interval_seconds, mtbf_seconds
+from worldsize.worker.save_interval import SaveInterval
+
+STEP, SAVE, RESTART, STEPS = 0.5, 4.0, 30.0, 200_000  # seconds, and steps of a simulated run
+
+
+class FailedError(Exception):
+    """The simulated run has failed."""
+
+
+class Clock:
+    """Counts the seconds of a simulated run, and fails at random."""
+
+    def __init__(self, mtbf: float, seed: int) -> None:
+        self.now, self._mtbf, self._random = 0.0, mtbf, random.Random(seed)
+        self.fail_later()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def fail_later(self) -> None:
+        self._failure = self.now + self._random.expovariate(1 / self._mtbf)
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self._failure:
+            self.now = self._failure
+            self.fail_later()
+            raise FailedError
+
+
+class Fixed:
+    """Saves every ``steps`` steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def is_due(self, step: int) -> bool:
+        return step % self.steps == 0
+
+    def begin_step(self, *, in_flight: bool) -> None:
+        """Measure nothing."""
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        yield
+
+    def agree(self, step: int) -> None:
+        """Choose nothing."""
+
+    def resume(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Remember nothing."""
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+def goodput(make: Callable[[Clock, int], SaveInterval | Fixed], mtbf: float, seed: int) -> float:
+    """Return the share of a simulated run's time that was spent on steps that counted."""
+    clock, failures, saved, facts = Clock(mtbf, seed), 0, 0, dict[str, Any]()
+    while saved < STEPS:
+        interval = make(clock, failures)
+        interval.resume(saved, facts)
+        try:
+            if failures:
+                clock.spend(RESTART)
+            for step in range(saved + 1, STEPS + 1):
+                interval.begin_step(in_flight=False)
+                clock.spend(STEP)
+                if interval.is_due(step) or step == STEPS:
+                    with interval.saving(step):
+                        interval.agree(step)
+                        clock.spend(SAVE)
+                    saved, facts = step, interval.facts()
+        except FailedError:
+            failures += 1
+    return STEPS * STEP / clock.now
+
+
+def automatic(clock: Clock, failures: int, *, declared: float) -> SaveInterval:
+    rule = partial(_mtbf, declared)
+    return SaveInterval(None, rule, emit=lambda event: None, failures=failures, seconds=clock.now, clock=clock)
+
+
+def _mtbf(declared: float, failures: int, seconds: float) -> float:
+    return mtbf_seconds(declared, 1, failures=failures, seconds=seconds)
+
+
+@pytest.mark.parametrize("mtbf", [600.0, 3600.0, 20_000.0])
+def test_goodput_is_within_two_percent_of_the_best_fixed_interval(mtbf: float) -> None:
+    best = max(goodput(lambda *_, steps=steps: Fixed(steps), mtbf, seed=3) for steps in (60, 120, 240, 480, 960, 1920))
+    chosen = goodput(partial(automatic, declared=mtbf / 3600), mtbf, seed=3)
+    assert chosen >= 0.98 * best
+
+
+def test_a_rate_that_was_declared_ten_times_too_low_is_corrected_by_the_failures_seen() -> None:
+    best = max(goodput(lambda *_, steps=steps: Fixed(steps), 600.0, seed=5) for steps in (60, 120, 240, 480))
+    chosen = goodput(partial(automatic, declared=10 * 600 / 3600), 600.0, seed=5)
+    assert chosen >= 0.97 * best
+
+
+def test_the_interval_has_the_least_expected_time_of_all() -> None:
+    for save, mtbf in ((0.1, 10.0), (2.0, 600.0), (30.0, 3600.0), (10.0, 1e6)):
+        chosen = interval_seconds(save, mtbf)
+        least = min(expected_seconds(1e5, chosen * k / 100, save, mtbf, 5.0) for k in range(20, 500))
+        assert expected_seconds(1e5, chosen, save, mtbf, 5.0) <= 1.001 * least
+    assert interval_seconds(50.0, 10.0) == 10.0  # a save that takes longer than a run usually lives
+
+
+def test_the_time_between_failures_is_what_was_declared_and_then_what_was_seen() -> None:
+    assert mtbf_seconds(10.0, 4) == 9000.0
+    assert mtbf_seconds(10.0, 4, failures=99, seconds=991_000.0) == 10_000.0
+    assert mtbf_seconds(None, 1, failures=4, seconds=100.0) == 25.0
+    assert 6000 < mtbf_seconds(None, 1) / 3600 < 6500
+
+
+def test_slower_steps_while_a_save_is_written_are_part_of_its_cost() -> None:
+    clock, events = Clock(1e12, 0), list[SaveIntervalChanged]()
+    interval = SaveInterval(None, lambda failures, seconds: 1e4, emit=events.append, clock=clock)
+    for _ in range(10):
+        interval.begin_step(in_flight=False)
+        clock.spend(1.0)
+    with interval.saving(10):
+        clock.spend(0.5)
+    interval.begin_step(in_flight=True)
+    for step in range(1, 6):
+        clock.spend(1.5)
+        interval.begin_step(in_flight=step < 5)
+    with interval.uncounted():
+        clock.spend(100.0)  # an evaluation
+    clock.spend(1.0)
+    interval.begin_step(in_flight=False)
+    interval.agree(17)
+    assert interval.facts() == {"steps": 40, "save_seconds": pytest.approx(3.0), "step_seconds": pytest.approx(1.0)}
+
+
+def test_a_run_saves_by_itself_and_ends_with_the_same_bits(
+    train: Any, command: Any, environment_without_wandb: dict[str, str]
+) -> None:
+    words = ("recipe=digits", "steps=400", "cluster.processes=2", "cluster.threads=1", "checkpoint.keep.last=99")
+    killed = "faults=[{action: kill, rank: 1, step: 200}]"
+    run = train(*words, "checkpoint.every=auto", "cluster.mtbf_hours=0.001", killed)
+    assert run.code == 1, run.error
+    done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    recorded = [read(path).facts["save_interval"] for path in complete(run.folder / "checkpoints")]
+    assert recorded[-1].keys() == {"steps", "save_seconds", "step_seconds"}
+    assert any(row["event"] == "save_interval" and row["save_seconds"] > 0 for row in rows)
+    assert "since a save costs" in run.output + run.error
+    assert outcome(run.folder) == outcome(train(*words).folder)
