@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,13 @@ from rich.table import Table
 HERE = Path(__file__).parent
 LOADER = str(HERE / "peers" / "loading.py")
 WRITER = str(HERE / "peers" / "samples.py")
+
+
+class Result(NamedTuple):
+    """Samples a second, and microseconds of cores a sample: of the process that trains and of its workers."""
+
+    rate: float
+    cores: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Contest:
 
 CONTESTS: Mapping[str, Contest] = {
     "JSON lines": Contest("ours:jsonl", ("naive:jsonl", "datasets:jsonl"), ("streaming:text", "litdata:text")),
-    "Parquet": Contest("ours:parquet", ("naive:parquet", "datasets:parquet")),
+    "Parquet": Contest("ours:parquet", ("naive:parquet", "datasets:parquet", "ours:parquet_wide")),
     "datasets on disk": Contest("ours:hf_dataset", ("datasets:hf_dataset",)),
     "WebDataset, text": Contest("ours:tar", ("webdataset:tar",)),
     "WebDataset, JPEG": Contest("ours:tar_images", ("webdataset:tar_images",)),
@@ -51,39 +59,41 @@ CONTESTS: Mapping[str, Contest] = {
 def main(rounds: int, other_python: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, WRITER, folder], check=True)
-        drawn = Table("", "loader", "samples a second", "ours to it", title=f"2 workers, {rounds} rounds")
+        title = f"2 workers, {rounds} rounds"
+        drawn = Table("", "loader", "samples a second", "ours to it", "µs of cores a sample", "it to ours", title=title)
         for name, contest in CONTESTS.items():
-            rates: dict[str, list[float]] = {}
+            loaders = (contest.ours, *contest.peers, *contest.elsewhere)
+            results: dict[str, list[Result]] = {loader: [] for loader in loaders}
             for _ in range(rounds):
-                for loader in (contest.ours, *contest.peers, *contest.elsewhere):
+                for loader in loaders:
                     python = other_python if loader in contest.elsewhere else sys.executable
-                    rate = measured(python, loader, folder)
-                    if rate is not None:
-                        rates.setdefault(loader, []).append(rate)
-            for loader in (contest.ours, *contest.peers, *contest.elsewhere):
-                drawn.add_row(name if loader == contest.ours else "", loader, *cells(rates, loader, contest.ours))
+                    results[loader] += measured(python, loader, folder)
+            for loader in loaders:
+                first = name if loader == contest.ours else ""
+                drawn.add_row(first, loader, *cells(results[loader], results[contest.ours]))
         Console(width=120).print(drawn)
 
 
-def cells(rates: Mapping[str, Sequence[float]], loader: str, ours: str) -> tuple[str, str]:
-    """Return a loader's median rate, and the median of the rounds' ratios of our rate to it."""
-    if loader not in rates:
-        return "not installed", ""
-    ratio = statistics.median(mine / theirs for mine, theirs in zip(rates[ours], rates[loader], strict=True))
-    return f"{statistics.median(rates[loader]):,.0f}", "" if loader == ours else f"{ratio:.2f} ×"
+def cells(theirs: Sequence[Result], ours: Sequence[Result]) -> tuple[str, ...]:
+    """Return a loader's medians, each with the median of the rounds' ratios to ours."""
+    if not theirs:
+        return "not installed", "", "", ""
+    faster = statistics.median(mine.rate / its.rate for mine, its in zip(ours, theirs, strict=True))
+    cheaper = statistics.median(its.cores / mine.cores for mine, its in zip(ours, theirs, strict=True))
+    rate, cores = (statistics.median(each) for each in zip(*theirs, strict=True))
+    return f"{rate:,.0f}", f"{faster:.2f} ×", f"{cores:.1f}", f"{cheaper:.2f} ×"
 
 
-def measured(python: str | None, loader: str, folder: str) -> float | None:
-    """Return samples a second of one loader in a process of its own; None: it is not installed."""
+def measured(python: str | None, loader: str, folder: str) -> list[Result]:
+    """Measure one loader in a process of its own; return nothing if it is not installed."""
     if python is None:
-        return None
+        return []
     print(loader, file=sys.stderr)
     done = subprocess.run([python, LOADER, loader, folder], stdout=subprocess.PIPE, text=True)
     if done.returncode == 3:
-        return None
+        return []
     done.check_returncode()
-    rate: float = json.loads(done.stdout.splitlines()[-1])
-    return rate
+    return [Result(*json.loads(done.stdout.splitlines()[-1]))]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,17 @@ def test_values_outside_the_range_are_no_samples(name: str, tmp_path: Path) -> N
     FORMATS[name].write(tmp_path / "files")
     source = opened(name, tmp_path / "files", tmp_path / "cache")
     assert sum(1 for _ in source) == SAMPLES  # Python iterates by index until there is none
+
+
+def test_a_rank_has_no_memory_in_the_number_of_samples(tmp_path: Path) -> None:
+    """The index of a million lines takes 16 MB on disk; a list of as many numbers would take 36 MB in memory."""
+    lines = 1_000_000
+    (tmp_path / "a.jsonl").write_bytes(b'{"x":1}\n' * lines)
+    cache = Cache(folder=str(tmp_path / "cache"))
+    assert len(JsonLines(str(tmp_path / "a.jsonl"), cache=cache)) == lines  # which makes the index
+    tracemalloc.start()
+    source = JsonLines(str(tmp_path / "a.jsonl"), cache=cache)
+    assert source.__getitems__([lines - 1, 0, lines // 2]) == [{"x": 1}] * 3
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6e6  # of which 4 MiB are read to see that the index is whole
