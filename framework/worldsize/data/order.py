@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.core import Dealing
+from worldsize.core import ConfigError, Dealing
 from worldsize.data.shuffle import Shuffle
 from worldsize.data.source import Transformed
 from worldsize.reproducibility.seeds import stream
@@ -77,7 +77,12 @@ class Order:
         return self.indices(step, logical_rank, len(dataset))
 
     def indices(self, step: int, logical_rank: int, length: int) -> Tensor:
-        """Return which of ``length`` samples one logical rank takes: indices, int64 [micro_batch_size]."""
+        """Return which of ``length`` samples one logical rank takes: indices, int64 [micro_batch_size].
+
+        Raises:
+            ConfigError: there is no sample.
+        """
+        _refuse_empty(length)
         positions = self.positions(step, logical_rank)
         parts = []
         while positions:
@@ -93,9 +98,20 @@ class Order:
 
 
 def epoch_length(dataset: Any) -> int:
-    """Return how many samples of ``dataset`` are an epoch."""
+    """Return how many samples of ``dataset`` are an epoch.
+
+    Raises:
+        ConfigError: there is none.
+    """
     own = own_order(dataset)
-    return len(dataset) if own is None else own.epoch_length
+    length = len(dataset) if own is None else own.epoch_length
+    _refuse_empty(length)
+    return length
+
+
+def _refuse_empty(length: int) -> None:
+    if length == 0:
+        raise ConfigError("the data have no samples. Check the path of the data, and what is held out of them.")
 
 
 def logical_ranks_of(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:

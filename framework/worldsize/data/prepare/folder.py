@@ -26,14 +26,15 @@ from filelock import FileLock, Timeout
 from worldsize.data.prepare.pieces import Made, Piece, make, pieces_of, sha256_of, write_json
 from worldsize.data.prepare.texts import TextFormat, input_files
 from worldsize.data.prepare.tokenizer import Encoder, Tokenizer, dtype_of
+from worldsize.data.sources.prepared import MANIFEST, listed_sizes
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.world.parent import die_with_parent
 
-MANIFEST = "manifest.json"
 _SCHEMA = 1
 _PIECES = ".pieces"
 _REQUEST = "request.json"
 _LOCK = ".lock"
+OnError = Literal["stop", "skip"]
 Progress = Callable[[int, int], None]  # bytes of the input that are done, and of all
 
 
@@ -54,7 +55,7 @@ class Preparation:
     tokenizer: Tokenizer
     form: TextFormat = field(default_factory=TextFormat)
     shard_bytes: int = 64 << 20
-    on_error: Literal["stop", "skip"] = "stop"
+    on_error: OnError = "stop"
 
     def write(self, folder: Path, *, processes: int, progress: Progress = lambda done, total: None) -> dict[str, Any]:
         """Make the shards in ``folder``, and return the manifest.
@@ -65,18 +66,21 @@ class Preparation:
             ConfigError: the folder has other shards, or an input or the tokenizer is not there.
             WorldsizeError: a document cannot be read, or another process prepares the folder.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made: {error.strerror}. Name another folder.") from None
         with _locked(folder):
             encoder, files = self.tokenizer.encoder(), input_files(self.inputs)
             with _pool(processes, self.tokenizer) as pool:
                 digests = dict(zip(files, pool.map(sha256_of, files.values()), strict=True))
                 request = self._request(encoder, files, digests)
-                done = _finished(folder, request)
+                done = _finished(folder, request, self.on_error)
                 if done is not None:
                     return done
                 work = _begun(folder, request)
                 pieces = list(pieces_of(files.values(), self.form, work, size=self.shard_bytes))
-                _make_all(pieces, partial(_make, form=self.form, on_error=self.on_error), pool, progress)
+                _make_all(pieces, partial(_make, form=self.form), self.on_error, pool, progress)
             return _sealed(folder, pieces, request, encoder)
 
     def _request(self, encoder: Encoder, files: Mapping[str, Path], digests: Mapping[str, str]) -> dict[str, Any]:
@@ -104,12 +108,32 @@ def _locked(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- what a folder has already
 
 
-def _finished(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the manifest of a folder that has just these shards; None: it has none."""
+def _finished(folder: Path, request: Mapping[str, Any], on_error: OnError) -> dict[str, Any] | None:
+    """Return the manifest of a folder that has just these shards; None: it has none.
+
+    Raises:
+        ConfigError: it has other ones, or not all of them.
+    """
     if not (folder / MANIFEST).exists():
         return None
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    manifest = _read(folder / MANIFEST)
     _check_same(folder, {key: manifest.get(key) for key in request}, request)
+    try:
+        sizes, skipped = listed_sizes(manifest), int(manifest["skipped"])
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(folder / MANIFEST) from None
+    for name, size in sizes.items():
+        present = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if present != size:
+            raise ConfigError(
+                f"{folder / name} has {present:,} bytes, and {size:,} were written. Bring that file back, or remove "
+                f"{folder} and prepare it anew."
+            )
+    if skipped and on_error == "stop":
+        raise ConfigError(
+            f"{folder} was prepared with --on-error skip, which left out {skipped:,} documents. Give --on-error skip "
+            "as well, or name another folder."
+        )
     shutil.rmtree(folder / _PIECES, ignore_errors=True)  # of a run that was killed after its manifest
     return manifest
 
@@ -118,13 +142,27 @@ def _begun(folder: Path, request: Mapping[str, Any]) -> Path:
     """Return the folder of pieces, begun by this request or by the same one before."""
     work = folder / _PIECES
     if (work / _REQUEST).exists():
-        _check_same(folder, json.loads((work / _REQUEST).read_text()), request)
+        _check_same(folder, _read(work / _REQUEST), request)
         return work
     if others := sorted(path.name for path in folder.iterdir() if path.name not in (_LOCK, _PIECES)):
         raise ConfigError(f"{folder} has other files ({others[0]}); nothing was changed. Name a new folder.")
     work.mkdir(exist_ok=True)
     write_json(work / _REQUEST, request)
     return work
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        raise _damaged(path) from None
+    if not isinstance(content, dict):
+        raise _damaged(path)
+    return content
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is damaged; nothing was changed. Remove the folder, and prepare it anew.")
 
 
 def _check_same(folder: Path, there: Mapping[str, Any], request: Mapping[str, Any]) -> None:
@@ -153,19 +191,23 @@ def _begin_process(parent: int, tokenizer: Tokenizer) -> None:
     _encoder = tokenizer.encoder()
 
 
-def _make(piece: Piece, form: TextFormat, on_error: Literal["stop", "skip"]) -> None:
+def _make(piece: Piece, on_error: OnError, form: TextFormat) -> None:
     assert _encoder is not None, "each process of the pool begins with it"
     make(piece, _encoder, form, on_error=on_error)
 
 
 def _make_all(
-    pieces: Sequence[Piece], work: Callable[[Piece], None], pool: ProcessPoolExecutor, progress: Progress
+    pieces: Sequence[Piece],
+    work: Callable[[Piece, OnError], None],
+    on_error: OnError,
+    pool: ProcessPoolExecutor,
+    progress: Progress,
 ) -> None:
-    missing = [piece for piece in pieces if piece.made() is None]
+    missing = [piece for piece in pieces if not _is_made(piece, on_error)]
     total = sum(piece.size for piece in pieces)
     done = total - sum(piece.size for piece in missing)
     progress(done, total)
-    futures = {pool.submit(work, piece): piece for piece in missing}
+    futures = {pool.submit(work, piece, on_error): piece for piece in missing}
     try:
         for future in as_completed(futures):
             future.result()
@@ -179,6 +221,12 @@ def _make_all(
     finally:
         for future in futures:
             future.cancel()
+
+
+def _is_made(piece: Piece, on_error: OnError) -> bool:
+    """Tell whether a piece is finished; one that leaves documents out is not if these are to stop the preparation."""
+    made = piece.made()
+    return made is not None and not (made.skipped and on_error == "stop")
 
 
 def _sealed(folder: Path, pieces: Sequence[Piece], request: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
@@ -214,6 +262,8 @@ def _placed(folder: Path, number: int, piece: Piece, facts: Made) -> dict[str, A
         if path.exists():
             path.replace(folder / name)
     file, documents = places.values()
+    if missing := [name for name in places.values() if not (folder / name).exists()]:
+        raise WorldsizeError(f"{folder / missing[0]} was made, and is gone. Remove {folder}, and prepare it anew.")
     return {
         "file": file,
         "tokens": facts.tokens,

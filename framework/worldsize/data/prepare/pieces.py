@@ -76,8 +76,11 @@ class Piece:
         return sum(span.size for span in self.spans)
 
     def made(self) -> Made | None:
-        """Read what was made of it; None: it is not finished."""
-        return Made(**json.loads(self.facts.read_text())) if self.facts.exists() else None
+        """Read what was made of it; None: it is not finished, or what says so is damaged."""
+        try:
+            return Made(**json.loads(self.facts.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
 
 
 def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: int) -> Iterator[Piece]:

@@ -168,13 +168,22 @@ def _column(span: Span, column: str) -> Iterator[str | Bad]:
         yield Bad(str(span.path), f"no column {column!r}{neighbours(column, file.schema_arrow.names)}")
         return
     row = sum(file.metadata.row_group(group).num_rows for group in range(span.begin))
-    for batch in file.iter_batches(row_groups=range(span.begin, span.end), columns=[column]):
+    for batch in _batches(file, span, column):
         for value in batch.column(0).to_pylist():
             try:
                 yield _string(value, column)
             except ValueError as error:
                 yield Bad(f"{span.path}, row {row:,}", str(error))
             row += 1
+
+
+def _batches(file: Any, span: Span, column: str) -> Iterator[Any]:
+    try:
+        yield from file.iter_batches(row_groups=range(span.begin, span.end), columns=[column])
+    except (arrow().ArrowException, OSError) as error:
+        raise WorldsizeError(
+            f"{span.path}, row group {span.begin}: it does not decode: {error}. Bring the file again."
+        ) from None
 
 
 def _parquet(path: Path) -> Any:

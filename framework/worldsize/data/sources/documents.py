@@ -68,10 +68,14 @@ class DocumentFiles(TokenFiles, IndexedSource):
         return f"documents {[[vector.file.size, vector.file.stamp] for vector in self.bounds.values()]}"
 
     def fingerprint(self) -> Mapping[str, Any]:
+        shards = self.shards  # which refuses other boundaries than those of the tokens
         if self.prepared:
             return super().fingerprint()
-        described = [[shard.tokens.file.digest(), shard.bounds.file.digest()] for shard in self.shards]
-        size = sum(shard.tokens.file.size + shard.bounds.file.size for shard in self.shards)
+        for shard in shards:
+            for _ in _blocks(shard.bounds):  # it refuses what no manifest vouches for, before a run starts
+                pass
+        described = [[shard.tokens.file.digest(), shard.bounds.file.digest()] for shard in shards]
+        size = sum(shard.tokens.file.size + shard.bounds.file.size for shard in shards)
         total = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         return {"size": size, "sha256": total, "files": len(described)}
 
@@ -89,6 +93,9 @@ def _shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) -> _Sha
             "Prepare the folder with worldsize prepare, or take data=tokens, which ignores documents."
         )
     shard = _Shard(vector, Vector(file, "int64"))
+    if shard.bounds.length == 0 or (first := int(shard.bounds.read(0, 1)[0])) != 0:
+        begins = "it is empty" if shard.bounds.length == 0 else f"the first one begins at token {first:,}"
+        raise ConfigError(f"{name} does not say where documents begin and end: {begins}. Prepare the folder anew.")
     last = int(shard.bounds.read(shard.bounds.length - 1, shard.bounds.length)[0])
     if last != vector.length:
         raise ConfigError(
@@ -181,6 +188,17 @@ class PackedDocuments(DocumentFiles):
 
 
 def _blocks(bounds: Vector) -> Iterator[Numbers]:
-    """Yield the boundaries of 1,024 documents at a time: int64 [documents + 1]."""
+    """Yield the boundaries of 1,024 documents at a time: int64 [documents + 1].
+
+    Raises:
+        ConfigError: a document ends before it begins.
+    """
     for first in range(0, bounds.length - 1, _TOGETHER):
-        yield bounds.read(first, min(first + _TOGETHER, bounds.length - 1) + 1)
+        block = bounds.read(first, min(first + _TOGETHER, bounds.length - 1) + 1).astype(numpy.int64, copy=False)
+        if len(descents := numpy.flatnonzero(numpy.diff(block) < 0)):
+            here = int(descents[0])
+            raise ConfigError(
+                f"{bounds.file.name}: document {first + here:,} begins at token {block[here]:,} and ends at "
+                f"{block[here + 1]:,}. Prepare the folder anew."
+            )
+        yield block

@@ -14,7 +14,9 @@ from worldsize.data.storage.open_files import open_files
 from worldsize.errors import ConfigError
 from worldsize.strict_json import LARGEST, parse
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+_HEADER = 128  # bytes that numpy.save writes before numbers in one dimension
+_BOUNDARY = 8  # bytes of the place in the tokens where a document begins
 _UNFINISHED = "/.pieces/"
 
 
@@ -48,14 +50,15 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
     if unfinished := next((file for file in files if _UNFINISHED in file.name), None):
         folder = unfinished.name.partition(_UNFINISHED)[0]
         raise ConfigError(f"the preparation of {folder} has not ended. Start the same worldsize prepare again.")
-    manifest: ByteFile | None = None
+    manifests: list[ByteFile] = []
     with suppress(ConfigError):
-        (manifest,) = open_files(f"{path.rstrip('/')}/{_MANIFEST}", cache)
-    if manifest is None:
+        manifests = open_files(f"{path.rstrip('/')}/{MANIFEST}", cache)
+    if len(manifests) != 1:  # a pattern may name several folders
         return None
+    (manifest,) = manifests
     try:
-        content = parse(manifest.read(0, min(manifest.size, LARGEST)))
-        tokenizer, shards = content["tokenizer"], {shard["file"]: shard["bytes"] for shard in content["shards"]}
+        content = parse(manifest.read(0, min(manifest.size, LARGEST + 1)))
+        tokenizer, listed = content["tokenizer"], listed_sizes(content)
         maker = {"name": tokenizer["name"], "sha256": tokenizer["sha256"]}
         facts = Prepared(int(tokenizer["vocabulary"]), maker, str(content["sha256"]))
     except (ValueError, KeyError, TypeError):
@@ -64,14 +67,27 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
         ) from None
     folder = manifest.name.rpartition("/")[0]
     sizes = {PurePosixPath(file.name).name: file.size for file in files if file.name.rpartition("/")[0] == folder}
-    for name in sorted(shards.keys() | {name for name in sizes if name.startswith("tokens_")}):
-        then, now = shards.get(name), sizes.get(name)
+    for name in sorted(listed.keys() | {name for name in sizes if name.startswith(("tokens_", "documents_"))}):
+        then, now = listed.get(name), sizes.get(name)
         if then != now:
             raise ConfigError(
-                f"{folder}/{name}: {_MANIFEST} beside it says {_bytes(then)}, and there are {_bytes(now)}. Bring the "
+                f"{folder}/{name}: {MANIFEST} beside it says {_bytes(then)}, and there are {_bytes(now)}. Bring the "
                 "shards of one preparation, or prepare the folder anew."
             )
     return facts
+
+
+def listed_sizes(content: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes of each file that a manifest lists, by its name.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no manifest.
+    """
+    sizes = {}
+    for shard in content["shards"]:
+        sizes[str(shard["file"])] = int(shard["bytes"])
+        sizes[str(shard["documents_file"])] = _HEADER + _BOUNDARY * (int(shard["documents"]) + 1)
+    return sizes
 
 
 def _bytes(count: int | None) -> str:

@@ -21,7 +21,7 @@ from worldsize.core import OneOf, Range
 from worldsize.data.source import FileSource
 from worldsize.data.sources.prepared import Prepared, prepared
 from worldsize.data.storage.byte_files import ByteFile, SampleError
-from worldsize.data.storage.open_files import open_files
+from worldsize.data.storage.open_files import expanded, open_files
 from worldsize.errors import ConfigError
 
 _HEADER = 4096  # bytes that hold the header of an array of one dimension
@@ -63,7 +63,7 @@ def _header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
         version = numpy.lib.format.read_magic(head)
         read = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
         shape, _, dtype = read(head)
-    except ValueError as error:
+    except Exception as error:  # NumPy parses a header as Python, with all errors that this has
         raise ConfigError(f"{file.name} is no .npy file: {error}. Write it with numpy.save.") from None
     if dtype.kind not in "iu":
         raise ConfigError(f"{file.name} holds {dtype}; tokens are whole numbers. Convert the file.")
@@ -97,13 +97,20 @@ class TokenFiles(FileSource):
     @cached_property
     def files(self) -> Sequence[ByteFile]:
         """The files of tokens."""
-        return [file for file in self.listed if not file_name(file).startswith("documents_")]
+        files = [file for file in self.listed if not file_name(file).startswith("documents_")]
+        if not files:
+            raise ConfigError(
+                f"{self.listed[0].name} says where documents end, and no file of their tokens (tokens_*.npy) is beside "
+                "it. Bring the whole folder."
+            )
+        return files
 
     @cached_property
     def prepared(self) -> Sequence[Prepared]:
         """The facts in the manifests of ``worldsize prepare``, if each path is a folder that has one."""
         paths = [self.path] if isinstance(self.path, str) else self.path
-        facts = [prepared(path, self.listed, self.cache) for path in paths]
+        folders = [folder for path in paths for folder in expanded(path)]
+        facts = [prepared(folder, self.listed, self.cache) for folder in folders]
         return [each for each in facts if each] if all(facts) else []
 
     @property
@@ -138,11 +145,20 @@ class Windows:
     """Windows of ``length`` tokens, each with the first token of the next one, from one file after the other.
 
     Every token of a file but its first is predicted once, but for those at its end that do not fill a window.
+
+    Raises:
+        ConfigError: no file has enough tokens for a window.
     """
 
     def __init__(self, tokens: Sequence[Vector], length: int) -> None:
         self._tokens, self._length = tokens, length
         self._ends = list(accumulate(max(0, vector.length - 1) // length for vector in tokens))
+        if not self._ends[-1]:
+            longest = max(tokens, key=lambda vector: vector.length)
+            raise ConfigError(
+                f"{longest.file.name} has {longest.length:,} tokens, and a sample needs {length + 1:,} of one file; no "
+                "file has more. Give longer files, or set data.length lower."
+            )
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import stat
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
@@ -80,11 +82,13 @@ class LocalFile(ByteFile):
     """A file of this machine's file system.
 
     Raises:
-        OSError: there is no such file.
+        OSError: there is no such file, or it is something else, such as a pipe.
     """
 
     def __init__(self, path: Path) -> None:
         facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):  # a pipe has no bytes to go back to
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         self.path, self.name = path, str(path)
         self.size, self.stamp = facts.st_size, str(facts.st_mtime_ns)
         self._inode = facts.st_dev, facts.st_ino

@@ -11,9 +11,10 @@ from typing import Any, final
 
 from worldsize.data.storage.byte_files import ByteFile, SampleError, without_secrets
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.open_files import is_url, local_path, open_system, unopened
+from worldsize.data.storage.open_files import is_url, local_path, open_system, reason_of, unopened
 from worldsize.data.storage.read_counts import COUNTS
 from worldsize.data.storage.remote_files import RemoteFile, RemoteSystem, version
+from worldsize.errors import WorldsizeError
 
 
 class Folder(ByteFile):
@@ -107,8 +108,10 @@ def walk(path: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
     """
     try:
         yield from _remote(path, cache) if is_url(path) else _local(local_path(path))
-    except OSError as error:
-        raise unopened(path, error.strerror or without_secrets(str(error)) or type(error).__name__) from None
+    except WorldsizeError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise unopened(path, reason_of(error)) from None
 
 
 def _local(root: Path) -> Iterator[tuple[Folder, tuple[str, ...]]]:

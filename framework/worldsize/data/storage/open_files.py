@@ -28,7 +28,9 @@ def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[st
         ConfigError: there is no such file, or no access to it.
     """
     named = [paths] if isinstance(paths, str) else paths
-    return [file for path in named for each in _expanded(path) for file in _files_of(each, cache, tuple(endings))]
+    if not named:
+        raise ConfigError("data.path is an empty list. Name a file, a folder or a pattern.")
+    return [file for path in named for each in expanded(path) for file in _files_of(each, cache, tuple(endings))]
 
 
 def is_url(path: str) -> bool:
@@ -37,31 +39,53 @@ def is_url(path: str) -> bool:
 
 
 def local_path(path: str) -> Path:
-    """Return the absolute path of a file or folder of this machine, which may be given as a ``file://`` URL."""
-    return Path(path.removeprefix("file://")).expanduser().absolute()
+    """Return the absolute path of a file or folder of this machine, which may be given as a ``file://`` URL.
+
+    Raises:
+        ConfigError: the path is empty, or begins with an unknown user.
+    """
+    if not (plain := path.removeprefix("file://")):
+        raise ConfigError("data.path is empty. Name a file, a folder or a pattern.")
+    try:
+        return Path(plain).expanduser().absolute()
+    except RuntimeError as error:  # ~USER
+        raise unopened(path, str(error)) from None
 
 
-def _expanded(path: str) -> Iterator[str]:
-    """Yield what a path with a range of numbers in braces stands for, such as ``{000..031}``."""
+def expanded(path: str) -> Iterator[str]:
+    """Yield what a path with a range of numbers in braces stands for, such as ``{000..031}``.
+
+    Raises:
+        ConfigError: a range counts down.
+    """
     found = _RANGE.search(path)
     if found is None or (not is_url(path) and os.path.lexists(local_path(path))):
         yield path
         return
     first, last = int(found[1]), int(found[2])
+    if first > last:
+        raise ConfigError(
+            f"{without_secrets(path)}: the range {found[0]} counts down, and names no file. "
+            f"Write {{{found[2]}..{found[1]}}}."
+        )
     for number in range(first, last + 1):
-        yield from _expanded(path[: found.start()] + str(number).zfill(len(found[1])) + path[found.end() :])
+        yield from expanded(path[: found.start()] + str(number).zfill(len(found[1])) + path[found.end() :])
 
 
 def _files_of(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
     try:
         files = _remote(path, cache, endings) if is_url(path) else _local(local_path(path), endings)
-    except OSError as error:
-        reason = error.strerror or without_secrets(str(error)) or type(error).__name__
-        raise unopened(path, reason) from None
+    except (OSError, ValueError) as error:  # ValueError: a pattern such as a**b
+        raise unopened(path, reason_of(error)) from None
     if not files:
         inside = "" if endings == ("",) else f", or no file in it that ends with {' or '.join(endings)}"
         raise ConfigError(f"{without_secrets(path)}: there is no such file{inside}. Check the path of the data.")
     return files
+
+
+def reason_of(error: Exception) -> str:
+    """Return why something cannot be opened, without what may be secret."""
+    return getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__
 
 
 def unopened(path: str, reason: str) -> ConfigError:
@@ -95,7 +119,7 @@ def _remote(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFi
     except ConfigError:
         raise
     except Exception as error:  # each file system has errors of its own
-        raise unopened(url, without_secrets(str(error)) or type(error).__name__) from None
+        raise unopened(url, reason_of(error)) from None
 
 
 def _parts(name: str) -> list[str]:
@@ -113,6 +137,6 @@ def open_system(url: str) -> tuple[RemoteSystem, str]:
 
     try:
         system, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError, OSError) as error:
-        raise unopened(url, without_secrets(str(error)) or type(error).__name__) from None
+    except Exception as error:  # also of the library that a file system needs
+        raise unopened(url, reason_of(error)) from None
     return RemoteSystem(system), str(path)
