@@ -180,6 +180,22 @@ def test_what_is_not_there_is_refused_with_what_would_be_right(word: str, messag
         composed(word)
 
 
+@pytest.mark.parametrize("key", ["weight", "source.length"])
+def test_a_misspelt_source_of_a_mixture_names_its_neighbour(key: str, project: Path) -> None:
+    sources = [f"+data@data.sources.{name}.source=tokens" for name in ("books", "web")]
+    chosen = ["recipe=hf_causal_lm", "data=mixture", *sources]
+    with pytest.raises(ConfigError, match=r"^no key 'data.sources.boks'; did you mean 'books'\? Known: books, web\.$"):
+        composed(*chosen, f"data.sources.boks.{key}=1")
+    with pytest.raises(ConfigError, match=r"^no key 'data.sources.books.source.lenght'; did you mean 'length'\?"):
+        composed(*chosen, "data.sources.books.source.lenght=1")
+    (project / "conf" / "experiment" / "mixed.yaml").write_text(
+        "# @package _global_\ndefaults: [{/data@data.sources.books.source: tokens}, {override /recipe: hf_causal_lm}, "
+        "{override /data: mixture}]\n"
+    )
+    with pytest.raises(ConfigError, match=r"^no key 'data.sources.boks'; did you mean 'books'\? Known: books\.$"):
+        composed("experiment=mixed", f"data.sources.boks.{key}=1")
+
+
 def test_an_argument_that_the_yaml_leaves_out_can_be_added() -> None:
     (cfg,) = composed("+optimizer.amsgrad=true")
     assert cfg.optimizer.amsgrad is True

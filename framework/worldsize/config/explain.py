@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from worldsize.config.installed import installed
@@ -52,17 +53,17 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
-    parent, _, name = key.rpartition(".")
     words = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not use
-    known = _keys_of(parent, words)
+    parent, name, known = _first_unknown(key, _composed(words))
     if not parent and name in known:
         return (
             f"this recipe takes no {name}=... A recipe that does says so in the defaults list of its YAML file, "
             f"e.g. with '- /{name}: null'."
         )
     # a node with a target takes its arguments, which the YAML may leave out
-    more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
-    return f"no key {key!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
+    shown = f"{parent}.{name}" if parent else key
+    more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known and shown == key else ""
+    return f"no key {shown!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
 
 
 def _of_the_run(name: str) -> str:
@@ -71,14 +72,28 @@ def _of_the_run(name: str) -> str:
     return f" The run itself has the key {close[0]!r}: {close[0]}=VALUE." if close else ""
 
 
-def _keys_of(parent: str, overrides: Sequence[str]) -> list[str]:
-    """Return the keys of the node ``parent`` in the configuration composed from the group choices alone."""
+def _first_unknown(key: str, node: Any) -> tuple[str, str, list[str]]:
+    """Return the first part of ``key`` that is not in ``node``: what is above it, its name, and the names beside it."""
+    parts = key.split(".")
+    for number, name in enumerate(parts):
+        known = [str(each) for each in node] if isinstance(node, Mapping) else []
+        if name not in known or number == len(parts) - 1:
+            break
+        node = node[name]
+    return ".".join(parts[:number]), name, known
+
+
+def _composed(overrides: Sequence[str]) -> Any:
+    """Return the configuration composed from the choices of groups alone, also of those for a place of their own."""
     GlobalHydra.instance().clear()
     groups = {group.name for conf in (main_conf(), *config_folders()) for group in conf.iterdir() if group.is_dir()}
-    chosen = [word for word in overrides if re.fullmatch(r"\w+=[\w-]+", word) and word.split("=")[0] in groups]
+    chosen = [
+        word
+        for word in overrides
+        if (choice := re.fullmatch(r"\+?(\w+)(@[\w.]+)?=[\w-]+", word)) and choice[1] in groups
+    ]
     with initialize_config_dir(str(main_conf()), version_base="1.3"):
-        node = OmegaConf.select(compose("config", overrides=chosen), parent) if parent else compose("config", chosen)
-    return [str(key) for key in node] if isinstance(node, DictConfig) else []
+        return OmegaConf.to_container(compose("config", overrides=chosen))
 
 
 def _wrong_type(error: ValidationError) -> str:

@@ -176,8 +176,12 @@ def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
     """
     known = [field.name for field in fields(Part)]
     for name, part in sources.items():
-        if "source" not in part:
-            raise ConfigError(f"data.sources.{name} has no source. Choose one: +data@data.sources.{name}.source=tokens")
+        if isinstance(part.get("source", {}), Mapping):  # options of a source that was never chosen
+            others = [other for other in sources if isinstance(sources[other].get("source"), Source)]
+            guess = neighbours(name, others) if others else "."
+            raise ConfigError(
+                f"data.sources.{name} has no source{guess} Choose one: +data@data.sources.{name}.source=tokens"
+            )
         if strange := [key for key in part if key not in known]:
             raise ConfigError(f"data.sources.{name} has no {strange[0]!r}{neighbours(strange[0], known)}")
         if not isinstance(part["source"], Source):

@@ -12,6 +12,7 @@ import numpy
 import pytest
 
 from tests.data.formats import FORMATS
+from worldsize.data.mixture import mixture
 from worldsize.data.order import Order, epoch_length
 from worldsize.data.prepare.folder import Preparation
 from worldsize.data.prepare.tokenizer import Tokenizer
@@ -101,6 +102,13 @@ def test_data_of_no_sample_have_no_order() -> None:
         epoch_length([])
     with pytest.raises(ConfigError, match="the data have no samples. Check the path"):
         Order(0, 2, 1, (0,)).indices_in([], 1, 0)
+
+
+@pytest.mark.parametrize("misspelt", [{"weight": 1}, {"weight": 1, "source": {"length": 3}}])
+def test_a_misspelt_source_that_is_added_to_a_mixture_names_its_neighbour(misspelt: Any, tmp_path: Path) -> None:
+    books = {"weight": 1, "source": source("tokens", str(tmp_path), tmp_path)}
+    with pytest.raises(ConfigError, match=r"data.sources.boks has no source; did you mean 'books'\? Known: books\."):
+        mixture({"books": books, "boks": misspelt})
 
 
 @pytest.mark.parametrize("header", [b"{'shape': (((", b"{" * 40, b"\x00" * 9, b"{'shape': (-3,)}"])
