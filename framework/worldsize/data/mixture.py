@@ -162,7 +162,9 @@ class Mixture(Source, OwnOrder):
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}
         digests = {name: [part["sha256"], self.shares[name]] for name, part in parts.items()}
         total = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-        return {"size": sum(part["size"] for part in parts.values()), "sha256": total, "shares": dict(self.shares)}
+        facts = {"size": sum(part["size"] for part in parts.values()), "sha256": total, "shares": dict(self.shares)}
+        tokenizers = {name: part["tokenizers"] for name, part in parts.items() if "tokenizers" in part}
+        return {**facts, "tokenizers": tokenizers} if tokenizers else facts
 
 
 def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:

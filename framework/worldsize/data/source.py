@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from torch.utils.data import Dataset
 
 from worldsize.core import FilePath, OneOf
-from worldsize.data.storage.byte_files import ByteFile, SampleError
+from worldsize.data.storage.byte_files import ByteFile, SampleError, digests
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.open_files import open_files
 from worldsize.data.storage.read_counts import COUNTS
@@ -118,7 +118,8 @@ class FileSource(Source):
         return index + 1
 
     def fingerprint(self) -> Mapping[str, Any]:
-        described = [[file.name.rpartition("/")[2], file.size, file.digest()] for file in self.files]
+        hashed = zip(self.files, digests(self.files), strict=True)
+        described = [[file.name.rpartition("/")[2], file.size, digest] for file, digest in hashed]
         total = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         return {"size": sum(file.size for file in self.files), "sha256": total, "files": len(self.files)}
 

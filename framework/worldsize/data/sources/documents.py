@@ -23,7 +23,7 @@ from torch import Tensor
 from worldsize.data.packing import packed
 from worldsize.data.sources.indexed import IndexedSource
 from worldsize.data.sources.tokens import TokenFiles, Vector, Windows, file_name
-from worldsize.data.storage.byte_files import ByteFile
+from worldsize.data.storage.byte_files import ByteFile, digests
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.index import Scan
 from worldsize.data.storage.open_files import open_files
@@ -74,7 +74,8 @@ class DocumentFiles(TokenFiles, IndexedSource):
         for shard in shards:
             for _ in _blocks(shard.bounds):  # it refuses what no manifest vouches for, before a run starts
                 pass
-        described = [[shard.tokens.file.digest(), shard.bounds.file.digest()] for shard in shards]
+        tokens = digests([shard.tokens.file for shard in shards])
+        described = list(zip(tokens, digests([shard.bounds.file for shard in shards]), strict=True))
         size = sum(shard.tokens.file.size + shard.bounds.file.size for shard in shards)
         total = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         return {"size": size, "sha256": total, "files": len(described)}

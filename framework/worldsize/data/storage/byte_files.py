@@ -8,6 +8,8 @@ import os
 import re
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import final
@@ -19,6 +21,7 @@ _WHOLE = 4 << 20  # bytes: a larger file is known by its size and by parts of it
 _PARTS, _PART = 16, 16 << 10
 _SECRETS = re.compile(r"://[^/@\s]*@|\?\S*")
 _OPEN = 128  # files that a process keeps open
+_THREADS = 16  # fewer than files are kept open
 
 
 class SampleError(WorldsizeError):
@@ -46,14 +49,21 @@ class ByteFile(ABC):
     @abstractmethod
     def _read(self, start: int, stop: int) -> bytes: ...
 
+    def _read_once(self, start: int, stop: int) -> bytes:
+        """Read bytes near which nothing else is read."""
+        return self._read(start, stop)
+
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes from ``start`` up to ``stop``.
 
         Raises:
             SampleError: the file ends before, or cannot be read.
         """
+        return self._checked(self._read, start, stop)
+
+    def _checked(self, read: Callable[[int, int], bytes], start: int, stop: int) -> bytes:
         try:
-            data = self._read(start, stop)
+            data = read(start, stop)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__
             raise SampleError(f"{self.name}, byte {start}: it cannot be read: {reason.rstrip('.')}.") from None
@@ -73,7 +83,7 @@ class ByteFile(ABC):
         else:
             for part in range(_PARTS):
                 start = part * (self.size - _PART) // (_PARTS - 1)
-                hashed.update(self.read(start, start + _PART))
+                hashed.update(self._checked(self._read_once, start, start + _PART))
         return hashed.hexdigest()
 
 
@@ -94,8 +104,8 @@ class LocalFile(ByteFile):
         self._inode = facts.st_dev, facts.st_ino
 
     def _read(self, start: int, stop: int) -> bytes:
-        descriptor, parts = _opened(self.path, self._inode).descriptor, []
-        while start < stop and (part := os.pread(descriptor, stop - start, start)):
+        opened, parts = _opened(self.path, self._inode), []  # it stays open while it is held
+        while start < stop and (part := os.pread(opened.descriptor, stop - start, start)):
             parts.append(part)  # more than one, as a call reads at most 2 GiB
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -117,6 +127,12 @@ class _Opened:
 def _opened(path: Path, inode: tuple[int, int]) -> _Opened:
     """Open a file; another one that has taken its place has another ``inode``."""
     return _Opened(path)
+
+
+def digests(files: Sequence[ByteFile]) -> list[str]:
+    """Return the digest of each file; several are read at once, as hashing and waiting leave other threads alone."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(ByteFile.digest, files))
 
 
 def without_secrets(url: str) -> str:

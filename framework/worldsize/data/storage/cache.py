@@ -83,13 +83,20 @@ class BlockCache:
         Args:
             file: a name that changes whenever the content does.
         """
-        path = self._folder / file[:2] / file / str(number)
+        path = self._path(file, number)
         data = _kept(path, span)
         if len(data) == span[1] - span[0]:
             return data
         block = fetch()
         self._keep(path, block)
         return block[span[0] : span[1]]
+
+    def kept(self, file: str, number: int, span: tuple[int, int]) -> bytes:
+        """Return bytes ``span`` (from, to) of a block if they are here, or fewer."""
+        return _kept(self._path(file, number), span)
+
+    def _path(self, file: str, number: int) -> Path:
+        return self._folder / file[:2] / file / str(number)
 
     def _keep(self, path: Path, block: bytes) -> None:
         if len(block) > self._cache.capacity * _ROOM:

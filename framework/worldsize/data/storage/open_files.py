@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from worldsize.data.storage.byte_files import ByteFile, LocalFile, without_secrets
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.remote_files import RemoteFile, RemoteSystem
+from worldsize.data.storage.remote_files import RemoteFile, RemoteSystem, version
 from worldsize.errors import ConfigError
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -110,16 +111,24 @@ def _remote(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFi
     system = opened.here()
     try:
         if "*" in path:
-            names = system.glob(path)
-        elif path.endswith("/") or system.info(path)["type"] == "directory":
-            names = [name for name in system.find(path) if name.endswith(endings)]
+            found = {name: facts for name, facts in system.glob(path, detail=True).items() if _is_file(facts)}
+        elif path.endswith("/") or (facts := system.info(path))["type"] == "directory":
+            listed = system.find(path, detail=True)
+            found = {name: facts for name, facts in listed.items() if name.endswith(endings)}
         else:
-            names = [path]
-        return [RemoteFile(opened, name, system.info(name), cache) for name in sorted(names, key=_parts)]
+            found = {path: facts}
+        for name, facts in found.items():
+            if facts.get("size") is None or not version(facts):  # some lists lack what a file's own description has
+                found[name] = system.info(name)
+        return [RemoteFile(opened, name, found[name], cache) for name in sorted(found, key=_parts)]
     except ConfigError:
         raise
     except Exception as error:  # each file system has errors of its own
         raise unopened(url, reason_of(error)) from None
+
+
+def _is_file(facts: Mapping[str, Any]) -> bool:
+    return bool(facts["type"] != "directory")
 
 
 def _parts(name: str) -> list[str]:

@@ -83,6 +83,12 @@ class RemoteFile(ByteFile):
             parts.append(_blocks(self._cache).read(self._key, number, span, partial(self._fetch, first, end)))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def _read_once(self, start: int, stop: int) -> bytes:
+        """Read bytes that are kept already, or get them alone, without the block around them."""
+        number, first = divmod(start, self._cache.block)
+        kept = _blocks(self._cache).kept(self._key, number, (first, first + stop - start))
+        return kept if len(kept) == stop - start else self._fetch(start, stop)
+
     def _fetch(self, start: int, stop: int) -> bytes:
         """Get bytes from the other machine, which may need more than one try.
 
