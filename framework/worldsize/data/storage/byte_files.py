@@ -112,7 +112,7 @@ class LocalFile(ByteFile):
 
 
 @final
-class _Opened:
+class Opened:
     """A descriptor that closes when nobody uses it any more."""
 
     def __init__(self, path: Path) -> None:
@@ -124,9 +124,9 @@ class _Opened:
 
 
 @lru_cache(_OPEN)
-def _opened(path: Path, inode: tuple[int, int]) -> _Opened:
+def _opened(path: Path, inode: tuple[int, int]) -> Opened:
     """Open a file; another one that has taken its place has another ``inode``."""
-    return _Opened(path)
+    return Opened(path)
 
 
 def digests(files: Sequence[ByteFile]) -> list[str]:

@@ -33,8 +33,8 @@ class Cache:
 
     Args:
         folder: None: ``worldsize`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
-        capacity: bytes that parts of remote files take at most; the part unused for longest goes first. Indices are
-            not counted.
+        capacity: bytes that parts of remote files take at most, and as many again that indices do; what is unused for
+            longest goes first, but no index that a process uses.
         block: bytes that are fetched at once.
     """
 

@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from worldsize.data.storage.byte_files import ByteFile, LocalFile
+from worldsize.data.storage.byte_files import ByteFile, LocalFile, Opened
 from worldsize.data.storage.cache import Cache
+from worldsize.data.storage.index_room import FACTS, in_use, make_room
 from worldsize.errors import WorldsizeError
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> M
     """Return the index of ``files``: arrays by name, mapped from disk, with the rows of each file in turn.
 
     One process of those that share the cache makes it; the others wait. It is made anew if a file has changed, or if
-    what is on disk is damaged.
+    what is on disk is damaged. When one has been made, those unused for longest are removed until all take at most the
+    capacity of the cache; none that is in use is.
 
     Args:
         kind: names what ``scan`` does, with a version: another one never reads this index.
@@ -53,10 +55,20 @@ def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> M
         if folder.exists():
             _logger.warning("the index of %s in %s is damaged, and is made anew.", _named(files), folder)
         _make(folder, facts, files, scan)
-    made = _opened(folder, facts)
+        made = _opened(folder, facts)
     if made is None:
         raise WorldsizeError(f"the index in {folder} was changed while it was made. Start again.")
+    make_room(folder.parent, cache.capacity)
     return made
+
+
+@final
+class Index(dict[str, Array]):
+    """The arrays of an index by name, which no process removes while this lives."""
+
+    def __init__(self, arrays: Mapping[str, Array], held: Opened) -> None:
+        super().__init__(arrays)
+        self._held = held
 
 
 @contextmanager
@@ -92,7 +104,7 @@ def _make(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFile], sca
         arrays = _written(temporary, files, scan)
         digests = {name: LocalFile(temporary / name).digest() for name in arrays}
         described = {**facts, "arrays": arrays, "digests": digests}
-        (temporary / "index.json").write_text(json.dumps(described))
+        (temporary / FACTS).write_text(json.dumps(described))
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
@@ -132,8 +144,10 @@ def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, l
 
 def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | None:
     """Map an index that is whole and of these files; None: there is none."""
+    if (held := in_use(folder)) is None:
+        return None
     try:
-        described = json.loads((folder / "index.json").read_text())
+        described = json.loads((folder / FACTS).read_text())
         if {key: described[key] for key in facts} != facts:
             return None
         arrays = {}
@@ -143,6 +157,6 @@ def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | Non
                 return None
             mapped = numpy.memmap(path, dtype, "r", shape=(length,)) if length else numpy.empty(0, dtype)
             arrays[name] = mapped.view(numpy.ndarray)  # a memmap's own access to an item takes several times as long
-        return arrays
+        return Index(arrays, held)
     except (OSError, ValueError, KeyError, TypeError):
         return None
