@@ -324,3 +324,25 @@ def test_a_dataset_whose_split_is_not_there_names_those_that_are(tmp_path: Path,
     shutil.rmtree(tmp_path / "set")
     with pytest.raises(ConfigError, match=r"set/state.json: there is no such file"):
         len(source("hf_datasets", tmp_path / "set"))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "images"])
+def test_a_file_that_is_replaced_or_written_to_before_it_is_opened_is_named(
+    name: str, files: Callable[[str], Path], source: Damaged
+) -> None:
+    folder = files(name)
+    path = [path for path in sorted(folder.iterdir()) if path.suffix != ".json"][-1]
+    assert len(source(name, folder)) == SAMPLES  # there is an index, so that no file is opened for one
+    replaced, changed = source(name, folder), source(name, folder)
+    assert len(replaced) == SAMPLES
+    copy = path.with_name("copy")
+    shutil.copy2(path, copy)
+    copy.replace(path)
+    with pytest.raises(SampleError, match=f"{path}, byte .*another file has taken its place.*Start again"):
+        replaced[SAMPLES - 1]
+    assert len(changed) == SAMPLES
+    assert len(changed.files) == 2
+    os.utime(path, (1, 1))
+    with pytest.raises(SampleError, match=f"{path}, byte .*it was written to since.*Start again"):
+        changed[SAMPLES - 1]
+    assert len(source(name, folder)) == SAMPLES

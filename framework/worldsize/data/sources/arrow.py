@@ -11,7 +11,7 @@ from typing import Any, ClassVar, final
 
 from worldsize.data.sources.table_parts import Table, arrow
 from worldsize.data.sources.tables import PlacedPart, TableSource, check_columns
-from worldsize.data.storage.byte_files import ByteFile, LocalFile, SampleError
+from worldsize.data.storage.byte_files import ByteFile, LocalFile, Opened, SampleError
 from worldsize.data.storage.read_counts import COUNTS
 from worldsize.data.storage.reader import ByteReader
 
@@ -61,10 +61,10 @@ class _Messages:
         if file.size == 0:
             raise SampleError(f"{file.name}, byte 0: the file is empty. Bring the whole file.")
         self._file = file
-        self._descriptor: int | None = None
+        self._opened: Opened | None = None
         self._mapped: Any = None
         if isinstance(file, LocalFile):
-            self._descriptor, self._mapped = _mapped(file)
+            self._opened, self._mapped = _mapped(file)
         self._first = _FIRST if file.read(0, min(len(_FOOTED), file.size)) == _FOOTED else 0
         schema, self._begin = self._message(self._first)
         try:
@@ -77,14 +77,10 @@ class _Messages:
                 "read from any place. Write them as plain columns."
             )
 
-    def __del__(self) -> None:
-        if (descriptor := getattr(self, "_descriptor", None)) is not None:
-            os.close(descriptor)
-
     def check_size(self) -> None:
         """Raise SampleError if a mapped file is shorter than it was: to touch what it lost ends the process."""
-        if self._descriptor is not None:
-            _check_size(self._descriptor, self._file)
+        if self._opened is not None:
+            _check_size(self._opened, self._file)
 
     def starts(self) -> Iterator[tuple[int, int]]:
         """Yield for each record batch the byte where it begins, and its rows."""
@@ -132,22 +128,19 @@ class _Messages:
         return message, source.tell() + (0 if self._mapped is None else start)
 
 
-def _mapped(file: LocalFile) -> tuple[int, Any]:
+def _mapped(file: LocalFile) -> tuple[Opened, Any]:
     """Open a file and map it into memory."""
     try:
-        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _check_size(descriptor, file)
-            return descriptor, arrow().py_buffer(mmap.mmap(descriptor, file.size, prot=mmap.PROT_READ))
-        except BaseException:
-            os.close(descriptor)
-            raise
+        opened = file.opened()
+        _check_size(opened, file)
+        return opened, arrow().py_buffer(mmap.mmap(opened.descriptor, file.size, prot=mmap.PROT_READ))
     except (OSError, ValueError) as error:
-        raise SampleError(f"{file.name}, byte 0: it cannot be mapped into memory: {error}.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise SampleError(f"{file.name}, byte 0: it cannot be mapped into memory: {reason}.") from None
 
 
-def _check_size(descriptor: int, file: ByteFile) -> None:
-    if (size := os.fstat(descriptor).st_size) < file.size:
+def _check_size(opened: Opened, file: ByteFile) -> None:
+    if (size := os.fstat(opened.descriptor).st_size) < file.size:
         raise SampleError(
             f"{file.name}, byte {size}: the file ends here, and had {file.size:,} bytes before. Bring the whole file."
         )

@@ -103,8 +103,24 @@ class LocalFile(ByteFile):
         self.size, self.stamp = facts.st_size, str(facts.st_mtime_ns)
         self._inode = facts.st_dev, facts.st_ino
 
+    def opened(self) -> Opened:
+        """Open the file that was described when this was made.
+
+        A shorter one is opened as well, as whoever reads beyond its end says where that is.
+
+        Raises:
+            OSError: another one has taken its place, or it has been written to.
+        """
+        opened = Opened(self.path)
+        facts = os.fstat(opened.descriptor)
+        if (facts.st_dev, facts.st_ino) != self._inode:
+            raise OSError(errno.ESTALE, "another file has taken its place since the run listed its data. Start again")
+        if str(facts.st_mtime_ns) != self.stamp and facts.st_size >= self.size:
+            raise OSError(errno.ESTALE, "it was written to since the run listed its data. Start again")
+        return opened
+
     def _read(self, start: int, stop: int) -> bytes:
-        opened, parts = _opened(self.path, self._inode), []  # it stays open while it is held
+        opened, parts = _opened(self), []  # it stays open while it is held
         while start < stop and (part := os.pread(opened.descriptor, stop - start, start)):
             parts.append(part)  # more than one, as a call reads at most 2 GiB
             start += len(part)
@@ -124,9 +140,8 @@ class Opened:
 
 
 @lru_cache(_OPEN)
-def _opened(path: Path, inode: tuple[int, int]) -> Opened:
-    """Open a file; another one that has taken its place has another ``inode``."""
-    return Opened(path)
+def _opened(file: LocalFile) -> Opened:
+    return file.opened()
 
 
 def digests(files: Sequence[ByteFile]) -> list[str]:
