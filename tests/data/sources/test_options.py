@@ -18,11 +18,15 @@ from pyarrow import parquet
 from torch.utils.data import default_collate
 
 from tests.data.formats import FORMATS, SAMPLES, opened, rows
+from worldsize.core import ConfigError
 from worldsize.data.source import Transformed
+from worldsize.data.sources.decoders import FORMATS as FORMATS_OF_IMAGES
+from worldsize.data.sources.decoders import image
 from worldsize.data.sources.images import ImageFolder
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.sources.parquet import Parquet
 from worldsize.data.sources.webdataset import WebDataset
+from worldsize.data.storage.byte_files import SampleError
 from worldsize.data.storage.cache import Cache
 
 TABLES = [name for name in FORMATS if name in ("parquet", "feather", "arrow", "hf_datasets")]
@@ -204,3 +208,48 @@ def test_a_rank_has_no_memory_in_the_number_of_samples(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 6e6  # of which 4 MiB are read to see that the index is whole
+
+
+def _pictures(folder: Path, data: bytes) -> None:
+    """Write one picture, named as a PNG, as each source of images has it."""
+    (folder / "images").mkdir()
+    (folder / "images" / "a.png").write_bytes(data)
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        member = tarfile.TarInfo("a.png")
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+    features = datasets.Features({"image": datasets.Image()})
+    rows = [{"image": {"bytes": data, "path": None}}]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(folder / "set")
+
+
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "images": ("images", {}),
+    "webdataset": ("a.tar", {"decode": ["png"]}),
+    "hf_datasets": ("set", {}),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_images_reach_the_decoders_of_formats_that_are_allowed_and_no_others(name: str, tmp_path: Path) -> None:
+    rare = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(rare, "PCX")
+    _pictures(tmp_path, rare.getvalue())
+    place, options = PLACES[name]
+
+    def first(**more: Any) -> Any:
+        sample = opened(name, tmp_path / place, tmp_path / "cache", **options, **more)[0]
+        return sample["png" if name == "webdataset" else "image"]
+
+    with pytest.raises(SampleError, match=r"it is no image of JPEG, PNG, .*if data.image_formats names them"):
+        first()
+    assert first(image_formats=["PNG", "PCX"]).size == (3, 2)
+    with pytest.raises(ConfigError, match="Pillow has no format 'PXC'; did you mean 'PCX'"):
+        first(image_formats=["PXC"])
+
+
+@pytest.mark.parametrize("kind", FORMATS_OF_IMAGES)
+def test_the_usual_formats_of_images_are_decoded(kind: str) -> None:
+    written = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(written, kind)
+    assert image(written.getvalue()).size == (3, 2)

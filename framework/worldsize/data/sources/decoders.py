@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from worldsize.data.storage.byte_files import SampleError
-from worldsize.errors import ConfigError, missing_extra
+from worldsize.errors import ConfigError, missing_extra, neighbours
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -18,13 +18,34 @@ if TYPE_CHECKING:
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff")
 
 
-def image(data: bytes) -> Image.Image:
-    """Decode an image of any format that Pillow knows, in the mode that it is stored in."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""The formats of images that are decoded. Pillow has decoders of many more, which few data need and few people test."""
+
+
+def image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
+    """Decode an image in the mode that it is stored in.
+
+    Args:
+        data: the bytes of its file, which decide on its format.
+        formats: those that are allowed, by Pillow's names.
+
+    Raises:
+        ConfigError: Pillow has no such format, or is not installed.
+        ValueError: it is of no format that is allowed.
+    """
     try:
-        from PIL import Image  # an extra, and it takes time
+        from PIL import Image, UnidentifiedImageError  # an extra, and it takes time
     except ImportError:
         raise missing_extra("Reading images", package="pillow", extra="data") from None
-    opened = Image.open(io.BytesIO(data))
+    try:
+        opened = Image.open(io.BytesIO(data), formats=list(formats))
+    except KeyError as error:
+        name = str(error.args[0])
+        raise ConfigError(f"data.image_formats: Pillow has no format {name!r}{neighbours(name, Image.OPEN)}") from None
+    except UnidentifiedImageError:
+        raise ValueError(
+            f"it is no image of {', '.join(formats)}; other formats are read if data.image_formats names them"
+        ) from None
     opened.load()  # Pillow decodes late otherwise, where nobody knows any more which file it was
     return opened
 
@@ -43,17 +64,18 @@ DECODERS: Mapping[str, Callable[[bytes], Any]] = {
 }
 
 
-def decoded(data: bytes, ending: str, place: str) -> Any:
+def decoded(data: bytes, ending: str, place: str, image_formats: Sequence[str] = FORMATS) -> Any:
     """Decode ``data`` as its ``ending`` says.
 
     Args:
+        image_formats: the formats of images that are allowed.
         place: the file and the byte, for the message.
 
     Raises:
         SampleError: it cannot be decoded.
     """
     try:
-        return DECODERS[ending](data)
+        return image(data, image_formats) if ending in IMAGES else DECODERS[ending](data)
     except ConfigError:
         raise
     except Exception as error:  # decoders of damaged files raise errors of many kinds

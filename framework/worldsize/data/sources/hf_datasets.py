@@ -9,7 +9,7 @@ from typing import Any, final
 
 from worldsize.core import ConfigError
 from worldsize.data.sources.arrow import ArrowSource
-from worldsize.data.sources.decoders import decoded
+from worldsize.data.sources.decoders import FORMATS, decoded
 from worldsize.data.storage.byte_files import ByteFile, SampleError, without_secrets
 from worldsize.data.storage.open_files import open_files
 from worldsize.errors import neighbours
@@ -25,9 +25,11 @@ class HfDataset(ArrowSource):
 
     Args:
         split: the one that is read, where the folder has several.
+        image_formats: the formats of images that are decoded, by Pillow's names.
     """
 
     split: str | None = None
+    image_formats: Sequence[str] = FORMATS
 
     @property
     def _folder(self) -> str:
@@ -76,7 +78,7 @@ class HfDataset(ArrowSource):
         for name in self._images:
             place = f"{file.name}, byte {int(self.index['start'][part])} ({name})"
             for row in rows:
-                row[name] = None if row[name] is None else _image(row[name], place)
+                row[name] = None if row[name] is None else _image(row[name], place, self.image_formats)
         return rows
 
 
@@ -97,7 +99,7 @@ def _entry(file: ByteFile, key: str, kind: type) -> Any:
     return content[key]
 
 
-def _image(stored: Mapping[str, Any], place: str) -> Any:
+def _image(stored: Mapping[str, Any], place: str, formats: Sequence[str]) -> Any:
     if stored["bytes"] is None:
         raise SampleError(f"{place}: the image is not in the data set, only its path is. Save it with its images.")
-    return decoded(stored["bytes"], "png", place)
+    return decoded(stored["bytes"], "png", place, formats)

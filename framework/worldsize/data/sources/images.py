@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, final
@@ -12,7 +12,7 @@ import numpy
 
 from worldsize.core import ConfigError
 from worldsize.data.source import FileSource
-from worldsize.data.sources.decoders import IMAGES, decoded
+from worldsize.data.sources.decoders import FORMATS, IMAGES, decoded
 from worldsize.data.storage.byte_files import ByteFile, without_secrets
 from worldsize.data.storage.folders import Folder, walk
 from worldsize.data.storage.index import Array, Scan, indexed
@@ -33,9 +33,11 @@ class ImageFolder(FileSource):
     Args:
         transform: is given each image, as Pillow decodes it, and returns what becomes of it, such as a tensor of one
             size. None: the image itself, of any size and mode.
+        image_formats: the formats that are decoded, by Pillow's names, whatever the names of the files say.
     """
 
     transform: Callable[[Any], Any] | None = None
+    image_formats: Sequence[str] = FORMATS
 
     endings: ClassVar[tuple[str, ...]] = tuple(f".{each}" for each in IMAGES)
 
@@ -100,7 +102,7 @@ class ImageFolder(FileSource):
     def sample(self, index: int) -> dict[str, Any]:
         folder, name, size = self.place(index)
         ending = name.rpartition(".")[2].lower()
-        image = decoded(folder.content(name, size), ending, f"{folder.name}/{name}, byte 0")
+        image = decoded(folder.content(name, size), ending, f"{folder.name}/{name}, byte 0", self.image_formats)
         sample = {"image": image if self.transform is None else self.transform(image)}
         if self.classes:
             sample["label"] = self._labels[int(self.index["file"][index])]

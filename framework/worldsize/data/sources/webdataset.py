@@ -13,7 +13,7 @@ from typing import IO, Annotated, Any, ClassVar, final
 import numpy
 
 from worldsize.core import Limit
-from worldsize.data.sources.decoders import DECODERS, decoded
+from worldsize.data.sources.decoders import DECODERS, FORMATS, decoded
 from worldsize.data.sources.indexed import Array, IndexedSource, refuse_compressed
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
@@ -51,9 +51,11 @@ class WebDataset(IndexedSource):
     Args:
         decode: endings whose bytes are decoded: txt, json, cls (a whole number), npy, and images such as jpg and png,
             which become Pillow's. Of several endings, as in ``x.mask.png``, the last one counts.
+        image_formats: the formats of images that are decoded, by Pillow's names, whatever their endings say.
     """
 
     decode: Annotated[Sequence[str], KnownEndings()] = ()
+    image_formats: Sequence[str] = FORMATS
 
     endings: ClassVar[Sequence[str]] = (".tar",)
 
@@ -95,7 +97,8 @@ class WebDataset(IndexedSource):
             content: Any = data[offset : offset + member.size]
             ending = parts[1].rpartition(".")[2]
             if ending in self.decode:
-                content = decoded(content, ending, f"{file.name}, byte {start + offset} ({member.name})")
+                place = f"{file.name}, byte {start + offset} ({member.name})"
+                content = decoded(content, ending, place, self.image_formats)
             sample[parts[1]] = content
         return sample
 
