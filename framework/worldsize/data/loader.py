@@ -30,6 +30,10 @@ class _Fetcher:
         self._dataset, self._order, self._collate = dataset, order, collate
         self._balanced = balanced(dataset, order) if order.balanced else None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out how batches are balanced, which a worker that is not forked computes anew."""
+        return _Fetcher, (self._dataset, self._order, self._collate)
+
     def __getitems__(self, request: Request) -> Batch:
         seed_generators(stream(self._order.seed, "data", *request), _CPU)
         if self._balanced:

@@ -27,7 +27,7 @@ from worldsize.core import Batch, ConfigError, ShardedStream, WorldsizeError
 from worldsize.data.endless import EndlessReader
 from worldsize.data.fetch import Collate
 from worldsize.data.order import Order
-from worldsize.data.reader_process import begin_reader
+from worldsize.data.reader_process import begin_reader, started, worker_context
 from worldsize.reproducibility.seeds import seed_generators, stream
 
 _logger = logging.getLogger(__name__)
@@ -296,8 +296,9 @@ def _ahead(steps: _Ahead, *, pinned: bool) -> Iterable[_Step | WorldsizeError]:
         num_workers=1,
         worker_init_fn=partial(begin_reader, os.getpid()),
         pin_memory=pinned,
+        multiprocessing_context=worker_context(),
     )
-    return loader
+    return started(loader)
 
 
 def _as_it_is(step: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from worldsize.core import Batch
 from worldsize.data.auto_workers import PREFETCHED, AutoWorkers, settling_steps
-from worldsize.data.reader_process import begin_worker
+from worldsize.data.reader_process import begin_worker, started, worker_context
 from worldsize.data.storage.read_counts import COUNTS, ReadCounts
 
 
@@ -84,8 +84,9 @@ class WorkerLoader:
             prefetch_factor=PREFETCHED,
             worker_init_fn=partial(begin_worker, os.getpid()),
             pin_memory=device.type == "cuda",
+            multiprocessing_context=worker_context(),
         )
-        return map(_counted_here, loader)
+        return map(_counted_here, started(loader))
 
 
 def loaded(
