@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,8 +29,12 @@ from worldsize.data.storage.cache import Cache
 from worldsize.data.worker_loader import Request
 from worldsize.errors import ConfigError
 
-TOKENS = {"tokens": TokenWindows, "documents": DocumentWindows, "packed": PackedDocuments}
-WRAPPED = {
+TOKENS: dict[str, Callable[..., Any]] = {
+    "tokens": TokenWindows,
+    "documents": DocumentWindows,
+    "packed": PackedDocuments,
+}
+WRAPPED: dict[str, Callable[[Source], Source]] = {
     "transformed": lambda source: Transformed(source, str),
     "held out": lambda source: HeldOut(source, share=0.5, held_out=False),
     "mixture": lambda source: Mixture({"one": Part(source, weight=1.0), "two": Part(source, weight=2.0)}),

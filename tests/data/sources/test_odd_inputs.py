@@ -22,7 +22,13 @@ from worldsize.data.sources.tokens import TokenWindows
 from worldsize.data.storage.cache import Cache
 from worldsize.errors import ConfigError, WorldsizeError
 
-TOKENS = {"tokens": TokenWindows, "documents": DocumentWindows, "packed": PackedDocuments}
+TOKENS: dict[str, Callable[..., Any]] = {
+    "tokens": TokenWindows,
+    "documents": DocumentWindows,
+    "packed": PackedDocuments,
+}
+
+ASKED: tuple[Callable[[Any], Any], ...] = (len, lambda data: data.fingerprint(), lambda data: data[0])
 
 
 def source(kind: str, path: Any, tmp_path: Path) -> Any:
@@ -45,7 +51,7 @@ def source(kind: str, path: Any, tmp_path: Path) -> Any:
     ],
 )
 def test_a_path_of_no_file_is_refused(kind: str, path: Any, message: str, tmp_path: Path) -> None:
-    for ask in (len, lambda data: data.fingerprint()):
+    for ask in ASKED:
         with pytest.raises(ConfigError, match=message):
             ask(source(kind, path, tmp_path))
 
@@ -66,7 +72,7 @@ def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", TOKENS)
 def test_boundaries_without_tokens_are_refused(kind: str, tmp_path: Path) -> None:
     numpy.save(tmp_path / "documents_00000.npy", numpy.array([0, 5]))
-    for ask in (len, lambda data: data.fingerprint()):
+    for ask in ASKED:
         with pytest.raises(ConfigError, match=r"documents_00000.npy says where documents end, and no file of their"):
             ask(source(kind, str(tmp_path), tmp_path))
 
@@ -84,7 +90,7 @@ def test_boundaries_of_any_whole_numbers_ascend_or_are_refused(kind: str, dtype:
         ([], "documents_00000.npy does not say .*: it is empty"),
     ):
         numpy.save(tmp_path / "documents_00000.npy", numpy.array(bounds, dtype=dtype))
-        for ask in (lambda data: data[0], lambda data: data.fingerprint()):
+        for ask in ASKED[1:]:
             with pytest.raises(ConfigError, match=message):
                 ask(source(kind, str(tmp_path), tmp_path))
 
