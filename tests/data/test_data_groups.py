@@ -31,7 +31,7 @@ def built(name: str, **changes: Any) -> FileSource:
 def test_an_option_has_all_arguments_of_its_source_with_their_defaults(name: str) -> None:
     source = built(name)
     defaults = vars(type(source)("x"))
-    assert vars(source) == {key: list(value) if value == () else value for key, value in defaults.items()}
+    assert vars(source) == {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
     assert source.cache == Cache()
     assert set(composed(name)) == {"_target_", *inspect.signature(type(source)).parameters}
     assert OmegaConf.is_missing(OmegaConf.load(FOLDER / f"{name}.yaml"), "path")
