@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from worldsize.core import ConfigError, Range
 from worldsize.data.order import own_order
 from worldsize.data.permutation import shuffled
-from worldsize.data.source import Source
+from worldsize.data.source import Source, with_stand_ins
 from worldsize.reproducibility.seeds import stream
 
 _GROUP = 1000  # samples, of each of which the same share is held out
@@ -63,11 +63,25 @@ class HeldOut(Source):
         chosen = _chosen(group, rest if group == groups else _GROUP, self.share, self.held_out)
         return group * _GROUP + int(chosen[place])
 
+    def _first_from(self, number: int) -> int:
+        """Return which sample is the first of this side among those of ``source`` from ``number`` on."""
+        groups, rest = divmod(len(self.source), _GROUP)
+        group, place = divmod(number, _GROUP)
+        chosen = _chosen(group, rest if group == groups else _GROUP, self.share, self.held_out)
+        return group * self._taken(_GROUP) + int(numpy.searchsorted(chosen, place))
+
     def __getitem__(self, index: int) -> Any:
-        return self.source[self.source_index(index)]
+        return with_stand_ins(self, [index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self.source.__getitems__([self.source_index(index) for index in indices])
+        return with_stand_ins(self, indices)
+
+    def read_each(self, indices: Sequence[int]) -> list[Any]:
+        return self.source.read_each([self.source_index(index) for index in indices])
+
+    def bad_with(self, index: int) -> range:
+        bad = self.source.bad_with(self.source_index(index))
+        return range(self._first_from(bad.start), self._first_from(bad.stop))
 
     def fingerprint(self) -> Mapping[str, Any]:
         return self.source.fingerprint()

@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -140,12 +140,18 @@ class Mixture(Source, OwnOrder):
         return part.source[within]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return self._read(indices, lambda source, own: source.__getitems__(own))
+
+    def read_each(self, indices: Sequence[int]) -> list[Any]:
+        return self._read(indices, lambda source, own: source.read_each(own))
+
+    def _read(self, indices: Sequence[int], read: Callable[[Source, Sequence[int]], list[Any]]) -> list[Any]:
         samples: dict[int, Any] = {}
         located = [self._located(index) for index in indices]
         for part in self.sources.values():
             mine = [place for place, (owner, _) in enumerate(located) if owner is part]
             if mine:
-                samples |= zip(mine, part.source.__getitems__([located[place][1] for place in mine]), strict=True)
+                samples |= zip(mine, read(part.source, [located[place][1] for place in mine]), strict=True)
         return [samples[place] for place in range(len(indices))]
 
     def _located(self, index: int) -> tuple[Part, int]:

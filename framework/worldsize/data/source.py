@@ -18,9 +18,11 @@ from worldsize.data.storage.byte_files import ByteFile, SampleError, digests
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.open_files import open_files
 from worldsize.data.storage.read_counts import COUNTS
+from worldsize.reproducibility.seeds import stream
 
 _logger = logging.getLogger(__name__)
-_TRIES = 1000  # samples in turn that may be bad
+_TRIES = 1000  # samples that may be bad, of those that could stand in for one
+_NEARBY = 1024  # samples after a bad one, of which one stands in for it
 
 
 class Source(Dataset[Any], ABC):
@@ -46,6 +48,14 @@ class Source(Dataset[Any], ABC):
         """Read several samples; a source that reads neighbours faster together says so here."""
         return [self[index] for index in indices]
 
+    def read_each(self, indices: Sequence[int]) -> list[Any]:
+        """Read several samples, for none of which another stands in: a bad one that is skipped is its SampleError."""
+        return self.__getitems__(indices)
+
+    def bad_with(self, index: int) -> range:
+        """Return the neighbours of sample ``index``, and itself, that are probably bad if it is."""
+        return range(index, index + 1)
+
     def __iter__(self) -> Iterator[Any]:
         """Read all samples in the order of their numbers."""
         return (self[index] for index in range(len(self)))
@@ -70,8 +80,8 @@ class FileSource(Source):
 
     Args:
         path: a file, a folder, a pattern such as ``books-*.jsonl`` or a list of these, here or at a URL.
-        on_error: what happens if a sample cannot be read. "stop": the run ends; "skip": the next sample that can be
-            read stands in for it, which is counted and logged, and depends on the data alone.
+        on_error: what happens if a sample cannot be read. "stop": the run ends; "skip": in training, one that
+            can be read stands in for it (:func:`with_stand_ins`); evaluation leaves it out. It is counted and logged.
         cache: keeps indices, and what is read of URLs.
     """
 
@@ -92,6 +102,15 @@ class FileSource(Source):
         return open_files(self.path, self.cache, endings=self.endings)
 
     def __getitem__(self, index: int) -> Any:
+        return with_stand_ins(self, [index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return with_stand_ins(self, indices)
+
+    def read_each(self, indices: Sequence[int]) -> list[Any]:
+        return [self._sample_or_error(index) for index in indices]
+
+    def _sample_or_error(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         try:
@@ -99,23 +118,7 @@ class FileSource(Source):
         except SampleError as error:
             if self.on_error == "stop":
                 raise SampleError(f"{error} Mend the file, or set on_error=skip of the data.") from error
-            return self._next_good(index, error)
-
-    def _next_good(self, index: int, error: SampleError) -> Any:
-        COUNTS.skipped += 1
-        _logger.warning("sample %d is skipped: %s", index, error)
-        later = index
-        for _ in range(min(_TRIES, len(self))):
-            later = self.following(later) % len(self)
-            try:
-                return self.sample(later)
-            except SampleError:
-                continue
-        raise SampleError(f"{error} What follows it is as bad; nothing can stand in for it. Mend the files.") from error
-
-    def following(self, index: int) -> int:
-        """Return the first sample after ``index`` that may be good if that one is bad."""
-        return index + 1
+            return error.with_traceback(None)
 
     def fingerprint(self) -> Mapping[str, Any]:
         hashed = zip(self.files, digests(self.files), strict=True)
@@ -146,5 +149,48 @@ class Transformed(Source):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self.function(sample) for sample in self.source.__getitems__(indices)]
 
+    def read_each(self, indices: Sequence[int]) -> list[Any]:
+        samples = self.source.read_each(indices)
+        return [each if isinstance(each, SampleError) else self.function(each) for each in samples]
+
+    def bad_with(self, index: int) -> range:
+        return self.source.bad_with(index)
+
     def fingerprint(self) -> Mapping[str, Any]:
         return self.source.fingerprint()
+
+
+def with_stand_ins(source: Source, indices: Sequence[int]) -> list[Any]:
+    """Read several samples of ``source``; others of it stand in for those that cannot be read.
+
+    The stand-in is one of the 1,024 samples, or of as many as are bad together, after those that are bad with it. A
+    hash of its number chooses which, so that bad neighbours do not share one. If that one is bad, it is sought in the
+    same way from there, twice as far. So it depends on the sample's number and on the data alone.
+
+    Raises:
+        SampleError: nothing that is good was found.
+    """
+    samples = source.read_each(indices)
+    return [
+        _stand_in(source, index, sample) if isinstance(sample, SampleError) else sample
+        for index, sample in zip(indices, samples, strict=True)
+    ]
+
+
+def _stand_in(source: Source, index: int, error: SampleError) -> Any:
+    count_skipped(index, error)
+    length, later, reach = len(source), index, _NEARBY
+    for number in range(_TRIES):
+        bad = source.bad_with(later)
+        reach = min(length, max(2 * reach if number else reach, len(bad)))
+        later = (bad.stop + stream(0, "stand-in", index, number) % reach) % length
+        (sample,) = source.read_each([later])
+        if not isinstance(sample, SampleError):
+            return sample
+    raise SampleError(f"{error} What follows it is as bad; nothing can stand in for it. Mend the files.") from error
+
+
+def count_skipped(index: int, error: SampleError) -> None:
+    """Count and log a sample that cannot be read."""
+    COUNTS.skipped += 1
+    _logger.warning("sample %d is skipped: %s", index, error)

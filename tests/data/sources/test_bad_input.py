@@ -65,14 +65,16 @@ def test_a_line_that_python_cannot_hold_is_no_json_either(line: bytes, tmp_path:
         source("json_lines", path)[1]
 
 
-def test_skipping_takes_the_next_good_sample_and_is_counted_and_logged(
+def test_skipping_takes_a_good_sample_and_is_counted_and_logged(
     tmp_path: Path, source: Damaged, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 0}\n{"id": \nnothing\n{"id": 3}\n{"id"\n')
     skipping, before = source("json_lines", path, on_error="skip"), COUNTS.skipped
     with caplog.at_level(logging.WARNING, "worldsize"):
-        assert [skipping[index]["id"] for index in range(5)] == [0, 3, 3, 3, 0]
+        read = [skipping[index]["id"] for index in range(5)]
+    assert [read[0], read[3]] == [0, 3]
+    assert set(read) == {0, 3}
     assert COUNTS.skipped - before == 3
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         f"sample {index} is skipped" for index in (1, 2, 4)
@@ -189,7 +191,10 @@ def test_an_image_that_does_not_decode_is_named(
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(SampleError, match=f"{path}, byte 0: it does not decode as png: .*on_error=skip"):
         source("images", folder)[2]
-    assert FORMATS["images"].number(source("images", folder, on_error="skip")[2]) == 6
+    skipping = source("images", folder, on_error="skip")
+    assert FORMATS["images"].number(skipping[2]) in {
+        FORMATS["images"].number(skipping[index]) for index in range(3, 50)
+    }
 
 
 def test_an_image_in_a_tar_or_a_table_that_does_not_decode_is_named_with_its_byte(
@@ -281,12 +286,9 @@ def test_a_table_whose_bytes_are_damaged_is_skipped_part_by_part(
     with pytest.raises(SampleError, match=f"{path}, byte {start}: "):
         source(name, folder)[first]
     skipping = source(name, folder, on_error="skip")
-    after = second % SAMPLES
-    assert [sample["id"] for sample in skipping.__getitems__([first - 1, first, second - 1])] == [
-        first - 1,
-        after,
-        after,
-    ]
+    before, *stand_ins = (sample["id"] for sample in skipping.__getitems__([first - 1, first, second - 1]))
+    assert before == first - 1
+    assert all(not first <= each < second for each in stand_ins)
 
 
 def test_what_is_compressed_as_a_whole_is_refused_with_the_remedy(tmp_path: Path, source: Damaged) -> None:

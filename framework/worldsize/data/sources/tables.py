@@ -81,10 +81,10 @@ class TableSource(IndexedSource):
     def sample(self, index: int) -> dict[str, Any]:
         return self._rows(int(self._reader.parts_of([index])[0]), [index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def read_each(self, indices: Sequence[int]) -> list[Any]:
         """Read several samples, in their order; what lies in one part is taken from it at once."""
         if not indices or min(indices) < 0 or max(indices) >= len(self):
-            return super().__getitems__(indices)
+            return super().read_each(indices)
         places: dict[int, list[int]] = {}
         for place, part in enumerate(self._reader.parts_of(indices).tolist()):
             places.setdefault(part, []).append(place)
@@ -94,11 +94,12 @@ class TableSource(IndexedSource):
                 for place, row in zip(here, self._rows(part, [indices[each] for each in here]), strict=True):
                     samples[place] = row
         except SampleError:  # of one of them: each is read by itself, as on_error says
-            return super().__getitems__(indices)
+            return super().read_each(indices)
         return samples
 
-    def following(self, index: int) -> int:
-        return int(self.index["stop"][self._reader.parts_of([index])[0]])
+    def bad_with(self, index: int) -> range:
+        part = int(self._reader.parts_of([index])[0])
+        return range(self._reader.first_of(part), int(self.index["stop"][part]))
 
     @cached_property
     def _reader(self) -> TableReader:
