@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from worldsize.data.balanced import Balanced
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.errors import ConfigError
@@ -46,6 +47,53 @@ def imbalance(steps: list[list[Tensor]]) -> float:
     lengths = Texts().lengths
     work = torch.tensor([[lengths[batch].max() * len(batch) for batch in step] for step in steps]).double()
     return float((work.max(1).values / work.mean(1)).mean())
+
+
+@pytest.mark.parametrize("samples", [5, 24, 31, 240, 500, 768, 2000])
+def test_every_sample_comes_once_an_epoch_however_many_steps_that_has(samples: int) -> None:
+    lengths = torch.randint(1, 90, (samples,), generator=torch.Generator().manual_seed(2))
+    order = Order(7, BATCH, LOGICAL, tuple(range(LOGICAL)))
+
+    def plain(step: int) -> Tensor:
+        return torch.cat([order.indices(step, rank, samples) for rank in range(LOGICAL)])
+
+    dealt = Balanced(plain, lengths, seed=7, logical_ranks=LOGICAL, epoch=samples)
+    epochs = max(2, -(-3 * POOL * BATCH // samples))
+    steps = range(1, -(-epochs * samples // BATCH) + 1)
+    drawn = [torch.cat([dealt.indices(step, rank) for rank in range(LOGICAL)]) for step in steps]
+    for epoch in range(1, epochs + 1):
+        before, until = epoch * samples // BATCH, -(-epoch * samples // BATCH)  # the step in which it ends is in both
+        assert max(torch.cat(drawn[:before] or [torch.tensor([0])]).bincount(minlength=samples).tolist()) <= epoch
+        assert min(torch.cat(drawn[:until]).bincount(minlength=samples).tolist()) >= epoch
+
+
+def test_the_order_stays_what_it_is() -> None:
+    """Whoever changes it draws other samples in every run with length_balanced: then ORDER must be another version."""
+    lengths = torch.tensor([3, 9, 1, 7, 5, 8, 2, 6, 4, 10])
+    order = Order(seed=7, batch_size=4, logical_ranks=1, mine=(0,))
+
+    def plain(step: int) -> Tensor:
+        return order.indices(step, 0, 10)
+
+    dealt = Balanced(plain, lengths, seed=7, logical_ranks=2, epoch=10)
+    assert [[dealt.indices(step, rank).tolist() for rank in range(2)] for step in (1, 2, 3, 33)] == [
+        [[9, 3], [1, 5]],
+        [[7, 0], [4, 8]],
+        [[9, 2], [1, 6]],
+        [[9, 2], [6, 6]],
+    ]
+    whole = Balanced(
+        lambda step: torch.arange(4 * step - 4, 4 * step),
+        torch.arange(1000) * 7 % 1000,
+        seed=7,
+        logical_ranks=2,
+        epoch=128,
+    )
+    assert [[whole.indices(step, rank).tolist() for rank in range(2)] for step in (1, 2, 33)] == [
+        [[111, 108], [110, 109]],
+        [[63, 60], [62, 61]],
+        [[182, 179], [181, 180]],
+    ]
 
 
 def test_every_32_steps_hold_the_same_samples_as_without_balancing() -> None:

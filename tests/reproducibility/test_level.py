@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from worldsize.reproducibility.level import (
     Downgrade,
     ReproducibilityLevel,
@@ -37,8 +39,16 @@ def manifest(size: int = 100, **determinism: object) -> dict[str, Any]:
 
 def test_another_order_of_samples_is_another_result() -> None:
     assert downgrades(manifest(order=2), manifest(order=2)) == []
-    expected = [Downgrade("tolerance", "order of samples: 2 then, 3 now")]
-    assert downgrades(manifest(order=2), manifest(order=3)) == expected
+    expected = [Downgrade("tolerance", "order of samples: 3 then, 4 now")]
+    assert downgrades(manifest(order=3), manifest(order=4)) == expected
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_version_3_of_the_order_is_another_where_batches_are_of_similar_length_alone(balanced: bool) -> None:
+    then, now = manifest(order=2), manifest(order=3)
+    for each in (then, now):
+        each["config"]["length_balanced"] = balanced
+    assert bool(downgrades(then, now)) == balanced
 
 
 def test_a_record_without_a_version_of_the_order_has_the_first_which_small_data_keep() -> None:

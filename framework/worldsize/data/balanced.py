@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from worldsize.core import ConfigError
-from worldsize.data.order import Order
+from worldsize.data.order import Order, own_order
 from worldsize.reproducibility.seeds import stream
 
 Lengths = Any  # a tensor or an array [samples], or whatever has the lengths of chosen ones when it is indexed with them
@@ -22,18 +23,22 @@ _POOL = 32  # steps whose samples are dealt together
 class Balanced:
     """Batches of samples of similar length.
 
-    The samples of 32 steps are sorted by length and cut into steps, which come in an order that ``seed`` decides. In a
-    step the longest go to one logical rank each, the next ones the other way round, and so on. All of it follows from
+    The samples of 32 steps are sorted by length and cut into steps, which come in an order that ``seed`` decides. Where
+    an epoch ends within them, the samples before its end are sorted by themselves, so that none comes late or early. In
+    a step the longest go to one logical rank each, the next ones the other way round, and so on. All of it follows from
     the step and the logical rank alone, so it is the same at any world size and after any resume.
 
     Args:
         plain: returns the samples of a step [batch], as they come without balancing.
         lengths_n: how long each sample of the data set is; only those of the samples of 32 steps are asked for.
+        epoch: samples of an epoch, in each of which every sample comes once; None: there are no such epochs.
     """
 
-    def __init__(self, plain: Callable[[int], Tensor], lengths_n: Lengths, *, seed: int, logical_ranks: int) -> None:
+    def __init__(
+        self, plain: Callable[[int], Tensor], lengths_n: Lengths, *, seed: int, logical_ranks: int, epoch: int | None
+    ) -> None:
         self._plain, self._lengths_n = plain, lengths_n
-        self._seed, self._logical_ranks = seed, logical_ranks
+        self._seed, self._logical_ranks, self._epoch = seed, logical_ranks, epoch
         self._pool = lru_cache(maxsize=1)(self._sorted)
 
     def indices(self, step: int, logical_rank: int) -> Tensor:
@@ -47,9 +52,28 @@ class Balanced:
         """Return the pool's samples [steps, batch], each step's from the longest to the shortest."""
         samples = torch.cat([self._plain(pool * _POOL + step) for step in range(1, _POOL + 1)])
         lengths = torch.as_tensor(self._lengths_n[samples])
-        order = torch.argsort(lengths, descending=True, stable=True)
         random = torch.Generator().manual_seed(stream(self._seed, "balance", pool))
-        return samples[order].view(_POOL, -1)[torch.randperm(_POOL, generator=random)]
+        batch_size = len(samples) // _POOL
+        order = torch.cat([_by_length(lengths, part, batch_size, random) for part in self._epochs(pool, len(samples))])
+        order_sb = order.view(_POOL, -1)
+        return samples[order_sb.gather(1, lengths[order_sb].argsort(dim=1, descending=True, stable=True))]
+
+    def _epochs(self, pool: int, size: int) -> list[range]:
+        """Return the places of a pool that are of the same epoch, one epoch after the other."""
+        epoch = self._epoch or (pool + 1) * size
+        ends = range(epoch - pool * size % epoch, size, epoch)
+        return [range(first, last) for first, last in pairwise([0, *ends, size])]
+
+
+def _by_length(lengths: Tensor, places: range, batch_size: int, random: torch.Generator) -> Tensor:
+    """Return ``places`` of a pool, dealt to the steps that they are of, whole or in part, by length."""
+    steps = torch.arange(places.start, places.stop) // batch_size - places.start // batch_size
+    sizes = steps.bincount()
+    order = places.start + lengths[places.start : places.stop].argsort(descending=True, stable=True)
+    turns = torch.randperm(len(sizes), generator=random)  # which of the cuts, from the longest on, each step has
+    chosen = turns.argsort()
+    cuts = order.split(sizes[chosen].tolist())
+    return torch.cat([cuts[turn] for turn in turns.tolist()])
 
 
 def balanced(dataset: Any, order: Order) -> Balanced:
@@ -69,4 +93,5 @@ def balanced(dataset: Any, order: Order) -> Balanced:
     def plain(step: int) -> Tensor:
         return all_ranks.indices_in(dataset, step, 0)
 
-    return Balanced(plain, lengths, seed=order.seed, logical_ranks=order.logical_ranks)
+    epoch = len(dataset) if own_order(dataset) is None else None
+    return Balanced(plain, lengths, seed=order.seed, logical_ranks=order.logical_ranks, epoch=epoch)

@@ -144,8 +144,8 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
         check_data(manifest["data"], recipe_fingerprint(settings.recipe))
     if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
-            "the run was begun with version %d of the order of samples, and goes on with version %d: of a data set of "
-            "more than 4 million, an epoch may see some twice and others not at all",
+            "the run was begun with version %d of the order of samples, and goes on with version %d: the epoch at hand "
+            "may see some twice and others not at all",
             order,
             ORDER,
         )

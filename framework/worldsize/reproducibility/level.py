@@ -159,10 +159,12 @@ _DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "
 def orders_differ(then: int, now: int, manifest: Mapping[str, Any]) -> bool:
     """Return whether two versions of the order of samples may differ for the data that ``manifest`` records.
 
-    Versions 1 and 2 differ for more than 2²² samples, which take at least as many bytes.
+    Version 2 changed that of more than 2²² samples, which take at least as many bytes, and version 3 that of batches
+    of similar length.
     """
     recorded_bytes = sum(file["size"] for file in manifest["data"]["files"].values())
-    return then != now and ({then, now} != {1, 2} or recorded_bytes > 1 << 22)
+    changed = {2: recorded_bytes > 1 << 22, 3: bool(manifest["config"].get("length_balanced"))}
+    return any(changed.get(version, True) for version in range(min(then, now) + 1, max(then, now) + 1))
 
 
 def _at(manifest: Any, path: Sequence[str | int]) -> Any:
