@@ -72,7 +72,7 @@ def _by_length(lengths: Tensor, places: range, batch_size: int, random: torch.Ge
     order = places.start + lengths[places.start : places.stop].argsort(descending=True, stable=True)
     turns = torch.randperm(len(sizes), generator=random)  # which of the cuts, from the longest on, each step has
     chosen = turns.argsort()
-    cuts = order.split(sizes[chosen].tolist())
+    cuts = order.tensor_split(sizes[chosen].cumsum(0)[:-1])
     return torch.cat([cuts[turn] for turn in turns.tolist()])
 
 
@@ -86,7 +86,8 @@ def balanced(dataset: Any, order: Order) -> Balanced:
     if lengths is None:
         raise ConfigError(
             f"length_balanced=true needs to know how long samples are, and {type(dataset).__name__} has no attribute "
-            "lengths, a tensor [samples]. Add it to the recipe's data set, or set length_balanced=false."
+            "lengths, a tensor [samples]. Add it to the recipe's data set, name the column of a table that has them "
+            "(data.length_column), or set length_balanced=false."
         )
     all_ranks = replace(order, logical_ranks=1)
 

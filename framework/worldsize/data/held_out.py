@@ -8,9 +8,12 @@ from functools import lru_cache
 from typing import Annotated, Any, final
 
 import numpy
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from worldsize.core import ConfigError, Range
+from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.order import own_order
 from worldsize.data.permutation import shuffled
 from worldsize.data.source import Source, with_stand_ins
@@ -82,6 +85,16 @@ class HeldOut(Source):
     def bad_with(self, index: int) -> range:
         bad = self.source.bad_with(self.source_index(index))
         return range(self._first_from(bad.start), self._first_from(bad.stop))
+
+    @property
+    def lengths(self) -> Any:
+        """The lengths of this side's samples; None: ``source`` does not say them."""
+        if (lengths := getattr(self.source, "lengths", None)) is None:
+            return None
+        return LookedUpLengths(lambda indices: numpy.asarray(lengths[self._source_indices(indices)]))
+
+    def _source_indices(self, indices: NDArray[numpy.int64]) -> Tensor:
+        return torch.tensor([self.source_index(index) for index in indices.tolist()], dtype=torch.int64)
 
     def fingerprint(self) -> Mapping[str, Any]:
         return self.source.fingerprint()

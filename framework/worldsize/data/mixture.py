@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Annotated, Any, final
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worldsize.core import ConfigError, Range
+from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.order import OwnOrder, own_order
 from worldsize.data.permutation import enciphered
 from worldsize.data.shuffle import Shuffle
@@ -162,7 +163,16 @@ class Mixture(Source, OwnOrder):
     def lengths(self) -> Any:
         """The length of each sample, if all sources say so; None otherwise."""
         lengths = [getattr(part.source, "lengths", None) for part in self.sources.values()]
-        return None if any(each is None for each in lengths) else _JoinedLengths(lengths, self._ends)
+        return None if any(each is None for each in lengths) else LookedUpLengths(partial(self._joined, lengths))
+
+    def _joined(self, lengths: Sequence[Any], indices: Numbers) -> Numbers:
+        owners = numpy.searchsorted(self._ends, indices, side="right")
+        joined = numpy.empty(len(indices), dtype=numpy.int64)
+        for owner in numpy.unique(owners).tolist():
+            chosen = owners == owner
+            own = torch.from_numpy(indices[chosen] - self._ends[owner] + self._lengths[owner])
+            joined[chosen] = numpy.asarray(lengths[owner][own])
+        return joined
 
     def fingerprint(self) -> Mapping[str, Any]:
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}
@@ -215,20 +225,3 @@ def _own_order(seed: int, part: int, length: int, drawn: Numbers, shuffle: Shuff
         chosen = epochs == epoch
         order[chosen] = shuffle.at(stream(seed, "order", part, epoch), length, places[chosen])
     return order
-
-
-@final
-class _JoinedLengths:
-    """The lengths of the samples of several sources, looked up where they are asked for."""
-
-    def __init__(self, lengths: Sequence[Any], ends: Sequence[int]) -> None:
-        self._lengths, self._ends = lengths, numpy.array([0, *ends])
-
-    def __getitem__(self, indices: Tensor) -> Tensor:
-        numbers = indices.numpy()
-        owners = numpy.searchsorted(self._ends, numbers, side="right") - 1
-        joined = numpy.empty(len(numbers), dtype=numpy.int64)
-        for owner in numpy.unique(owners).tolist():
-            chosen = owners == owner
-            joined[chosen] = numpy.asarray(self._lengths[owner][numbers[chosen] - self._ends[owner]])
-        return torch.from_numpy(joined)

@@ -30,6 +30,9 @@ class Source(Dataset[Any], ABC):
 
     It is a value: it holds no position, and two with equal arguments have equal samples. What it opens, it opens when
     the first sample is asked for, in the process that asks.
+
+    One that knows how long its samples are has an attribute ``lengths``, for ``length_balanced``: a tensor [samples],
+    or what looks them up (:class:`worldsize.data.lengths.LookedUpLengths`).
     """
 
     @abstractmethod
@@ -155,6 +158,11 @@ class Transformed(Source):
 
     def bad_with(self, index: int) -> range:
         return self.source.bad_with(index)
+
+    @property
+    def lengths(self) -> Any:
+        """The lengths that ``source`` says, whatever the function makes of its samples; None: it says none."""
+        return getattr(self.source, "lengths", None)
 
     def fingerprint(self) -> Mapping[str, Any]:
         return self.source.fingerprint()

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.packing import packed
 from worldsize.data.sources.indexed import IndexedSource
 from worldsize.data.sources.tokens import TokenFiles, Vector, Windows, file_name
@@ -173,6 +174,16 @@ class PackedDocuments(DocumentFiles):
 
     def __len__(self) -> int:
         return len(self.index["stop"])
+
+    @property
+    def lengths(self) -> LookedUpLengths:
+        """The tokens of documents in each sample; its other places are empty."""
+        return LookedUpLengths(self._filled)
+
+    def _filled(self, indices: Numbers) -> Numbers:
+        stops, lengths = self.index["stop"], self.index["length"]
+        firsts = numpy.where(indices > 0, stops[indices - 1], 0)
+        return numpy.array([lengths[first:stop].sum() for first, stop in zip(firsts, stops[indices], strict=True)])
 
     def sample(self, index: int) -> Mapping[str, Tensor]:
         stops = self.index["stop"]

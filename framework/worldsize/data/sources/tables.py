@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 import numpy
 
 from worldsize.core import OneOf, Range
+from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.sources.indexed import Array, IndexedSource
 from worldsize.data.sources.table_parts import Table, TableReader
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
 from worldsize.errors import ConfigError, neighbours
+
+_logger = logging.getLogger(__name__)
 
 
 class PlacedPart(NamedTuple):
@@ -35,11 +39,14 @@ class TableSource(IndexedSource):
         format: "python": numbers, strings, lists and dicts; "numpy": columns of numbers are NumPy's numbers, and those
             of lists of numbers its arrays, which become tensors in batches.
         keep: bytes of decoded parts that each process keeps; the part read last is kept in any case.
+        length_column: a column of whole numbers that say how long each sample is, for ``length_balanced``. It is read
+            once, for the index. A part that cannot be read and is skipped has the length 0.
     """
 
     columns: Sequence[str] | None = None
     format: Annotated[str, OneOf("python", "numpy")] = "python"
     keep: Annotated[float, Range(least=0, hint="it is in bytes")] = 256e6
+    length_column: str | None = None
 
     @abstractmethod
     def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
@@ -60,7 +67,15 @@ class TableSource(IndexedSource):
 
     @property
     def kind(self) -> str:
-        return f"{type(self).__name__}-1 columns={self.columns}"  # which are sought in each file that is indexed
+        kind = f"{type(self).__name__}-1 columns={self.columns}"  # which are sought in each file that is indexed
+        if self.length_column is None:
+            return kind
+        return f"{kind} length_column={self.length_column} on_error={self.on_error}"
+
+    @property
+    def needed(self) -> Sequence[str]:
+        """The columns that each file must have."""
+        return [*(self.columns or ()), *([] if self.length_column is None else [self.length_column])]
 
     def scanner(self) -> Scan:
         rows = 0
@@ -71,12 +86,45 @@ class TableSource(IndexedSource):
             stops = rows + numpy.cumsum([part.rows for part in found], dtype=numpy.uint64)
             rows += sum(part.rows for part in found)
             starts = numpy.array([part.start for part in found], dtype=numpy.uint64)
-            yield {"stop": stops, "start": starts, "number": numpy.array([part.number for part in found], numpy.uint32)}
+            numbers = numpy.array([part.number for part in found], numpy.uint32)
+            yield {"stop": stops, "start": starts, "number": numbers, **self._lengths_of(file, found)}
 
         return scan
 
+    def _lengths_of(self, file: ByteFile, found: Sequence[PlacedPart]) -> Mapping[str, Array]:
+        """Read the lengths of the samples in the parts of a file, if there is a column of them."""
+        if self.length_column is None:
+            return {}
+        only = replace(self, columns=[self.length_column])
+        lengths = [only.column_of(file, part) for part in found]
+        return {"length": numpy.concatenate([numpy.empty(0, dtype=numpy.int64), *lengths])}
+
+    def column_of(self, file: ByteFile, part: PlacedPart) -> Array:
+        """Read the only column of a part, whole numbers: int64 [rows]."""
+        try:
+            values: Array = self.read_part(file, part.start, part.number)[0].column(0).to_numpy(zero_copy_only=False)
+        except SampleError as error:
+            if self.on_error == "stop":
+                raise
+            _logger.warning("samples whose length cannot be read have the length 0: %s", error)
+            return numpy.zeros(part.rows, dtype=numpy.int64)
+        if values.dtype.kind not in "iu":
+            raise ConfigError(
+                f"{file.name}, byte {part.start}: column {self.length_column!r} holds more than whole numbers. "
+                "Name another as length_column, or mend the file."
+            )
+        lengths: Array = values.astype(numpy.int64)
+        return lengths
+
     def __len__(self) -> int:
         return int(self.index["stop"][-1])
+
+    @property
+    def lengths(self) -> LookedUpLengths | None:
+        """What ``length_column`` says of each sample; None: no column is named."""
+        if self.length_column is None:
+            return None
+        return LookedUpLengths(lambda indices: self.index["length"][indices])
 
     def sample(self, index: int) -> dict[str, Any]:
         return self._rows(int(self._reader.parts_of([index])[0]), [index])[0]
