@@ -188,6 +188,18 @@ def test_a_mixture_that_cannot_be_is_refused(sources: Any, message: str) -> None
         mixture(sources)
 
 
+def test_a_share_that_would_never_be_drawn_is_refused_before_the_start() -> None:
+    message = "'source 1' has a share of .* rounds to 0 of 65,536 samples: it would never be drawn. Give it a share"
+    with pytest.raises(ConfigError, match=message):
+        mixed(10, 10, weights=(1, 1e-6))
+    by_epochs = mixed(10**9, 10, epochs=(1, 1))
+    for use in (by_epochs.fingerprint, lambda: drawn(by_epochs, range(10))):
+        with pytest.raises(ConfigError, match=message):
+            use()
+    assert sum(source for source, _ in drawn(mixed(10, 10, weights=(1, 1.5e-5)), range(1 << 16))) == 1
+    mixed(10, 10, weights=(1, 0)).fingerprint()
+
+
 def test_an_empty_source_is_named() -> None:
     with pytest.raises(ConfigError, match="'source 1' of the mixture has no samples"):
         drawn(mixed(10, 0, weights=(0.5, 0.5)), range(10))

@@ -59,7 +59,7 @@ class Mixture(Source, OwnOrder):
         sources: the parts by name, all with a weight or all with epochs.
 
     Raises:
-        ConfigError: there is no part, or weights and epochs do not fit together.
+        ConfigError: there is no part, weights and epochs do not fit together, or a share is too small to be drawn.
     """
 
     sources: Mapping[str, Part]
@@ -79,6 +79,10 @@ class Mixture(Source, OwnOrder):
             raise ConfigError("the weights and epochs of a mixture must be numbers of at least 0, and finite.")
         if not any(part.weight or part.epochs for part in parts):
             raise ConfigError("all sources of a mixture have the share 0. Give one of them a larger one.")
+        if all(
+            by_weight
+        ):  # epochs need the lengths of the sources, which may take an index: the fingerprint checks them
+            _ = self._quotas
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -107,6 +111,12 @@ class Mixture(Source, OwnOrder):
         remainders = sorted(range(len(exact)), key=lambda part: (quotas[part] - exact[part], part))
         for part in remainders[: _BLOCK - sum(quotas)]:
             quotas[part] += 1
+        for (name, share), quota in zip(self.shares.items(), quotas, strict=True):
+            if share > 0 and quota == 0:
+                raise ConfigError(
+                    f"source {name!r} has a share of {share:.1e} of the mixture, which rounds to 0 of {_BLOCK:,} "
+                    f"samples: it would never be drawn. Give it a share of at least {1 / _BLOCK:.1e}, or leave it out."
+                )
         return quotas
 
     def __len__(self) -> int:
@@ -178,6 +188,7 @@ class Mixture(Source, OwnOrder):
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}
         digests = {name: [part["sha256"], self.shares[name]] for name, part in parts.items()}
         total = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+        _ = self._quotas  # refuses a share that is too small
         facts = {"size": sum(part["size"] for part in parts.values()), "sha256": total, "shares": dict(self.shares)}
         tokenizers = {name: part["tokenizers"] for name, part in parts.items() if "tokenizers" in part}
         return {**facts, "tokenizers": tokenizers} if tokenizers else facts
