@@ -67,3 +67,13 @@ def test_an_index_costs_no_memory_in_the_number_of_samples() -> None:
     assert len(source) == 10**11 + 50
     assert source[len(source) - 1] >= 10**12
     assert source.fingerprint() == {"size": 10**12 + 500}
+
+
+def test_the_sides_stay_what_they_are() -> None:
+    """Whoever changes them trains resumed runs on what was held out from them."""
+    assert sides(12, 0.25) == ([0, 2, 4, 5, 6, 7, 8, 9, 10], [1, 3, 11])
+    assert sides(2010, 0.002)[1] == [19, 423, 1365, 1742]
+    out = HeldOut(Numbers(10**12 + 500), 0.1, True)
+    places = (0, 1, 99, 100, 10**11 - 1, 10**11, 10**11 + 49)
+    expected = [1, 12, 998, 1007, 999999999972, 1000000000002, 1000000000499]
+    assert [out[index] for index in places] == expected

@@ -62,6 +62,14 @@ def test_packing_wastes_little() -> None:
     assert sum(lengths) / (len(counts) * 65) > 0.97
 
 
+def test_the_packing_stays_what_it_is() -> None:
+    """Whoever changes it gives a resumed run other samples: then the kind of the index must be another version."""
+    pieces, counts = packed(bounds_of([5, 0, 12, 3, 1, 7, 4, 2]), 8)
+    assert pieces.starts.tolist() == [5, 20, 21, 0, 17, 12, 32, 28]
+    assert pieces.lengths.tolist() == [8, 1, 7, 5, 3, 5, 2, 4]
+    assert counts == [1, 2, 2, 2, 1]
+
+
 def test_targets_and_positions_of_a_packed_sample() -> None:
     batch = {
         "tokens": torch.tensor([[5, 6, 7, 8, 9, 0, 0]]),

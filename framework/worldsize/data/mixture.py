@@ -79,10 +79,8 @@ class Mixture(Source, OwnOrder):
             raise ConfigError("the weights and epochs of a mixture must be numbers of at least 0, and finite.")
         if not any(part.weight or part.epochs for part in parts):
             raise ConfigError("all sources of a mixture have the share 0. Give one of them a larger one.")
-        if all(
-            by_weight
-        ):  # epochs need the lengths of the sources, which may take an index: the fingerprint checks them
-            _ = self._quotas
+        if all(by_weight):
+            _quotas(tuple(self.shares.items()))  # epochs need the index of each source: the fingerprint asks
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -103,22 +101,6 @@ class Mixture(Source, OwnOrder):
         total = sum(amount or 0.0 for amount in amounts.values())
         return {name: (amount or 0.0) / total for name, amount in amounts.items()}
 
-    @cached_property
-    def _quotas(self) -> list[int]:
-        """Places of each source in a block; what rounding leaves goes to the largest remainders."""
-        exact = [share * _BLOCK for share in self.shares.values()]
-        quotas = [int(each) for each in exact]
-        remainders = sorted(range(len(exact)), key=lambda part: (quotas[part] - exact[part], part))
-        for part in remainders[: _BLOCK - sum(quotas)]:
-            quotas[part] += 1
-        for (name, share), quota in zip(self.shares.items(), quotas, strict=True):
-            if share > 0 and quota == 0:
-                raise ConfigError(
-                    f"source {name!r} has a share of {share:.1e} of the mixture, which rounds to 0 of {_BLOCK:,} "
-                    f"samples: it would never be drawn. Give it a share of at least {1 / _BLOCK:.1e}, or leave it out."
-                )
-        return quotas
-
     def __len__(self) -> int:
         """Count the samples of all sources."""
         return self._ends[-1]
@@ -133,22 +115,21 @@ class Mixture(Source, OwnOrder):
     def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> Tensor:
         """Return the indices, int64 [places], in the sources one after the other, of the samples at ``places``."""
         indices = numpy.empty(len(places), dtype=numpy.int64)
-        done = 0
+        done, quotas = 0, _quotas(tuple(self.shares.items()))
         while places:
             block, offset = divmod(places.start, _BLOCK)
             taken = min(len(places), _BLOCK - offset)
-            owners, turns = (each[offset : offset + taken] for each in _block(seed, block, tuple(self._quotas)))
+            owners, turns = (each[offset : offset + taken] for each in _block(seed, block, quotas))
             for part in numpy.unique(owners).tolist():
                 mine, length = owners == part, self._lengths[part]
-                drawn = block * self._quotas[part] + turns[mine]
+                drawn = block * quotas[part] + turns[mine]
                 own = self._ends[part] - length + _own_order(seed, part, length, drawn, shuffle)
                 indices[done : done + taken][mine] = own
             places, done = places[taken:], done + taken
         return torch.from_numpy(indices)
 
     def __getitem__(self, index: int) -> Any:
-        part, within = self._located(index)
-        return part.source[within]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return self._read(indices, lambda source, own: source.__getitems__(own))
@@ -158,37 +139,28 @@ class Mixture(Source, OwnOrder):
 
     def _read(self, indices: Sequence[int], read: Callable[[Source, Sequence[int]], list[Any]]) -> list[Any]:
         samples: dict[int, Any] = {}
-        located = [self._located(index) for index in indices]
-        for part in self.sources.values():
-            mine = [place for place, (owner, _) in enumerate(located) if owner is part]
+        owners = [bisect.bisect_right(self._ends, index) for index in indices]
+        for number, part in enumerate(self.sources.values()):
+            mine = [place for place, owner in enumerate(owners) if owner == number]
+            first = self._ends[number] - self._lengths[number]
             if mine:
-                samples |= zip(mine, read(part.source, [located[place][1] for place in mine]), strict=True)
+                own = read(part.source, [indices[place] - first for place in mine])
+                samples |= zip(mine, own, strict=True)
         return [samples[place] for place in range(len(indices))]
-
-    def _located(self, index: int) -> tuple[Part, int]:
-        number = bisect.bisect_right(self._ends, index)
-        return list(self.sources.values())[number], index - self._ends[number] + self._lengths[number]
 
     @property
     def lengths(self) -> Any:
         """The length of each sample, if all sources say so; None otherwise."""
         lengths = [getattr(part.source, "lengths", None) for part in self.sources.values()]
-        return None if any(each is None for each in lengths) else LookedUpLengths(partial(self._joined, lengths))
-
-    def _joined(self, lengths: Sequence[Any], indices: Numbers) -> Numbers:
-        owners = numpy.searchsorted(self._ends, indices, side="right")
-        joined = numpy.empty(len(indices), dtype=numpy.int64)
-        for owner in numpy.unique(owners).tolist():
-            chosen = owners == owner
-            own = torch.from_numpy(indices[chosen] - self._ends[owner] + self._lengths[owner])
-            joined[chosen] = numpy.asarray(lengths[owner][own])
-        return joined
+        if any(each is None for each in lengths):
+            return None
+        return LookedUpLengths(partial(_joined, lengths, numpy.array([0, *self._ends])))
 
     def fingerprint(self) -> Mapping[str, Any]:
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}
         digests = {name: [part["sha256"], self.shares[name]] for name, part in parts.items()}
         total = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-        _ = self._quotas  # refuses a share that is too small
+        _quotas(tuple(self.shares.items()))  # refuses a share that is too small
         facts = {"size": sum(part["size"] for part in parts.values()), "sha256": total, "shares": dict(self.shares)}
         tokenizers = {name: part["tokenizers"] for name, part in parts.items() if "tokenizers" in part}
         return {**facts, "tokenizers": tokenizers} if tokenizers else facts
@@ -216,6 +188,37 @@ def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
         if not isinstance(part["source"], Source):
             raise ConfigError(f"data.sources.{name}.source is a {type(part['source']).__name__}, not a Source.")
     return Mixture({name: Part(**part) for name, part in sources.items()})
+
+
+@lru_cache(16)
+def _quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
+    """Return the places of each source in a block; what rounding leaves goes to the largest remainders.
+
+    Raises:
+        ConfigError: a share is so small that it has none.
+    """
+    exact = [share * _BLOCK for _, share in shares]
+    quotas = [int(each) for each in exact]
+    remainders = sorted(range(len(exact)), key=lambda part: (quotas[part] - exact[part], part))
+    for part in remainders[: _BLOCK - sum(quotas)]:
+        quotas[part] += 1
+    for (name, share), quota in zip(shares, quotas, strict=True):
+        if share > 0 and quota == 0:
+            raise ConfigError(
+                f"source {name!r} has a share of {share:.1e} of the mixture, which rounds to 0 of {_BLOCK:,} samples: "
+                f"it would never be drawn. Give it a share of at least {1 / _BLOCK:.1e}, or leave it out."
+            )
+    return tuple(quotas)
+
+
+def _joined(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -> Numbers:
+    """Return the lengths of samples ``indices`` of several sources, which begin at ``bounds``."""
+    owners = numpy.searchsorted(bounds, indices, side="right") - 1
+    joined = numpy.empty(len(indices), dtype=numpy.int64)
+    for owner in numpy.unique(owners).tolist():
+        chosen = owners == owner
+        joined[chosen] = numpy.asarray(lengths[owner][torch.from_numpy(indices[chosen] - bounds[owner])])
+    return joined
 
 
 @lru_cache(4)

@@ -29,7 +29,7 @@ class ArrowSource(TableSource):
 
     def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
         messages = _opened(file)
-        check_columns(self.needed, messages.schema.names, f"{file.name}, byte 0")
+        check_columns(self, messages.schema.names, f"{file.name}, byte 0")
         for number, (start, rows) in enumerate(messages.starts()):
             yield PlacedPart(start, number, rows)
 

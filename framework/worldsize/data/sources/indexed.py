@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from worldsize.core import ConfigError
+from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.source import FileSource
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan, indexed
@@ -43,6 +44,12 @@ class IndexedSource(FileSource):
             names = self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and the files after it"
             raise ConfigError(f"{names}, byte 0: there is no sample. Check the path of the data.")
         return made
+
+    @property
+    def lengths(self) -> LookedUpLengths | None:
+        """The lengths of the samples: what the index has as ``size``, such as their bytes; None: it has none."""
+        sizes = self.index.get("size")
+        return None if sizes is None else LookedUpLengths(lambda indices: sizes[indices])
 
     def file_of(self, row: int) -> ByteFile:
         """Return the file of a row of the index."""

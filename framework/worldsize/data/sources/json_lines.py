@@ -9,7 +9,6 @@ from typing import Any, ClassVar, final
 
 import numpy
 
-from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.sources.indexed import Array, IndexedSource, refuse_compressed
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
@@ -46,11 +45,6 @@ class JsonLines(IndexedSource):
 
     def __len__(self) -> int:
         return len(self.index["start"])
-
-    @property
-    def lengths(self) -> LookedUpLengths:
-        """The bytes of each line."""
-        return LookedUpLengths(lambda indices: self.index["size"][indices])
 
     def sample(self, index: int) -> Any:
         start = int(self.index["start"][index])

@@ -29,7 +29,7 @@ class Parquet(TableSource):
     def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
         facts = _opened(file).metadata
         place = f"{file.name}, byte {max(file.size - 8 - facts.serialized_size, 0)}"
-        check_columns(self.needed, _opened(file).schema_arrow.names, place)
+        check_columns(self, _opened(file).schema_arrow.names, place)
         for number in range(facts.num_row_groups):
             group = facts.row_group(number)
             starts = [_first_byte(group.column(column)) for column in range(group.num_columns)]

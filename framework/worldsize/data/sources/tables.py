@@ -12,7 +12,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy
 
 from worldsize.core import OneOf, Range
-from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.sources.indexed import Array, IndexedSource
 from worldsize.data.sources.table_parts import Table, TableReader
 from worldsize.data.storage.byte_files import ByteFile, SampleError
@@ -72,11 +71,6 @@ class TableSource(IndexedSource):
             return kind
         return f"{kind} length_column={self.length_column} on_error={self.on_error}"
 
-    @property
-    def needed(self) -> Sequence[str]:
-        """The columns that each file must have."""
-        return [*(self.columns or ()), *([] if self.length_column is None else [self.length_column])]
-
     def scanner(self) -> Scan:
         rows = 0
 
@@ -87,44 +81,12 @@ class TableSource(IndexedSource):
             rows += sum(part.rows for part in found)
             starts = numpy.array([part.start for part in found], dtype=numpy.uint64)
             numbers = numpy.array([part.number for part in found], numpy.uint32)
-            yield {"stop": stops, "start": starts, "number": numbers, **self._lengths_of(file, found)}
+            yield {"stop": stops, "start": starts, "number": numbers, **_lengths_in(self, file, found)}
 
         return scan
 
-    def _lengths_of(self, file: ByteFile, found: Sequence[PlacedPart]) -> Mapping[str, Array]:
-        """Read the lengths of the samples in the parts of a file, if there is a column of them."""
-        if self.length_column is None:
-            return {}
-        only = replace(self, columns=[self.length_column])
-        lengths = [only.column_of(file, part) for part in found]
-        return {"length": numpy.concatenate([numpy.empty(0, dtype=numpy.int64), *lengths])}
-
-    def column_of(self, file: ByteFile, part: PlacedPart) -> Array:
-        """Read the only column of a part, whole numbers: int64 [rows]."""
-        try:
-            values: Array = self.read_part(file, part.start, part.number)[0].column(0).to_numpy(zero_copy_only=False)
-        except SampleError as error:
-            if self.on_error == "stop":
-                raise
-            _logger.warning("samples whose length cannot be read have the length 0: %s", error)
-            return numpy.zeros(part.rows, dtype=numpy.int64)
-        if values.dtype.kind not in "iu":
-            raise ConfigError(
-                f"{file.name}, byte {part.start}: column {self.length_column!r} holds more than whole numbers. "
-                "Name another as length_column, or mend the file."
-            )
-        lengths: Array = values.astype(numpy.int64)
-        return lengths
-
     def __len__(self) -> int:
         return int(self.index["stop"][-1])
-
-    @property
-    def lengths(self) -> LookedUpLengths | None:
-        """What ``length_column`` says of each sample; None: no column is named."""
-        if self.length_column is None:
-            return None
-        return LookedUpLengths(lambda indices: self.index["length"][indices])
 
     def sample(self, index: int) -> dict[str, Any]:
         return self._rows(int(self._reader.parts_of([index])[0]), [index])[0]
@@ -173,8 +135,35 @@ class TableSource(IndexedSource):
         return rows
 
 
-def check_columns(columns: Sequence[str] | None, names: Sequence[str], place: str) -> None:
-    """Raise ConfigError, which names the file and the nearest column, if one is missing."""
-    for name in columns or ():
+def check_columns(source: TableSource, names: Sequence[str], place: str) -> None:
+    """Raise ConfigError, which names the file and the nearest column, if one is missing that ``source`` needs."""
+    for name in (*(source.columns or ()), *([] if source.length_column is None else [source.length_column])):
         if name not in names:
             raise ConfigError(f"{place}: there is no column {name!r}{neighbours(name, names)}")
+
+
+def _lengths_in(source: TableSource, file: ByteFile, parts: Sequence[PlacedPart]) -> Mapping[str, Array]:
+    """Read the lengths of the samples in the parts of a file, if there is a column of them."""
+    if source.length_column is None:
+        return {}
+    only = replace(source, columns=[source.length_column])
+    lengths = [_column(only, file, part) for part in parts]
+    return {"size": numpy.concatenate([numpy.empty(0, dtype=numpy.int64), *lengths])}
+
+
+def _column(source: TableSource, file: ByteFile, part: PlacedPart) -> Array:
+    """Read the only column of a part of a file, whole numbers: int64 [rows]."""
+    try:
+        values: Array = source.read_part(file, part.start, part.number)[0].column(0).to_numpy(zero_copy_only=False)
+    except SampleError as error:
+        if source.on_error == "stop":
+            raise
+        _logger.warning("samples whose length cannot be read have the length 0: %s", error)
+        return numpy.zeros(part.rows, dtype=numpy.int64)
+    if values.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{file.name}, byte {part.start}: column {source.length_column!r} holds more than whole numbers. "
+            "Name another as length_column, or mend the file."
+        )
+    lengths: Array = values.astype(numpy.int64)
+    return lengths

@@ -13,7 +13,6 @@ from typing import IO, Annotated, Any, ClassVar, final
 import numpy
 
 from worldsize.core import Limit
-from worldsize.data.lengths import LookedUpLengths
 from worldsize.data.sources.decoders import DECODERS, FORMATS, decoded
 from worldsize.data.sources.indexed import Array, IndexedSource, refuse_compressed
 from worldsize.data.storage.byte_files import ByteFile, SampleError
@@ -85,11 +84,6 @@ class WebDataset(IndexedSource):
 
     def __len__(self) -> int:
         return len(self.index["start"])
-
-    @property
-    def lengths(self) -> LookedUpLengths:
-        """The bytes of each sample in its tar file, headers included."""
-        return LookedUpLengths(lambda indices: self.index["size"][indices])
 
     def sample(self, index: int) -> dict[str, Any]:
         start, file = int(self.index["start"][index]), self.file_of(index)
