@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.ports.lines import count_lines
 from worldsize.core import ConfigError, LossOutput, MultiUpdateRecipe, Recipe, Strategy, Update
 from worldsize.reproducibility.digest import tensor_digests
 from worldsize.strategies.ddp import DDP
@@ -187,8 +188,4 @@ def sizes(name: str) -> tuple[int, int]:
     (loop,) = (node for node in nodes if node.name == "original")
     yaml = (FOLDER / "conf" / "recipe" / f"{name}.yaml").read_text()
     recipe = ast.get_source_segment(text, nodes[-1]) or ""
-    return _lines(ast.get_source_segment(text, loop) or ""), _lines(recipe) + _lines(yaml)
-
-
-def _lines(text: str) -> int:
-    return sum(1 for line in text.splitlines() if line.strip())
+    return count_lines(ast.get_source_segment(text, loop) or ""), count_lines(recipe) + count_lines(yaml)
