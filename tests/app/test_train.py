@@ -79,12 +79,23 @@ def test_config_groups_may_be_chosen_with_or_without_a_plus(train: Any) -> None:
         assert run.code == 0, run.error
 
 
-@pytest.mark.parametrize("steps", ["???", "null", "50"])  # ???: as a recipe without steps
+@pytest.mark.parametrize("steps", ["???", "null"])  # ???: as a recipe without steps
 def test_epochs_decide_the_number_of_steps(train: Any, steps: str) -> None:
     run = train(*QUICK, f"steps={steps}", "epochs=2", "batch_size=480", "cluster.processes=1")
     assert run.code == 0, run.error
     assert run.json("result.json")["steps"] == 6  # 2 × 1,437 images / 480, rounded up
-    assert ("Set epochs=null steps=50 instead" in run.error) == (steps == "50")
+
+
+def test_steps_that_are_typed_beside_epochs_are_refused(train: Any) -> None:
+    run = train("recipe=digits", "steps=50", "epochs=2", "launch=show")
+    assert (run.code, run.folder) == (2, None)
+    assert "Set epochs=null steps=50, or leave steps out." in run.error
+
+
+def test_epochs_take_the_place_of_the_steps_of_a_recipe(train: Any) -> None:
+    run = train("recipe=digits", "epochs=2", "batch_size=480", "cluster.processes=1", "recipe.width=4")
+    assert (run.code, run.error) == (0, "")
+    assert run.json("result.json")["steps"] == 6
 
 
 @pytest.mark.parametrize("steps", ["???", "null"])
@@ -94,11 +105,17 @@ def test_a_run_whose_length_nothing_says_is_refused(train: Any, steps: str) -> N
     assert "Set steps=100 or epochs=1" in run.error
 
 
-@pytest.mark.parametrize("key", ["batch_size", "checkpoint.at_end", "seed"])
+@pytest.mark.parametrize("key", ["evaluate_batch_size", "checkpoint.at_end", "seed"])
 def test_a_value_that_must_not_be_null_is_refused_in_our_words(train: Any, key: str) -> None:
     run = train(*QUICK, f"{key}=null", "launch=show")
     assert run.code == 2
     assert run.error.strip().endswith(f"{key} needs a value; null is none. Set {key}=VALUE, or leave it out.")
+
+
+def test_a_batch_size_that_is_missing_is_refused(train: Any) -> None:
+    run = train(*QUICK, "batch_size=???", "launch=show")
+    assert run.code == 2
+    assert "Set batch_size=64 or another number, or batch_size=null if the recipe's data are batches" in run.error
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

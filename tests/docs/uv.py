@@ -114,7 +114,19 @@ def _smaller(values: Sequence[str], how: str) -> list[str]:
         kept = [re.sub(pattern, smaller, word) for word in kept]
     length = next((steps for key, steps in _LEAST_STEPS.items() if any(word.startswith(key) for word in kept)), 2)
     gpt = _GPT if "recipe=stdlib_lm" in kept else ()
-    return [*kept, f"steps={length}", "log_every=1", "cluster.threads=1", "logger=none", *gpt]
+    steps = [] if has_epochs(kept) else [f"steps={length}"]
+    return [*kept, *steps, "log_every=1", "cluster.threads=1", "logger=none", *gpt]
+
+
+def has_epochs(words: Sequence[str]) -> bool:
+    """Return whether the length of a run is given in epochs, on the command line or by the recipe's YAML."""
+    given = dict(word.lstrip("+").split("=", 1) for word in words)
+    if given.get("epochs") == "null":
+        return False
+    name = given.get("recipe", "digits")
+    folders = (Path(), Path("recipes", name), Path(__file__).parents[2] / "plugins" / name)
+    texts = [path.read_text() for folder in folders for path in folder.glob(f"conf/recipe/{name}.yaml")]
+    return "epochs" in given or any(re.search("^epochs:", text, re.M) for text in texts)
 
 
 def canonical(values: Sequence[str]) -> list[str]:

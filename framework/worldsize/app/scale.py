@@ -83,7 +83,7 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
     torch.set_num_threads(1)  # this process forks: it must not have an OpenMP pool
     command = shlex.join(["worldsize", "scale", *redacted_arguments(sys.argv[1:])])
     predictor = Predictor(Given(links=links_of(links) if links else {}))
-    points = _planned(overrides, mode, predictor)
+    points = planned_points(overrides, mode, predictor)
     first = points[0]
     folder = planned(first.settings.run.root, "scaling", None).path
     study = {"schema": 1, "recipe": first.recipe, "mode": mode, "command": command}
@@ -108,8 +108,8 @@ def scale(overrides: Sequence[str], *, mode: str, links: Path | None) -> int:
 # ---------------------------------------------------------------- the points to measure
 
 
-def _planned(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[Planned]:
-    """Check and predict every point."""
+def planned_points(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[Planned]:
+    """Check and predict every point of a scaling study, before any of them is measured."""
     lists = {name: _list(overrides, name) for name in _LISTS}
     if not lists["world_sizes"]:
         raise ConfigError("no world sizes. Give some, e.g. world_sizes=1,2,4.")
@@ -127,13 +127,16 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
     places = []
 
     def task(cfg: DictConfig) -> None:
-        from worldsize.config.composed import settings_of
+        from worldsize.config.composed import has_own_batches, settings_of
         from worldsize.core import BatchLauncher
 
-        cfg.batch_size *= size if mode == "weak" else 1
+        own_batches = has_own_batches(cfg)
+        if mode == "weak" and not own_batches:
+            cfg.batch_size *= size
         settings = settings_of(cfg)
         if accumulation > 1:
             cfg.logical_ranks = accumulation * settings.logical_ranks
+            cfg.batch_size = None if own_batches else cfg.batch_size
             settings = settings_of(cfg)
         if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.wait:
             raise ConfigError(
@@ -144,7 +147,8 @@ def _point(words: Sequence[str], size: int, accumulation: int, mode: str, predic
             raise ConfigError(
                 f"steps={settings.training.steps} are too few to tell their spread. Set {_FEWEST} or more."
             )
-        shape = (f"batch_size={settings.training.batch_size}", f"logical_ranks={settings.logical_ranks}")
+        batch = "null" if own_batches else settings.training.batch_size
+        shape = (f"batch_size={batch}", f"logical_ranks={settings.logical_ranks}")
         place = Planned(choices()["strategy"], size, accumulation, (*words, *shape), settings, choices()["recipe"])
         places.append(replace(place, predicted=_predicted(predictor, settings)))
 

@@ -6,7 +6,6 @@ lengths in epochs, samples or tokens.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,6 @@ from worldsize.data.fetch import is_iterable
 from worldsize.data.order import epoch_length, steps_of
 from worldsize.errors import ConfigError
 
-_LOG = logging.getLogger(__name__)
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
@@ -32,20 +30,21 @@ _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None) -> Settings:
     """Build typed settings, completed with values that only the launching process knows.
 
-    ``samples_per_logical_rank`` replaces the batch size, so that it divides under every strategy.
+    Args:
+        cfg: The composed configuration; the values that it lacks are set in it.
+        samples_per_logical_rank: It replaces the batch size, so that this divides under every strategy.
+
+    Raises:
+        ConfigError: a value is missing or wrong, or the length of the run is given twice.
     """
     make_importable(roots())
     if "hosts" in cfg.cluster:
         cfg.cluster.nodes = len(cfg.cluster.hosts)
+    _check_length(cfg)
     if OmegaConf.is_missing(cfg, "steps") or cfg.steps is None:
-        if cfg.epochs is None:
-            raise ConfigError("steps is missing, and so is epochs: how long is the run? Set steps=100 or epochs=1.")
         cfg.steps = 1  # until the length of the data is known
-    elif cfg.epochs is not None and any(word.lstrip("+").startswith("steps=") for word in task_overrides()):
-        _LOG.warning(
-            "steps=%s has no effect, since epochs=%s decides how long the run is. Set epochs=null steps=%s instead.",
-            *(cfg.steps, cfg.epochs, cfg.steps),
-        )
+    if has_own_batches(cfg):
+        samples_per_logical_rank = cfg.evaluate_batch_size = 1
     lengths = lengths_of(cfg)
     for key in lengths:
         OmegaConf.update(cfg, key, 1)
@@ -61,6 +60,36 @@ def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None)
         OmegaConf.update(cfg, key, _length_in_steps(text, settings, key=key))
     # resolved again, since schedules interpolate the number of steps
     return _with_profile_in_run(load_settings(_completed(resolved(cfg))))
+
+
+def has_own_batches(cfg: DictConfig) -> bool:
+    """Return whether each sample of the recipe's data is a batch already, which ``batch_size=null`` says.
+
+    Raises:
+        ConfigError: ``batch_size`` is missing.
+    """
+    if OmegaConf.is_missing(cfg, "batch_size"):
+        raise ConfigError(
+            "batch_size is missing: how many samples has a step? Set batch_size=64 or another number, or "
+            "batch_size=null if the recipe's data are batches already."
+        )
+    return cfg.batch_size is None
+
+
+def _check_length(cfg: DictConfig) -> None:
+    """Raise ConfigError unless one of ``steps`` and ``epochs`` says how long the run is.
+
+    A recipe's own ``steps`` give way to ``epochs``; typed ones do not.
+    """
+    has_steps = not OmegaConf.is_missing(cfg, "steps") and cfg.steps is not None
+    if not has_steps and cfg.epochs is None:
+        raise ConfigError("steps is missing, and so is epochs: how long is the run? Set steps=100 or epochs=1.")
+    is_typed = any(word.lstrip("+").startswith("steps=") for word in task_overrides())
+    if has_steps and cfg.epochs is not None and is_typed:
+        raise ConfigError(
+            f"steps={cfg.steps} is given, and so is epochs={cfg.epochs}, which would decide how long the run is. "
+            f"Set epochs=null steps={cfg.steps}, or leave steps out."
+        )
 
 
 def lengths_of(cfg: DictConfig) -> dict[str, str]:

@@ -196,7 +196,8 @@ class NumericsSchema:
 class Schema:
     """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks.
 
-    ``steps``: null or left out where ``epochs`` is given, which decides.
+    ``steps``: null or left out where ``epochs`` is given.
+    ``batch_size``: null where each sample of the data is a batch already; a logical rank takes one of them in a step.
     ``lr``: null where the recipe's optimizer takes none, or sets its own.
     ``data_workers``: processes that load data ahead of each worker; auto: as many as make its steps shorter.
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.
@@ -206,7 +207,7 @@ class Schema:
 
     steps: Annotated[int | None, _COUNT, _LARGEST] = MISSING
     epochs: Annotated[float | None, Range(above=0)] = None
-    batch_size: Annotated[int, _COUNT, _LARGEST] = MISSING
+    batch_size: Annotated[int | None, _COUNT, _LARGEST] = MISSING
     lr: Annotated[float | None, Range(least=0)] = MISSING
     seed: int = 0
     logical_ranks: Annotated[int | None, _COUNT, _LARGEST] = None

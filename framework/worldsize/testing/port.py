@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import has_own_batches, settings_of
 from worldsize.core import Recipe, Strategy
 from worldsize.testing.port_causes import first_different, loss_causes, shown_difference, weight_difference
 from worldsize.testing.port_processes import trained_in_processes
@@ -107,11 +107,14 @@ def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
     Raises:
         ConfigError: what ``train.py`` would refuse.
     """
-    settings = settings_of(compose_only(overrides))
+    cfg = compose_only(overrides)
+    own_batches = has_own_batches(cfg)
+    settings = settings_of(cfg)
     training = settings.training
+    micro_batches = settings.config.get("logical_ranks") or 1
     config = PortConfig(
-        batch_size=training.batch_size,
-        micro_batches=settings.config.get("logical_ranks") or 1,
+        batch_size=micro_batches if own_batches else training.batch_size,
+        micro_batches=micro_batches,
         steps=min(steps, training.steps),
         seed=training.seed,
         numerics=settings.numerics,
