@@ -1,0 +1,50 @@
+"""A port is proved under strategies, too, and one that computes something else is named as the cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from plugins.easgd.strategy import EASGD
+from tests.testing.token_port import CONFIG, Port, Program, told
+from worldsize.core import ConfigError, Strategy
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.parameter_server.strategy import ParameterServer
+from worldsize.testing import PortConfig, same_losses
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        (DDP(), 2),
+        (DDP(reduce="ordered"), 2),
+        (FSDP(wrap="size", wrap_parameters=1), 2),
+        (ParameterServer(servers=2), 4),
+        (ParameterServer(transport="tls", reduce="ordered"), 2),
+    ],
+    ids=lambda each: f"{type(each).__name__}-{each.reduce}" if isinstance(each, Strategy) else str(each),
+)
+def test_a_right_port_passes_under_a_strategy(strategy: Strategy, processes: int) -> None:
+    config = PortConfig(batch_size=8, micro_batches=2, steps=4)
+    same_losses(Port(), Program(pieces=2), config, strategy=strategy, processes=processes, tolerance=1e-5)
+
+
+def test_a_strategy_that_averages_otherwise_is_named_as_the_cause() -> None:
+    config = PortConfig(batch_size=8, micro_batches=2, steps=3)
+    lossy = DDP(compress="int8")
+    text = told(Port(), Program(pieces=2), config, strategy=lossy, processes=2, tolerance=1e-5)
+    assert "Cause: DDP on 2 processes." in text
+
+
+def test_where_servers_serve_beside_replicas_both_take_part() -> None:
+    """EASGD's losses are those of workers that train apart: the comparison ends, and says that they are others."""
+    config = PortConfig(batch_size=8, micro_batches=2, steps=4)
+    text = told(Port(), Program(pieces=2), config, strategy=EASGD(period=1), processes=3, tolerance=1e-5)
+    assert "EASGD on 3 processes" in text
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="micro_batches=2"):
+        same_losses(Port(), Program(), CONFIG, strategy=ParameterServer(), processes=3)
+    with pytest.raises(ConfigError, match="micro_batches=2"):
+        same_losses(Port(), Program(), CONFIG, strategy=DDP(), processes=2)
