@@ -107,7 +107,7 @@ def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
 def _smaller(values: Sequence[str], how: str) -> list[str]:
     there = how in ("slurm", "hosts")
     kept = [word for word in values if not (there and _NOT_HERE.match(word))]
-    if how != "exact":
+    if how != "exact" and "recipe=lightning_module" not in kept:  # whose DataLoaders have to agree with the options
         is_asked = any(word.startswith("early_stopping.metric=") for word in kept)  # which needs evaluations
         kept = [word for word in kept if is_asked or not _OF_NO_MATTER.match(word)]
     for pattern, smaller in (*_SMALLER, *(_ON_TWO_NODES if there else ())):

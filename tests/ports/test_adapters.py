@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.blocks import REPOSITORY, files
+from tests.docs.blocks import REPOSITORY, blocks, files
 from tests.plugins import hf_programs, lightning_gans, lightning_programs
 from tests.plugins.hf_reference import trained_by_transformers
 from tests.plugins.lightning_reference import fitted
@@ -101,6 +101,8 @@ def test_the_module_of_the_page_takes_as_many_lines_as_it_says() -> None:
     removed = len(re.findall("^-", shown, re.M))
     assert f"({removed} lines taken away, a command instead)" in FROM_LIGHTNING.read_text()
     assert count_lines(shown) <= LINES
+    (command,) = [block.text for block in blocks(FROM_LIGHTNING) if "lightning_module" in block.text]
+    assert re.findall(r"^\+(.*)$", shown, re.M) == command.splitlines()  # which tests/docs runs
 
 
 def difference(page: Path) -> str:
