@@ -1,4 +1,4 @@
-"""Compares TrainingArguments with the run: what the run must say too, what worldsize does instead, what is refused."""
+"""Compares TrainingArguments with the run: values that must agree, those that worldsize replaces, those it refuses."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> Non
 
 
 def _refused(arguments: Any) -> Iterator[str]:
-    """Say of each argument that differs from its default and is not known to be carried or replaced what to do."""
+    """Yield a sentence with the remedy for each argument that differs from its default and is not carried out."""
     defaults = _default_arguments(arguments)
     known = _CARRIED | _COMPARED | _REPLACED
     for name in (field.name for field in fields(defaults)):
@@ -132,7 +132,7 @@ def _default_arguments(arguments: Any) -> Any:
 
 
 def _differences(arguments: Any, run: RunValues) -> Mapping[str, tuple[Any, Any]]:
-    """Return by key of the run what TrainingArguments ask for and what the run has, where these differ."""
+    """Return what TrainingArguments ask for and what the run has, by key of the run, where the two differ."""
     wanted: dict[str, Any] = {
         "lr": arguments.learning_rate,
         "clip_norm": arguments.max_grad_norm or None,

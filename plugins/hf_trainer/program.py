@@ -28,7 +28,7 @@ _REMEDIES = {
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ConfigError if the Trainer has more than model, data, loss, optimizer and schedule, and say what."""
+    """Raise ConfigError, with what it is, if the Trainer has more than model, data, loss, optimizer and schedule."""
     if refused := [*_overrides(trainer), *_parts(trainer)]:
         raise ConfigError("\n".join(refused))
 

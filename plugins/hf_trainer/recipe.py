@@ -64,7 +64,7 @@ class HFTrainer(Recipe):
 
     @cached_property
     def _predictions(self) -> PredictionMetrics | None:
-        """Make what calls ``compute_metrics``; return None if the Trainer would not call it."""
+        """Make the metric that calls ``compute_metrics``; return None if the Trainer would not call it."""
         if not has_metrics(self._built):
             return None
         return PredictionMetrics(self._built, casts_halves=self.run.precision != "fp32")
@@ -118,7 +118,7 @@ class HFTrainer(Recipe):
         return trainer._remove_unused_columns(chosen) if _is_table(chosen) else chosen
 
     def collate(self, samples: list[Any]) -> Mapping[str, Any]:
-        """Make a batch by the Trainer's collator, without what the model does not take."""
+        """Make a batch by the Trainer's collator, without columns that the model does not take."""
         trainer = self._built
         return dict(trainer._get_collator_with_removed_columns(trainer.data_collator)(samples))
 

@@ -1,4 +1,4 @@
-"""Gives each micro-batch of a step attributes of the module of its own, where several of them take turns."""
+"""Gives each micro-batch of a step its own attributes of the module, where several of them take turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 @final
 class Attributes:
-    """The attributes of a module and its parts at one time; parameters, buffers and parts are none."""
+    """The attributes of a module and its parts at one time, without parameters, buffers and parts."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -21,7 +21,7 @@ class Attributes:
         ]
 
     def restore(self) -> None:
-        """Set what is another since, and delete what is new; what was changed in place stays so."""
+        """Set attributes back that were set since, and delete new ones; changes in place are not undone."""
         for current, kept in self._parts:
             for name in current.keys() - kept.keys():
                 del current[name]
@@ -30,18 +30,18 @@ class Attributes:
 
 @final
 class AttributeView:
-    """The attributes as one micro-batch sets them.
+    """The attributes of a module as one micro-batch sets them.
 
     Args:
         module: The module.
-        own: Those that it begins with; None: those that the module has, and keeps as this one sets them.
+        own: The attributes with which the micro-batch begins; None: it uses those of the module, and sets them there.
     """
 
     def __init__(self, module: nn.Module, own: Attributes | None) -> None:
         self._module, self._own = module, own
 
     def during(self, call: Callable[[], _T]) -> _T:
-        """Let the module have them while ``call`` is called."""
+        """Call ``call`` while the module has the attributes of this micro-batch, and return its result."""
         if self._own is None:
             return call()
         others = Attributes(self._module)
@@ -55,9 +55,9 @@ class AttributeView:
 
 @final
 class StepAttributes:
-    """The attributes of all micro-batches that are in a step: each finds what the step began with.
+    """The attributes of all micro-batches of a step: each begins with those that the module had before the step.
 
-    What the first sets stays, as if the module had been called once.
+    The module keeps what the first micro-batch sets, as if it had been called once.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class StepAttributes:
 
     @contextmanager
     def of_next(self, module: nn.Module) -> Iterator[AttributeView]:
-        """Give the micro-batch that begins its view."""
+        """Yield the view of the micro-batch that begins, which ends with the context."""
         is_first = not self._in_progress
         if is_first:
             self._at_start = Attributes(module)

@@ -21,7 +21,7 @@ from worldsize.reproducibility.seeds import generators_kept, seed_generators
 
 
 def no_datamodule() -> None:
-    """Stand for the data module of a LightningModule that has its DataLoaders itself."""
+    """Return None, in place of a data module, for a LightningModule that has its DataLoaders itself."""
 
 
 def built(make: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, base: str) -> Any:
@@ -66,7 +66,7 @@ def _check_arguments(make: Callable[..., Any], arguments: Mapping[str, Any], key
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed Python, NumPy and torch, and leave their random numbers as they were."""
+    """Seed Python, NumPy and torch within the context, and restore the states of their generators after it."""
     cpu = torch.device("cpu")
     with generators_kept(), cpu:
         seed_generators(seed, cpu)
@@ -75,7 +75,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
-    """Let the processes of this user on this host go on one after the other, such as those that download data."""
+    """Let the processes of this user on this host pass through the context one after the other.
+
+    So one of them downloads data, and the others find them.
+    """
     path = Path(tempfile.gettempdir()) / f"worldsize_{os.getuid()}_{name}.lock"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -13,7 +13,7 @@ import torch
 
 
 class _Closed(BaseException):
-    """Ends the function of a coroutine that nobody will resume; no error of its own."""
+    """Ends the function of a coroutine that nobody will resume."""
 
 
 @final
@@ -50,7 +50,7 @@ class ThreadState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the calling thread, which is new, these settings."""
+        """Apply these settings to the calling thread, which is new."""
         torch.set_num_threads(self.threads)
         with ExitStack() as stack:
             if self.stream is not None:

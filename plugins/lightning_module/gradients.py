@@ -1,4 +1,4 @@
-"""Keeps account of which losses each optimizer's gradient is made of, between backward and step."""
+"""Tracks the losses of which the gradient of each optimizer consists, between backward and step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Gradient:
 
 @final
 class Gradients:
-    """The gradients of one training step, as the losses that they are those of.
+    """The gradients of one training step, each represented by the losses that it is the gradient of.
 
     Args:
         parameters: Identities of the parameters of each optimizer, by its name.
@@ -72,7 +72,7 @@ class Gradients:
         return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
 
     def _part_from(self, gradient: _Gradient, used: list[Tensor], name: str, other: str) -> None:
-        """Take out of the gradient of ``other`` what is gone after the step of ``name`` by the losses ``used``."""
+        """Remove the losses ``used`` by ``name`` from the gradient of ``other``, and record why it cannot be used."""
         for loss in gradient.losses:
             is_used = any(loss is each for each in used)
             reach = self._reach(loss, other if is_used else name)

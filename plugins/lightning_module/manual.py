@@ -1,4 +1,4 @@
-"""What a module under manual optimization finds in its training step: its optimizers, their gradients and schedules."""
+"""Provides what a training step under manual optimization uses: optimizers, their gradients, and schedules."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ManualStep:
         self._toggled = None
 
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
-        """Record that a loss goes backward; its gradient is taken when an optimizer steps by it.
+        """Record a loss of ``manual_backward``; its gradient is taken when an optimizer steps by it.
 
         Raises:
             ConfigError: it is no scalar, or more is asked for than its gradient.
@@ -171,7 +171,10 @@ class ManualStep:
 
 @final
 class StepOptimizer:
-    """An optimizer as ``self.optimizers()`` returns it in a training step; what it is else is that of ``optimizer``."""
+    """An optimizer as ``self.optimizers()`` returns it in a training step.
+
+    All other attributes are those of ``optimizer``.
+    """
 
     def __init__(self, step: ManualStep, name: str, optimizer: Optimizer) -> None:
         self._step, self._name, self.optimizer = step, name, optimizer

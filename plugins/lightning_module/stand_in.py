@@ -1,4 +1,4 @@
-"""What a LightningModule finds as ``self.trainer``: the plain facts of the run, and a name for each that is missing."""
+"""Stands in for ``self.trainer``: it has plain facts of the run, and refuses every other attribute by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunFacts:
         self._step, self._stage = 1, "training_step"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunFacts:
-        """Return this one: a copy of a model is of the same run."""
+        """Return this object itself, since a copy of a model belongs to the same run."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -44,7 +44,7 @@ class RunFacts:
         )
 
     def at(self, step: int, stage: str) -> None:
-        """Return which step comes next, counted from 1, and the name of the method that takes it."""
+        """Set which step comes next, counted from 1, and the name of the method that takes it."""
         self._step, self._stage = step, stage
 
     @property

@@ -46,10 +46,10 @@ class StepLog:
         self._closed_for = hook
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Take a value, with the arguments of ``LightningModule.log``.
+        """Add a value to the log; the arguments are those of ``LightningModule.log``.
 
         Raises:
-            ConfigError: it is no number, or reduced in another way than by the mean, or this is no place for it.
+            ConfigError: the value is no number, is not reduced by the mean, or is logged where nothing may be.
         """
         if self._closed_for:
             raise ConfigError(f"{self._closed_for} logs {name!r}. Log it in the step itself, each name in every step.")

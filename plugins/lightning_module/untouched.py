@@ -44,7 +44,7 @@ class Untouched:
         self._settings: dict[str, dict[tuple[int, str], Any]] = {}
 
     def begin(self) -> None:
-        """Remember what is there now."""
+        """Remember the parameters, their gradients and the versions of both."""
         with torch._C.DisableTorchFunction():  # a GradientGuard is for the module
             self._seen = [_Seen.of(parameter) for parameter in self._model.parameters()]
         self.begin_settings()
@@ -54,10 +54,10 @@ class Untouched:
         self._settings = {name: _settings(optimizer) for name, optimizer in self._optimizers.items()}
 
     def end(self) -> None:
-        """Forget it, after a comparison.
+        """Compare with what :meth:`begin` remembered, and forget that.
 
         Raises:
-            ConfigError: something is another than it was.
+            ConfigError: a parameter or a gradient has been replaced or changed.
         """
         seen, self._seen = self._seen, []
         with torch._C.DisableTorchFunction():
@@ -66,7 +66,7 @@ class Untouched:
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Raise ConfigError if the settings of an optimizer are others than they were."""
+        """Raise ConfigError if the settings of an optimizer have changed since :meth:`begin_settings`."""
         for name, before in self._settings.items():
             now = _settings(self._optimizers[name])
             for place, key in sorted(before.keys() | now.keys()):

@@ -22,7 +22,7 @@ _HASH = 0x9E3779B1  # golden ratio, so that categories that share low digits do 
 
 
 def _row_values(rows: int) -> RowValues:
-    """Return what an embedding is before it is trained, in a table of so many ``rows``."""
+    """Return the initial values of an embedding table with ``rows`` rows."""
     return RowValues("uniform", rows**-0.5)
 
 
@@ -72,7 +72,7 @@ def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
 @final
 @dataclass(frozen=True)
 class ClickThrough(Recipe):
-    """Train a DLRM to predict clicks; ``dim`` ... ``sparse`` are those of :class:`DLRM`."""
+    """Train a DLRM to predict clicks; the arguments ``dim`` to ``sparse`` are those of :class:`DLRM`."""
 
     dim: Annotated[int, Range(least=1)]
     rows: Annotated[int, Range(least=1)]

@@ -1,4 +1,4 @@
-"""Turns samples of token sources into what a causal language model is given and asked for."""
+"""Turns samples of token sources into inputs and targets of a causal language model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worldsize.data.splits import split_source
 
 
 class LanguageBatch(NamedTuple):
-    """Tokens that are given, and the next ones that are asked for: int64 [batch, context] each.
+    """Inputs of a language model, and the tokens that follow each: int64 [batch, context] both.
 
     Positions count from the beginning of each document, so that attention stays within it; None: from that of the
     window.
@@ -65,10 +65,10 @@ def vocabulary_of(source: Source, given: int | None) -> int:
     """Return how many different tokens a model of ``source`` knows.
 
     Args:
-        given: number of the recipe or of its tokenizer; None: that of the data.
+        given: number of tokens that the recipe or its tokenizer has; None: that of the data counts.
 
     Raises:
-        ConfigError: nobody says how many there are, or the data have more.
+        ConfigError: neither says how many there are, or the data have more.
     """
     known = [part.vocabulary for part in _parts(source) if isinstance(part, TokenFiles)]
     most = max((number for number in known if number is not None), default=None)
@@ -90,7 +90,7 @@ def _parts(source: Source) -> list[Source]:
 
 
 def source_split(source: Source, split: str, *, share: float, tokens: int | None, context: int) -> Dataset[Any]:
-    """Return what is learned or tested; of the latter at most ``tokens`` tokens."""
+    """Return the samples of a split, "train" or "test"; those of the test have at most ``tokens`` tokens."""
     side = split_source(source, split, share=share)
     if split == "train" or tokens is None:
         return side

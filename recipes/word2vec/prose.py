@@ -18,7 +18,7 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def library() -> Path:
-    """Folder of the standard library."""
+    """Return the folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

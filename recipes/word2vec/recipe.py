@@ -27,7 +27,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def _row_values(dim: int) -> dict[str, RowValues]:
-    """Return what vectors of length ``dim`` are before they are trained, by the name of their embedding."""
+    """Return the initial values of vectors of length ``dim``, by the name of their embedding."""
     return {"inner": RowValues("uniform", 0.5 / dim), "outer": RowValues("uniform", 0.0)}
 
 

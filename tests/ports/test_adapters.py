@@ -41,7 +41,7 @@ recipe: {{trainer: {program}}}
 
 @dataclass(frozen=True)
 class Port:
-    """What a user writes for a program that stays as it is.
+    """A recipe of a program that stays as it is.
 
     Attributes:
         yaml: The recipe's configuration.

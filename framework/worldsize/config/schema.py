@@ -19,8 +19,13 @@ _INTERVAL = Range(least=0, hint="0: never")
 
 @dataclass
 class LinkSchema:
-    """Bandwidth in bytes a second per direction; latency and gap (a round of a ring at the least) in seconds; incast:
-    share of the bandwidth that is left where all ranks send to all at once.
+    """The speed of one kind of link, for planning and for the reductions that choose by it.
+
+    Attributes:
+        bandwidth: Bytes a second in each direction.
+        latency: Seconds of a message.
+        gap: Least seconds of one round of a ring.
+        incast: Share of the bandwidth that is left where all ranks send to all at once.
     """
 
     bandwidth: Annotated[float, Range(above=0, hint="it is in bytes a second")] = MISSING
@@ -72,13 +77,18 @@ class ClusterSchema:
 
 @dataclass
 class RunSchema:
-    """A run's folder and purpose; ``name`` defaults to date, time and a random id; ``group`` groups runs in wandb.
+    """The folder of a run, and what the run is for.
 
-    ``reproduces``: manifest of the run that this one re-creates; ``strict``: only if nothing downgrades its level.
-    ``include``: patterns of untracked files that are recorded although they seem to be private (``.env``, ``*.pem``).
-    ``private``: the run's folder is for the eyes of its user alone.
-    ``evaluates``: folder of the checkpoint that is evaluated instead of training.
-    ``examine``: the cluster is examined instead: its links by tier ("tiers") or between all nodes ("pairs").
+    Attributes:
+        root: Folder that holds the folders of runs.
+        name: Name of the run's folder; null: date, time and a random id.
+        group: Name under which wandb shows runs together.
+        reproduces: Manifest of the run that this one re-creates.
+        strict: Whether to refuse to re-create it where something lowers the level of reproducibility.
+        include: Patterns of untracked files that are recorded although they seem to be private (``.env``, ``*.pem``).
+        private: Whether only its user may read the run's folder.
+        evaluates: Folder of the checkpoint that is evaluated instead of training.
+        examine: Measure links by tier ("tiers") or between all nodes ("pairs") instead of training.
     """
 
     root: Annotated[str, FilePath()] = "runs"
@@ -115,9 +125,12 @@ class CheckpointSchema:
 
 @dataclass
 class EMASchema:
-    """An exponential moving average of the weights, evaluated and saved beside them; ``decay=null``: none.
+    """An exponential moving average of the weights, which is evaluated and saved beside them.
 
-    ``every``: updates from one averaging to the next. ``warmup``: a lower decay at first, (1 + n) / (10 + n).
+    Attributes:
+        decay: Share of the average that one averaging keeps; null: there is no average.
+        every: Updates from one averaging to the next.
+        warmup: Whether the decay is lower at first: (1 + n) / (10 + n) at averaging n.
     """
 
     decay: Annotated[float | None, Range(least=0, most=1, hint="0.999 is usual; null: no average")] = None
@@ -127,9 +140,13 @@ class EMASchema:
 
 @dataclass
 class EarlyStoppingSchema:
-    """The run ends after ``patience`` evaluations without a better ``metric`` (null: never), by over ``min_delta``.
+    """The rule by which a run ends before its last step.
 
-    ``direction``: whether a smaller (min) or a larger (max) metric is better.
+    Attributes:
+        metric: The metric that has to improve; null: the run does not end early.
+        direction: Whether a smaller (min) or a larger (max) metric is better.
+        patience: Evaluations without an improvement after which the run ends.
+        min_delta: Least difference that counts as an improvement.
     """
 
     metric: str | None = None
@@ -140,9 +157,11 @@ class EarlyStoppingSchema:
 
 @dataclass
 class SweepSchema:
-    """A search over configurations goes by ``metric`` of each run's last evaluation (null: it tells none).
+    """The goal of a search over configurations.
 
-    ``direction``: what the search does with it (null: what the sweeper does by itself).
+    Attributes:
+        metric: The metric of each run's last evaluation that the search goes by; null: runs report none.
+        direction: Whether the search minimizes or maximizes it; null: as the sweeper does by itself.
     """
 
     metric: str | None = None
@@ -151,8 +170,11 @@ class SweepSchema:
 
 @dataclass
 class EvaluationSchema:
-    """``splits``: data that are evaluated, as the recipe names them; metrics of "test" have their own names, others
-    are called ``split/name``. ``batches``: evaluate so many batches, drawn anew each time (null: all data).
+    """The data that are evaluated.
+
+    Attributes:
+        splits: Splits as the recipe names them; metrics of "test" have their own names, others are ``split/name``.
+        batches: Evaluate so many batches, drawn anew each time; null: all data.
     """
 
     splits: list[str] = field(default_factory=lambda: ["test"])
@@ -161,8 +183,12 @@ class EvaluationSchema:
 
 @dataclass
 class ShuffleSchema:
-    """Shuffling within an epoch. ``enabled=false``: samples keep the order of the data. ``block``: samples that are
-    neighbours in the data and stay close, for slow storage; 1: each goes anywhere. ``window``: blocks that are mixed.
+    """The way in which samples are shuffled within an epoch.
+
+    Attributes:
+        enabled: Whether they are; otherwise samples keep the order of the data.
+        block: Samples that are neighbours in the data and stay close, for slow storage; 1: each goes anywhere.
+        window: Blocks whose samples are mixed.
     """
 
     enabled: bool = True
@@ -172,20 +198,30 @@ class ShuffleSchema:
 
 @dataclass
 class ObserveSchema:
-    """``step_breakdown``: measure where each step's time goes, which finds stragglers too."""
+    """The measurements of a run.
+
+    Attributes:
+        step_breakdown: Whether to measure where each step's time goes, which also finds stragglers.
+    """
 
     step_breakdown: bool = True
 
 
 @dataclass
 class ProfileSchema:
-    """``steps``: first and last of those that PyTorch's profiler traces, e.g. [10, 12]."""
+    """The steps that PyTorch's profiler traces.
+
+    Attributes:
+        steps: The first and the last one, e.g. [10, 12]; null: none.
+    """
 
     steps: list[Annotated[int, Range(least=1)]] | None = None
 
 
 @dataclass
 class NumericsSchema:
+    """The values of the top-level keys of the same names, as the object that a run is trained with."""
+
     _target_: str = "worldsize.core.Numerics"
     precision: str = "${precision}"
     clip_norm: float | None = "${clip_norm}"  # type: ignore[assignment]  # an interpolation
@@ -194,10 +230,11 @@ class NumericsSchema:
 
 @dataclass
 class Schema:
-    """Top-level keys. ``batch_size`` is global: samples a step over all logical ranks.
+    """The top-level keys of a run.
 
     ``steps``: null or left out where ``epochs`` is given.
-    ``batch_size``: null where each sample of the data is a batch already; a logical rank takes one of them in a step.
+    ``batch_size``: samples a step over all logical ranks; null where each sample of the data is a batch already, of
+    which each logical rank takes one in a step.
     ``lr``: null where the recipe's optimizer takes none, or sets its own.
     ``data_workers``: processes that load data ahead of each worker; auto: as many as make its steps shorter.
     ``length_balanced``: samples of similar length share a step; the data set says how long each is, by ``lengths``.

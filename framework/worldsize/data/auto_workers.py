@@ -57,16 +57,17 @@ class AutoWorkers:
 
     @property
     def number(self) -> int:
-        """Worker processes that load now."""
+        """The number of worker processes that load now."""
         return self._number
 
     def judge(self, step: int, *, wait: float, rest: float, batches: int) -> bool:
-        """Take the times of ``step`` in seconds, and tell whether :attr:`number` has changed.
+        """Record the times of ``step``, in seconds, and return whether :attr:`number` has changed.
 
         Args:
-            wait: how long it waited for its data.
-            rest: how long everything else took.
-            batches: what a step takes from the workers.
+            step: number of the step that has ended.
+            wait: seconds that the step waited for its data.
+            rest: seconds that everything else took.
+            batches: how many batches a step takes from the workers.
         """
         if self._settled:
             return False
@@ -108,5 +109,5 @@ class AutoWorkers:
 
 
 def settling_steps(workers: int, batches: int) -> int:
-    """Return after how many steps nothing that ``workers`` had loaded ahead is left; a step takes ``batches``."""
+    """Return after how many steps of ``batches`` batches all that ``workers`` had loaded ahead is used up."""
     return _SETTLING + math.ceil(PREFETCHED * workers / batches)

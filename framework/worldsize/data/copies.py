@@ -17,10 +17,11 @@ Copied = TypeVar("Copied")
 
 
 def copied_ahead(steps: Iterable[Host], begin: Callable[[Host], Callable[[], Copied]]) -> Iterator[Copied]:
-    """Yield the copy of each step's batches; the copy of the next ones has begun by then.
+    """Yield each step's batches as copies on the device; the copy of the next step's batches has begun by then.
 
     Args:
-        begin: begins to copy, and returns what waits for the copy.
+        steps: the batches of each step, on the host.
+        begin: begins to copy the batches of a step, and returns a function that waits for the copy and returns it.
     """
     finish: Callable[[], Copied] | None = None
     for step in steps:
@@ -40,7 +41,7 @@ class SideStream:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: list[MicroBatch]) -> Callable[[], list[MicroBatch]]:
-        """Begin to copy a step, and return what lets the current stream wait for the copy."""
+        """Begin to copy a step, and return a function that makes the current stream wait for the copy."""
         with torch.cuda.stream(self._side):  # what is allocated here belongs to the side stream
             copies = [replace(each, data=_copied(each.data, self._device)) for each in step]
             copied = self._side.record_event()
@@ -56,7 +57,10 @@ class SideStream:
 
 
 def _copied(batch: Batch, device: torch.device) -> Batch:
-    """Copy without waiting, which takes pinned memory; that is kept until the stream has read it."""
+    """Copy a batch without waiting for the copy.
+
+    Its pinned memory, without which the copy would wait, is kept until the stream has read it.
+    """
 
     def copied(tensor: Tensor) -> Tensor:
         pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor

@@ -1,4 +1,4 @@
-"""Reads an iterable again and again, says where it is, and goes on from there."""
+"""Reads an iterable again and again, and saves and restores its position."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class EndlessReader:
     """The samples of an iterable, which begins again at its end.
 
     Args:
-        begin: Returns the iterable for one more pass, of which it is given the number, counted from 0. It seeds what
-            the iterable may draw when it begins, such as its order.
+        begin: Returns the iterable for one more pass, given the number of the pass, from 0. It seeds the random numbers
+            that the iterable draws when it begins, such as those for its order.
     """
 
     def __init__(self, begin: Callable[[int], Iterable[Any]]) -> None:
@@ -61,11 +61,11 @@ class EndlessReader:
 
     @property
     def has_state(self) -> bool:
-        """Whether the iterable says where it is; known once the first sample was taken."""
+        """Whether the iterable has a state that can be saved; this is known once the first sample was taken."""
         return self._current is not None and _state_holder(*self._current) is not None
 
     def state(self) -> bytes:
-        """Return where it is, after the last sample taken.
+        """Return the position after the last sample that was taken, as bytes for :meth:`restore`.
 
         Raises:
             ConfigError: the state of the iterable has something that cannot be saved.
@@ -76,7 +76,7 @@ class EndlessReader:
         return encode({"passes": self._passes, "samples": self._taken, "state": state})
 
     def restore(self, data: bytes) -> None:
-        """Go on where :meth:`state` was taken, perhaps in another process.
+        """Continue after the sample at which :meth:`state` was called, perhaps in another process.
 
         Raises:
             ConfigError: the iterable cannot use the state.

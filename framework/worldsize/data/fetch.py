@@ -16,15 +16,24 @@ Collate = Callable[[list[Any]], Batch]
 
 
 def collate_of(recipe: Recipe) -> Collate:
-    """Return how ``recipe`` makes batches of samples: torch's own way, which data sets may shorten, unless it says."""
+    """Return the function that makes batches of the samples of ``recipe``.
+
+    It is torch's ``default_collate`` itself unless the recipe overrides ``collate``, so that :func:`fetch` can take a
+    faster way to the same batch.
+    """
     return default_collate if type(recipe).collate is Recipe.collate else recipe.collate
 
 
 def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> Batch:
-    """Load one batch by the widest access that the data set offers.
+    """Load one batch in the largest units that the data set offers.
 
-    It may load whole batches (``load_batch``), lists of samples (``__getitems__``) or single ones (``__getitem__``);
-    ``collate`` makes a batch of samples.
+    A data set may load whole batches (``load_batch``), lists of samples (``__getitems__``) or single ones
+    (``__getitem__``).
+
+    Args:
+        dataset: the data set, which has an index.
+        indices: int64 [batch], the samples of the batch.
+        collate: makes a batch of a list of samples.
     """
     if hasattr(dataset, "load_batch"):
         return dataset.load_batch(indices)
@@ -36,7 +45,7 @@ def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> 
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Tell whether a data set is a stream: it has no length and no index."""
+    """Return whether a data set is a stream, which has no length and no index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 

@@ -52,9 +52,13 @@ def micro_batches(
 ) -> Generator[list[MicroBatch]]:
     """Yield this process's micro-batches of step ``first + 1`` and of every later one, without end.
 
-    Of data with an index, the micro-batches of the next step are on their way to a GPU while a step computes.
+    If the data have an index, the micro-batches of the next step are copied to a GPU while a step computes.
 
     Args:
+        dataset: the training data: a map-style data set or a stream.
+        order: decides which samples each step and each logical rank takes.
+        device: where the batches are to be.
+        first: number of the last step that is not loaded.
         workers: processes that load map-style data ahead, of which a stream takes one; 0 loads in this process,
             as a stream does where the number is decided automatically.
         collate: makes a batch of a list of samples.

@@ -20,7 +20,7 @@ from worldsize.reproducibility.seeds import stream
 
 
 class OwnOrder(ABC):
-    """A data set that says itself which of its samples come when, such as a mixture of several."""
+    """A data set that decides the order of its samples itself, such as a mixture of several."""
 
     @property
     @abstractmethod
@@ -39,7 +39,7 @@ class OwnOrder(ABC):
 
 
 def own_order(dataset: Any) -> OwnOrder | None:
-    """Return what decides the order of ``dataset`` in place of a permutation, also of samples that are transformed."""
+    """Return the object that orders the samples of ``dataset``, transformed ones too; None: a permutation does."""
     while isinstance(dataset, Transformed):
         dataset = dataset.source
     return dataset if isinstance(dataset, OwnOrder) else None
@@ -62,7 +62,7 @@ class Order:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one logical rank in a step."""
+        """The number of samples of one logical rank in a step."""
         return self.batch_size // self.logical_ranks
 
     def positions(self, step: int, logical_rank: int) -> range:

@@ -24,8 +24,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     which needs at most 11/9 of the fewest bins and 4 more.
 
     Args:
-        lengths: of the pieces, at most ``capacity``.
-        capacity: room of a bin.
+        lengths: lengths of the pieces, each at most ``capacity``.
+        capacity: what the pieces of a bin may add up to.
 
     Returns:
         The pieces of each bin, by number.
@@ -58,7 +58,7 @@ def pieces_of(bounds: Numbers, longest: int) -> Pieces:
 
     Args:
         bounds: where documents begin, and where the last one ends: int64 [documents + 1].
-        longest: at least 2.
+        longest: largest length of a piece in tokens, at least 2.
     """
     lengths = numpy.diff(bounds)
     counts = numpy.maximum(1, -(-(lengths - 1) // (longest - 1)))
@@ -70,7 +70,7 @@ def pieces_of(bounds: Numbers, longest: int) -> Pieces:
 
 
 def next_tokens(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a language model is given and asked for, of a batch of packed samples.
+    """Return inputs and targets of a language model, made of a batch of packed samples.
 
     Args:
         batch: ``tokens`` and ``documents``, each int64 [batch, length + 1].

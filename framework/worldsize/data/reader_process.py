@@ -1,4 +1,4 @@
-"""How processes that load data for a training process begin."""
+"""Prepares the processes that load data for a training process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def started(loader: DataLoader[T]) -> Iterator[T]:
 
 
 def begin_worker(parent: int, _: int) -> None:
-    """Die with the process ``parent``, leave signals to it, and count what is read here alone."""
+    """Let this process die with the process ``parent``, leave signals to it, and count only what is read here."""
     COUNTS.reset()
     die_with_parent(parent)
     for number in SIGNALS:  # they may reach every process; this one is needed until the training process ends
@@ -59,9 +59,9 @@ def begin_worker(parent: int, _: int) -> None:
 
 
 def begin_reader(parent: int, worker: int) -> None:
-    """Begin the one process that reads a stream: to the stream it is no worker of a DataLoader.
+    """Prepare the one process that reads a stream, and hide from the stream that it is a worker of a DataLoader.
 
-    ``datasets`` shuffles in another order in such a worker, also in the only one.
+    In such a worker ``datasets`` shuffles in another order, even if there is only one.
     """
     begin_worker(parent, worker)
     _utils.worker._worker_info = None

@@ -1,4 +1,7 @@
-"""The states of foreign iterables as bytes: JSON, in which all that JSON does not know is tagged. No pickle."""
+"""Writes the states of foreign iterables as bytes.
+
+The bytes are JSON, in which values of types that JSON lacks carry a tag. Nothing is pickled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads data that have no index: whatever can only be iterated over.
+"""Reads data that have no index and can only be iterated over.
 
 A stream that can be divided (:class:`ShardedStream`) is read by each process only for the logical ranks that it
 carries, one reader each. Of any other, every process reads the whole, and keeps its samples. Either way, what a step
@@ -53,7 +53,7 @@ class TrainingStream:
     Args:
         dataset: What the recipe returns.
         checkpoint: Where the run goes on; None: at its beginning, or without the states of the stream.
-        speaks: Whether this process says what reading costs; one is enough.
+        speaks: Whether this process logs what reading costs; one is enough.
     """
 
     def __init__(self, dataset: Iterable[Any], *, checkpoint: Checkpoint | None = None, speaks: bool = False) -> None:
@@ -88,9 +88,9 @@ class TrainingStream:
             yield from step.batches
 
     def states(self, step: int) -> dict[str, Tensor]:
-        """Return the states of this process's readers at the end of ``step``, as a checkpoint holds them.
+        """Return the states of this process's readers at the end of ``step`` for a checkpoint, uint8 [bytes] each.
 
-        There are none if the stream has no state.
+        The mapping is empty if the stream has no state.
         """
         for each in self._remembered:
             if each.number == step:
@@ -112,8 +112,10 @@ class _Beginning:
 
     Attributes:
         first: The last step whose samples are not seen again.
-        done: The step whose end the states are of; those of later ones up to ``first`` are read and dropped.
-        states: Of each reader by its name; none of them, and ``done`` is 0: all are.
+        done: The step at whose end the states were saved. The samples of later steps up to ``first`` are read and
+            dropped.
+        states: The state of each reader, by its name. Without states ``done`` is 0, and all steps up to ``first`` are
+            read and dropped.
     """
 
     first: int
@@ -155,7 +157,7 @@ class _Reading:
         """Yield step after step without end.
 
         Args:
-            begin: Where.
+            begin: Where the reading begins.
             with_states: Whether each comes with the states at its end, as is needed where steps are read ahead.
         """
         for name, state in begin.states.items():
@@ -198,11 +200,11 @@ class _Reading:
         return self._readers[str(rank)].take(self._order.micro_batch_size)
 
     def _seed(self, *place: int) -> None:
-        """Let what the stream draws while it is read follow from the step, and the logical rank if it is divided."""
+        """Seed the random generators by the step, and by the logical rank too if the stream is divided."""
         seed_generators(stream(self._order.seed, "data", *place), _CPU)
 
     def _skip(self, begin: _Beginning) -> None:
-        """Read the samples of the steps that are not to be seen again as they were read then."""
+        """Read and drop the samples of steps that were taken before, with the random numbers that they had then."""
         order, total = self._order, (begin.first - begin.done) * self._order.batch_size
         if total and self._speaks:
             _logger.info("the training stream is read again: %s samples up to step %d", f"{total:,}", begin.first)
@@ -220,7 +222,7 @@ class _Reading:
                 _logger.info("%s of %s samples of the training stream were read again", f"{count:,}", f"{total:,}")
 
     def _explain(self, step: int) -> None:
-        """Say what reading costs; what cannot be saved is an error now, and not at the first save."""
+        """Log what reading costs; raise ConfigError now, not at the first save, if a state cannot be saved."""
         stateful = bool(self.states())
         if not self._speaks:
             return
@@ -250,7 +252,7 @@ class _Reading:
 
 
 def _num_shards(dataset: Iterable[Any]) -> int:
-    """Return among how many readers ``dataset`` can be divided; 0: it does not say."""
+    """Return among how many readers ``dataset`` can be divided, or 0 if it does not say."""
     if not isinstance(dataset, ShardedStream):
         return 0
     try:

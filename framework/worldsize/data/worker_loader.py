@@ -25,7 +25,10 @@ class Request(NamedTuple):
 
 
 class Fetcher(Protocol):
-    """Loads the batch of a request. The name is that under which torch's DataLoader asks a data set for a batch."""
+    """Loads the batch of a request.
+
+    Its method has the name by which torch's DataLoader asks a data set for a batch.
+    """
 
     def __getitems__(self, request: Request) -> Batch: ...
 
@@ -48,7 +51,7 @@ class _Requests:
 
 @final
 class WorkerLoader:
-    """Loads the batches of the steps after ``first``, in so many worker ``processes``; 0: in this process."""
+    """Loads the batches of the steps after ``first``, in ``processes`` worker processes; 0: in this process."""
 
     def __init__(
         self, fetcher: Fetcher, first: int, logical_ranks: Sequence[int], device: torch.device, processes: int
@@ -62,11 +65,11 @@ class WorkerLoader:
         return [next(self._batches) for _ in range(self._count)]
 
     def ends(self, last: int) -> None:
-        """Let ``last`` be the last step that is loaded; nothing has been asked of workers beyond it yet."""
+        """Set the last step to load; nothing beyond it has been asked of workers yet."""
         self._requests.last = last
 
     def is_at_end(self, step: int) -> bool:
-        """Tell whether ``step`` was the last one."""
+        """Return whether ``step`` was the last one."""
         return step == self._requests.last
 
     def close(self) -> None:

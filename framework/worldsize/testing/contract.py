@@ -5,8 +5,7 @@
         tolerance = 0.05                # its mathematics is not that of one process
 
 Processes that serve are started beside those that train, as the strategy's roles say. Each test trains
-:class:`~worldsize.testing.recipes.Chain` on real gloo processes; what is compared with is a plain PyTorch loop on one
-process.
+:class:`~worldsize.testing.recipes.Chain` on real gloo processes, and compares with a plain PyTorch loop on one process.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Host h*
 
 
 def missing() -> str | None:
-    """Return why there can be no such hosts here, or None."""
+    """Return why this machine cannot have such hosts; None: it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _executable(name) is None]
@@ -85,7 +85,7 @@ class Hosts:
             _do("tc", "-n", f"{self.name}sw", "qdisc", "replace", "dev", f"p{each}", *limit)
 
     def ip(self, host: int, *words: str) -> None:
-        """Run ``ip`` on a host, e.g. to set up a rule that drops what comes to a port."""
+        """Run ``ip`` with ``words`` on a host, e.g. to add a rule that drops what comes to a port."""
         _do("ip", "-n", f"{self.name}h{host}", *words)
 
     def sent(self, host: int) -> int:

@@ -3,7 +3,8 @@
     [tool.pytest.ini_options]
     addopts = "-p worldsize.testing.importing"
 
-They are those of the project, of the folders in ``WORLDSIZE_PLUGINS``, and worldsize's own, wherever it is installed.
+It finds those of the project, those of the folders in ``WORLDSIZE_PLUGINS``, and worldsize's own, wherever it is
+installed.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def import_plugins(project: Path | None = None) -> None:
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Make them importable before a ``conftest.py`` is."""
+    """Make plugins and recipes importable before pytest imports the first ``conftest.py``."""
     import_plugins(early_config.rootpath)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make them importable where a ``conftest.py`` names this module in ``pytest_plugins``."""
+    """Make plugins and recipes importable where a ``conftest.py`` names this module in ``pytest_plugins``."""
     import_plugins(config.rootpath)

@@ -1,4 +1,4 @@
-"""What a process has left open: children, and ports on which it listens (Linux)."""
+"""Lists what a process has left open: child processes, and ports on which it listens (Linux)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 
 def children() -> set[int]:
-    """Process ids of this process's children."""
+    """Return the process ids of this process's children."""
     task = Path(f"/proc/self/task/{os.getpid()}/children")
     return set(map(int, task.read_text().split()))
 
 
 def listening(*, of_all: bool = False) -> dict[str, tuple[str, int]]:
-    """Addresses and ports on which this process listens, or any of this machine, each by its socket's inode: another
-    process may listen on a port that this one has given back.
+    """Return the addresses and ports on which this process listens, each by the inode of its socket.
+
+    The inode tells a port of this process from the same port that another process has taken since.
+
+    Args:
+        of_all: Whether to return those of all processes of this machine.
     """
     tables = [Path(f"/proc/self/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table]

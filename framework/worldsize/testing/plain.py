@@ -1,4 +1,4 @@
-"""Steps of a recipe in plain PyTorch, on one process and whole batches: what strategies are compared with."""
+"""Trains a recipe in plain PyTorch, on one process and whole batches; strategies are compared with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Step = Callable[[Batch, int], float]
 
 
 def plain_step(recipe: Recipe, model: nn.Module) -> Step:
-    """Return a function that trains ``model`` on a batch in a step, by its number, and returns the loss before."""
+    """Return a function that trains ``model`` by one step, and returns the loss before the update.
+
+    The function takes a batch and the number of the step, from 1.
+    """
     return _several_updates(recipe, model) if isinstance(recipe, MultiUpdateRecipe) else _one_update(recipe, model)
 
 

@@ -1,4 +1,4 @@
-"""Prove that a recipe trains as the program does that it was written after.
+"""Proves that a recipe trains exactly as the program that it was written after.
 
 def original(model, batches):            # the program's own loop, which takes its batches from here
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def same_losses(
 
 
 def _difference(trained: Trained, expected: Trained, tolerance: float) -> str | None:
-    """Say where the losses differ first, or where the weights do; None: nowhere."""
+    """Describe where the losses differ first, or else where the weights do; None: they are the same."""
     if (step := first_different(trained.losses, expected.losses, tolerance)) is not None:
         return shown_difference(step, trained.losses[step - 1], expected.losses[step - 1], tolerance)
     if not expected.weights:
@@ -105,7 +105,7 @@ def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
         steps: Steps to compare, the first of the run; a schedule still has the length of the whole run.
 
     Raises:
-        ConfigError: what ``train.py`` would refuse.
+        ConfigError: ``train.py`` would refuse the words.
     """
     cfg = compose_only(overrides)
     own_batches = has_own_batches(cfg)

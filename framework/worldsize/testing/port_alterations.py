@@ -1,4 +1,4 @@
-"""The usual mistakes of a port, each an alteration of the recipe's training that may give the reference's losses."""
+"""Lists the usual mistakes of a port: alterations of the recipe's training that may give the reference's losses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Alteration:
     """One way in which the reference may train otherwise than the recipe.
 
     Attributes:
-        cause: What to tell if it explains the losses.
+        cause: The sentence to report if it explains the losses.
         mean: "all": the sum over the weight of all micro-batches; "means": the mean of the micro-batches' means.
         divides: Whether gradients are a mean over micro-batches, not their sum.
         zero_grad: Whether each step begins with gradients of zero.

@@ -32,7 +32,7 @@ def first_different(losses: Sequence[float], expected: Sequence[float], toleranc
 
 
 def shown_difference(step: int, loss: float, expected: float, tolerance: float) -> str:
-    """Say that the losses differ from ``step`` on."""
+    """Return the sentence that says that the losses differ from ``step`` on, and by how much."""
     before = {1: "", 2: " The losses of step 1 are the same."}.get(
         step, f" Those of steps 1 to {step - 1} are the same."
     )
@@ -96,7 +96,7 @@ def loss_causes(
     expected: Trained,
     tolerance: float,
 ) -> list[str]:
-    """Return what explains the difference of two trainings, a sentence each; the first is the likeliest.
+    """Return the likely causes for which two trainings differ, a sentence each, the likeliest first.
 
     Args:
         recipe: Recipe under test.
@@ -104,7 +104,7 @@ def loss_causes(
         config: The steps of the comparison.
         trained: The recipe's training in a plain loop.
         expected: The reference's training.
-        tolerance: Largest difference of two losses that are the same.
+        tolerance: Largest difference of two losses that count as the same.
     """
     step = first_different(trained.losses, expected.losses, tolerance)
     several = isinstance(recipe, MultiUpdateRecipe)  # which no alteration of one update describes
@@ -131,7 +131,7 @@ def loss_causes(
 
 
 def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
-    """Say so if the reference does not take as many micro-batches a step as there are."""
+    """Return the cause if the reference takes another number of micro-batches a step than there are; else None."""
     first, wanted = taken[0], config.micro_batches
     if first == 0:
         return (
@@ -147,7 +147,7 @@ def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
 
 
 def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConfig) -> str | None:
-    """Say so if the reference's losses are the recipe's times one number."""
+    """Return the cause if the reference's losses are the recipe's times one number; else None."""
     if len(losses) < 2 or 0.0 in losses:
         return None
     factors = [other / loss for loss, other in zip(losses, expected, strict=True)]
@@ -164,7 +164,7 @@ def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConf
 def _of_first_loss(
     recipe: Recipe, reference: Reference, config: PortConfig, trained: Trained, expected: Trained
 ) -> str:
-    """Find what makes the loss of step 1 another: the weights, the batch, dropout, or the loss itself."""
+    """Return what makes the losses of step 1 differ: the weights, the batch, dropout, or the loss itself."""
     one = replace(config, steps=1)
     ours, theirs = trained.losses[0], expected.losses[0]
     if reference_trained(recipe, reference, one, model=perturbed(recipe, one)).losses[0] == theirs:

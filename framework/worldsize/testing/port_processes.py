@@ -1,4 +1,4 @@
-"""Train a recipe under a strategy on processes of this machine, those that serve among them."""
+"""Trains a recipe under a strategy on processes of this machine, those that serve among them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from worldsize.world.scratch import temporary_folder
 
 
 def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, processes: int) -> Trained:
-    """Train ``recipe`` under ``strategy`` on so many processes of this machine.
+    """Train ``recipe`` under ``strategy`` on ``processes`` processes of this machine.
 
     Raises:
         ConfigError: the strategy cannot train the recipe or average its weights, needs another number of processes,
@@ -81,7 +81,7 @@ class _Part:
         self._parts, self._roles, self._folder = parts, roles, folder
 
     def play(self, world: World) -> Trained | None:
-        """Train or serve, as the role of this process says; None from those that serve others."""
+        """Train or serve, as this process's role says; return None if it only serves others."""
         return self._serve(world) if self._roles[world.role].serves else self._train(world)
 
     def _train(self, world: World) -> Trained:
@@ -98,7 +98,7 @@ class _Part:
         return trained
 
     def _serve(self, world: World) -> Trained | None:
-        """Serve, and lead the training if the strategy says so; None from all processes but the one that leads."""
+        """Serve, and lead the training if the strategy says so; return None unless this process leads."""
         config = self._seeded(world)
         replica = self._strategy.serve(self._recipe, self._context(world, config))
         if replica is None:

@@ -1,4 +1,4 @@
-"""The two trainings that a port is compared by: the recipe's, and the original program's own loop."""
+"""Runs the two trainings that are compared: that of the recipe, and the loop of the original program."""
 
 from __future__ import annotations
 
@@ -72,7 +72,13 @@ def initial_model(recipe: Recipe, config: PortConfig) -> nn.Module:
 
 
 def steps_of(recipe: Recipe, config: PortConfig, order: Order | None = None) -> Iterator[list[MicroBatch]]:
-    """Draw the micro-batches of each step that a process trains, in its ``order``; None: one that is alone."""
+    """Yield the micro-batches of each step that one process trains.
+
+    Args:
+        recipe: The recipe, for its data.
+        config: The steps of the comparison.
+        order: The order of samples for this process; None: it trains alone.
+    """
     order, data = order or config.order(), recipe.data("train")
     return islice(micro_batches(data, order, config.device, collate=collate_of(recipe)), config.steps)
 

@@ -1,4 +1,4 @@
-"""Measure how the first update that differs between a recipe and its reference does so, tensor by tensor."""
+"""Measures, tensor by tensor, how the first update that is not the same in recipe and reference differs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _multiple(tensor: Tensor, of: Tensor) -> float | None:
 
 
 def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> list[str]:
-    """Say how the update before ``step``, whose loss is the first that differs, is another in the reference."""
+    """Return sentences on the update before ``step``, whose loss is the first that differs from the reference."""
     updates = _updates(recipe, reference, config, step - 1)
     where = f"The update of step {step - 1} differs"
     if updates is None:
@@ -79,14 +79,17 @@ def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step
 
 
 def different_update(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> str | None:
-    """Say in which tensors the update of ``step`` differs; None: in none, or the reference returns no model."""
+    """Return a sentence that names the tensors in which the update of ``step`` differs.
+
+    Returns None if no tensor differs, or the reference returns no model.
+    """
     updates = _updates(recipe, reference, config, step) or []
     different = [update for update in updates if update.differs]
     return f"The update of step {step} differs {_where(updates, different)}." if different else None
 
 
 def _updates(recipe: Recipe, reference: Reference, config: PortConfig, last: int) -> list[_Update] | None:
-    """Take the weights around update ``last`` from trainings that end there."""
+    """Return update number ``last`` of each tensor; None: the reference returns no weights of these shapes."""
     until = replace(config, steps=last)
     theirs = reference_trained(recipe, reference, until).weights
     ours = recipe_trained(recipe, until).weights
@@ -141,7 +144,7 @@ def _explained(different: Sequence[_Update]) -> str:
 
 
 def _common(values: Sequence[float | None]) -> float | None:
-    """Return the one value that all have, up to rounding; None: they have not."""
+    """Return the one value that all are, up to rounding; None: they differ."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values) or known[0] == 0.0:
         return None

@@ -1,4 +1,4 @@
-"""Recipes that every strategy can train in no time."""
+"""Defines small recipes that every strategy can train within a second."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _WIDTH = 16
 
 @dataclass(frozen=True)
 class Chain(Recipe):
-    """Residual blocks on fixed random data: 101 samples, so that batches straddle epochs. It can be sharded by
-    blocks, divided into tensors and cut into stages.
+    """Residual blocks on fixed random data: 101 samples, so that batches straddle epochs.
+
+    The model can be sharded by blocks, divided into tensors and cut into stages.
     """
 
     depth: int = 4

@@ -35,7 +35,7 @@ def train(*overrides: str, root: Path) -> Run:
     """Train in the working directory, with the run's folder below ``root``; without a logger unless one is named.
 
     Raises:
-        RuntimeError: it did not complete; with what it said.
+        RuntimeError: the run did not complete; the message has its output.
     """
     name = f"test_{secrets.token_hex(4)}"
     quiet = [] if any(word.startswith("logger=") for word in overrides) else ["logger=none"]

@@ -1,4 +1,4 @@
-"""Trains a small recipe in the processes of a strategy, and by plain PyTorch, to be compared."""
+"""Trains a small recipe in the processes of a strategy, and in plain PyTorch, so that the two can be compared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ALONE = World.alone(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Trained:
-    """The outcome of :func:`train` or :func:`reference`; nothing, where a process has served until others had trained.
+    """The outcome of :func:`train` or :func:`reference`; it is empty for a process that only served.
 
     Attributes:
         losses: Loss of each step, the mean over all ranks.
@@ -217,7 +217,7 @@ def cluster_of(size: int, nodes: int = 1) -> Cluster:
 
 
 def cluster_with(strategy: Strategy, workers: int) -> Cluster:
-    """Return the smallest cluster on which so many processes train, beside those that serve."""
+    """Return the smallest cluster on which ``workers`` processes train, beside those that serve."""
     for size in range(workers, 2 * workers + 9):
         with suppress(ConfigError):
             if strategy.roles(cluster_of(size))["worker"].processes == workers:
@@ -228,9 +228,9 @@ def cluster_with(strategy: Strategy, workers: int) -> Cluster:
 def run_in_roles(
     strategy: Strategy, body: Callable[[RunContext], Any], workers: int, *, local_size: int | None = None
 ) -> list[Any]:
-    """Call ``body`` in every process of ``strategy`` with so many workers, and return what those that train returned.
+    """Call ``body`` in every process of ``strategy``, and return the results of the ``workers`` that train.
 
-    Where all processes serve, only the first one's result is returned, which leads.
+    Where all processes serve, the list has only the result of the first, which leads.
     """
     cluster = cluster_with(strategy, workers)
     roles = strategy.roles(cluster)

@@ -1,4 +1,4 @@
-"""Run a function on K real gloo processes and collect what each returned; for tests of strategies."""
+"""Runs a function on several real gloo processes, and collects what each returned; for tests of strategies."""
 
 from __future__ import annotations
 
