@@ -22,7 +22,7 @@ from worldsize.core import Role
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch import control as controls
 from worldsize.launch import node
-from worldsize.launch.control import Control, request
+from worldsize.launch.control import Control, ListedProcess, request
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
 from worldsize.launch.resize import Resize
@@ -59,7 +59,7 @@ class Job:
     def shrink(self, count: int) -> list[str]:
         raise ConfigError(f"{count} must stay")
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[ListedProcess]:
         return [{"role": "worker", "rank": rank, "pid": 100_000, "step": 100_000} for rank in range(self.processes)]
 
 

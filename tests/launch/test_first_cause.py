@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from worldsize.launch.first_cause import Ending, outcome_of
+from worldsize.launch.first_cause import Ending, ProcessError, outcome_of
 from worldsize.world.heartbeat import Beat
 from worldsize.world.preemption import PREEMPTED
 
 
 def ending(rank: int, code: int, *, error: str | None = None, at: int = 0, step: int = 4) -> Ending:
     """Return the end of a worker that left ``error`` at the time ``at`` and was in ``step``."""
-    left = None if error is None else {"traceback": error, "time_ns": at}
+    left: ProcessError | None = None if error is None else {"traceback": error, "time_ns": at}
     return Ending("worker", rank, code, left, Beat(step, 0, step - 1, 0.0), Path(f"worker_{rank}.log"))
 
 

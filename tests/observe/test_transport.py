@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from worldsize.core import Cluster, Link
-from worldsize.observe.transport import parse_nccl_log, transport_warning
+from worldsize.observe.transport import Transport, parse_nccl_log, transport_warning
 
 ETHERNET = """\
 gpu1:4021:4021 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
@@ -32,7 +32,7 @@ def test_transports_and_interface_are_read(text: str, transports: list[str], int
 def test_sockets_where_the_cluster_declares_a_fabric_give_a_warning() -> None:
     fast = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=12.5e9, latency=5e-6)})
     slow = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=1.25e9, latency=5e-5)})
-    ethernet: dict[str, Any] = {"backend": "nccl", **parse_nccl_log(ETHERNET)}
+    ethernet: Transport = {"backend": "nccl", **parse_nccl_log(ETHERNET)}
     warning = transport_warning(ethernet, fast)
     assert warning is not None
     assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in warning

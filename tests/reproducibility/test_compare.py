@@ -11,6 +11,7 @@ import torch
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
 from worldsize.core import World
+from worldsize.records.attempt import Attempt
 from worldsize.records.goodput import goodput
 from worldsize.records.manifest import write_manifest
 from worldsize.reproducibility.compare import compare_runs, tensor_ulps, ulps
@@ -80,11 +81,28 @@ def test_changes_of_configuration_are_named_and_accepted_by_key() -> None:
     assert changes_but(differences, ["lr", "optimizer"]) == []
 
 
+def attempt(number: int, *, start_at: float, first_step_at: float, end_at: float, steps: list[int]) -> Attempt:
+    return {
+        "number": number,
+        "start": "2026-01-01T00:00:00+00:00",
+        "start_at": start_at,
+        "end": "2026-01-01T00:01:00+00:00",
+        "end_at": end_at,
+        "steps": steps,
+        "first_step_at": first_step_at,
+        "exit_reason": "completed",
+        "exit_code": 0,
+        "hosts": ["a"],
+        "world_size": 1,
+        "pid": 1,
+    }
+
+
 def test_goodput_counts_steps_that_were_done_again_as_lost() -> None:
     """There are 10 s of 10 steps, 4 of them lost, then 5 s of pause and start, then 6 s of 6 steps."""
     attempts = [
-        {"start_at": 0.0, "first_step_at": 2.0, "end_at": 12.0, "steps": [0, 10]},
-        {"start_at": 13.0, "first_step_at": 17.0, "end_at": 23.0, "steps": [6, 12]},
+        attempt(1, start_at=0.0, first_step_at=2.0, end_at=12.0, steps=[0, 10]),
+        attempt(2, start_at=13.0, first_step_at=17.0, end_at=23.0, steps=[6, 12]),
     ]
     measured = goodput(attempts)
     assert measured == {

@@ -79,11 +79,10 @@ def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
         if watched.damaged and (line := damage_of(watched)) not in shown:
             shown.add(line)
             console.print(line, highlight=False, markup=False)
-        for row in watched.news:
-            if row.get("event") in ("step", "evaluation"):
-                steps.show(dict(row))
-            else:
-                console.print(plain(describe_event(row), at_most=200), highlight=False, markup=False)
+        for row in watched.new_metrics:
+            steps.show(row)
+        for event in watched.new_events:
+            console.print(plain(describe_event(event), at_most=200), highlight=False, markup=False)
 
     yield show
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +13,7 @@ from rich.text import Text
 from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
-from worldsize.launch.control import MOST, request
+from worldsize.launch.control import MOST, ListedProcess, request
 from worldsize.messages import printable, refuse
 from worldsize.records.run_directory import RunDirectory
 
@@ -38,7 +37,7 @@ def main() -> None:
         sys.exit(refuse(error))
 
 
-def _table(processes: list[dict[str, Any]]) -> Table:
+def _table(processes: list[ListedProcess]) -> Table:
     table = Table("role", "rank", "process", "step")
     for each in processes:
         table.add_row(Text(printable(str(each["role"]))), str(each["rank"]), str(each["pid"]), str(each["step"] or ""))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -40,13 +40,33 @@ _VISIBLE = 3.0  # seconds within which a file written by one host must be visibl
 _POLL = 0.05
 
 
+class Meeting(TypedDict, total=False):
+    """The findings of all hosts after they have met.
+
+    Attributes:
+        hosts: The facts of each host that came, the first one's first.
+        clocks: Seconds by which the clock of each other host is ahead, by rank.
+        unreached: Ports that each host could not reach, by its rank.
+        unseen: Why the first host does not see what another has written, or the reverse, by that one's rank.
+        skipped: Why no processes measure; None: they do.
+        outcome: How the processes that measured have ended.
+    """
+
+    hosts: Sequence[Message]
+    clocks: dict[int, float]
+    unreached: dict[int, Any]
+    unseen: dict[int, str]
+    skipped: str | None
+    outcome: Mapping[str, Any]
+
+
 def examine(
     settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node, *, port: int = 0
 ) -> int:
     """Examine this host until the first host has all findings; return the exit code."""
     waits = {"patience": plan.cluster.timeout, "silence": launcher.node_timeout}
     facts = _facts(settings, run, place, port)
-    connection, others, meeting = None, list[RemoteAgent](), dict[str, Any]()
+    connection, others, meeting = None, list[RemoteAgent](), Meeting()
     with _port_probe(facts):  # closed before processes are forked, since it has a thread
         facts["folder"]["error"] = _write_facts(run, facts)
         if place.rank:
@@ -166,7 +186,7 @@ def _join(
 
 def _meet(
     run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
-) -> tuple[list[RemoteAgent], dict[str, Any]]:
+) -> tuple[list[RemoteAgent], Meeting]:
     """Wait on the first host for the others; return which hosts connected, and what they found."""
     if place.count == 1:
         return [], {"hosts": [facts]}
@@ -176,7 +196,7 @@ def _meet(
         _write_facts(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
         return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
     others, everyone = [other for other, _ in agents], [facts, *(facts_there for _, facts_there in agents)]
-    met: dict[str, Any] = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
+    met: Meeting = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
     with HeartbeatSender([other.connection for other in others], waits["silence"]):
         try:
             _ask(run, others, everyone, met)
@@ -185,7 +205,7 @@ def _meet(
     return others, {"skipped": _obstacle(place, met), **met}
 
 
-def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: dict[str, Any]) -> None:
+def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: Meeting) -> None:
     """Ask the hosts for their clocks, for ports that they cannot reach, and for files that they cannot see."""
     probes = [
         {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["probe"]}
@@ -216,7 +236,7 @@ def _ahead(connection: AgentConnection) -> float:
     return min(answers)[1]
 
 
-def _obstacle(place: Node, met: Mapping[str, Any]) -> str | None:
+def _obstacle(place: Node, met: Meeting) -> str | None:
     """Return why no processes can be started, or None if they can."""
     hosts = met["hosts"]
     if len(hosts) < place.count:
@@ -228,7 +248,7 @@ def _obstacle(place: Node, met: Mapping[str, Any]) -> str | None:
     return "some hosts do not reach each other" if any(met["unreached"].values()) else None
 
 
-def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: dict[str, Any]) -> int:
+def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:
     """Start processes that measure on all hosts, unless an obstacle was found."""
     try:
         write_facts(run.findings, "meeting", meeting)  # written now, since the processes may fail

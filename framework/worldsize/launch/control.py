@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, Self, TypedDict, final
 
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.bounded_io import receive_line
@@ -22,12 +22,21 @@ _LONGEST_ANSWER = 1 << 17  # bytes; no more than a socket buffers, so that an an
 _AT_ONCE = 16  # requests being received; a new one replaces the oldest
 
 
+class ListedProcess(TypedDict):
+    """A live process of a job: its role, its rank in that role, its process id, and its step if it has begun one."""
+
+    role: str
+    rank: int
+    pid: int | None
+    step: int | None
+
+
 class Resizable(Protocol):
     """Changes the processes of a job on request while it runs."""
 
     def grow(self, count: int) -> list[str]: ...
     def shrink(self, count: int) -> list[str]: ...
-    def listed(self) -> list[dict[str, Any]]: ...
+    def listed(self) -> list[ListedProcess]: ...
 
 
 @final

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TypedDict, final
 
 from worldsize.core import Failure, Outcome
 from worldsize.world.heartbeat import Beat
 from worldsize.world.preemption import PREEMPTED
+
+
+class ProcessError(TypedDict):
+    """The error that a process left before it ended: when it failed (ns since the epoch), and its traceback."""
+
+    time_ns: int
+    traceback: str
 
 
 @final
@@ -22,20 +30,20 @@ class Ending:
     role: str
     rank: int
     exit_code: int  # negative: the signal that ended it
-    error: Mapping[str, Any] | None  # its traceback, and the time of the failure
+    error: ProcessError | None
     beat: Beat | None  # where it was last
     log: Path
 
     @property
     def time_ns(self) -> int:
         """Time of the failure in ns; 0 without an error file, as if killed: that causes its peers' errors."""
-        return int(self.error["time_ns"]) if self.error else 0
+        return self.error["time_ns"] if self.error else 0
 
     @property
     def cause(self) -> str:
         """The reason of the failure: the process's own error if it left one."""
         if self.error:
-            return str(self.error["traceback"])
+            return self.error["traceback"]
         if self.exit_code < 0:
             return f"killed by {_signal_name(-self.exit_code)}"
         return f"exited with code {self.exit_code} and left no error; its output is in {self.log}"
@@ -57,19 +65,20 @@ def outcome_of(
     those still alive when the others had ended; ``signum``: the last signal that requested an end, or 0.
     """
     beats = [ending.beat for ending in deciding if ending.beat]
-    facts: dict[str, Any] = {
-        "steps": (beats[0].first, min(beat.done for beat in beats)) if beats else None,
-        "first_step_at": max((beat.at for beat in beats), default=0.0) or None,
-    }
+    ended = partial(
+        Outcome,
+        steps=(beats[0].first, min(beat.done for beat in beats)) if beats else None,
+        first_step_at=max((beat.at for beat in beats), default=0.0) or None,
+    )
     codes = {ending.exit_code for ending in deciding}
     if codes == {0}:
-        return Outcome("completed", 0, **facts)
+        return ended("completed", 0)
     if PREEMPTED in codes and codes <= {0, PREEMPTED}:
-        return Outcome("preempted", PREEMPTED, **facts)
+        return ended("preempted", PREEMPTED)
     # a process that was asked to end and left no error ended for that reason
     if to_blame := [ending for ending in failed if ending.error is not None or not signum]:
-        return Outcome("failed", 1, first_failure(to_blame, silent), **facts)
-    return Outcome("interrupted", 128 + (signum or signal.SIGTERM), **facts)
+        return ended("failed", 1, first_failure(to_blame, silent))
+    return ended("interrupted", 128 + (signum or signal.SIGTERM))
 
 
 def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure:

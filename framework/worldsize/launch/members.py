@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from worldsize.core import Role
-from worldsize.launch.first_cause import Ending
+from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.launch.terminal import Terminal
 from worldsize.world.heartbeat import Beat, read_beat
 from worldsize.world.preemption import PREEMPTED
@@ -59,14 +59,14 @@ class Member:
             with suppress(OSError), self.log.open("a") as log:
                 log.write(error["traceback"])
 
-    def _error(self) -> dict[str, Any] | None:
+    def _error(self) -> ProcessError | None:
         try:
-            error: dict[str, Any] = json.loads(self.error.read_text())
+            error: ProcessError = json.loads(self.error.read_text())
             return error
         except (OSError, ValueError):
             return self._full_disk()
 
-    def _full_disk(self) -> dict[str, Any] | None:
+    def _full_disk(self) -> ProcessError | None:
         """Return the likely error if a process failed and the disk is too full for its error file."""
         with suppress(OSError):
             if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:

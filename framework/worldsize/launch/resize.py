@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.launch.control import ListedProcess
 from worldsize.launch.members import Members
 
 
@@ -46,8 +47,8 @@ class Resize:
             member.process.terminate()
         return [f"{member.role} {member.rank}" for member in leaving]
 
-    def listed(self) -> list[dict[str, Any]]:
-        """Describe each live process: role, rank, process id and step."""
+    def listed(self) -> list[ListedProcess]:
+        """Describe each live process."""
         return [
             {"role": m.role, "rank": m.rank, "pid": m.process.pid, "step": m.beat.step if m.beat else None}
             for m in self._members.alive()

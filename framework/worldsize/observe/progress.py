@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 from types import TracebackType
-from typing import Any, final
+from typing import final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,7 +19,7 @@ from worldsize.core import split_of
 from worldsize.files import is_file
 from worldsize.messages import printable
 from worldsize.records.json_lines import complete_lines, row_of
-from worldsize.records.metrics import is_metric
+from worldsize.records.metrics import EvaluationRow, JsonNumber, MetricRow, StepRow, is_metric
 
 _INTERVAL = 0.1  # seconds between reads of the file
 _PLAIN_EVERY = 2.0  # seconds between lines without a terminal
@@ -90,7 +90,7 @@ class _Live:
     def close(self) -> None:
         self._bar.stop()
 
-    def show(self, row: dict[str, Any]) -> None:
+    def show(self, row: MetricRow) -> None:
         if row["event"] == "step":
             self._bar.update(self._task, completed=row["step"], figures=figures(row))
         else:
@@ -110,7 +110,7 @@ class Plain:
     def close(self) -> None:
         """Do nothing: plain lines need no cleanup."""
 
-    def show(self, row: dict[str, Any]) -> None:
+    def show(self, row: MetricRow) -> None:
         """Print an evaluation, and a step if it is the last one or enough time has passed since the one before."""
         if row["event"] != "step":
             self._console.print(_evaluation(row), highlight=False, markup=False)
@@ -121,23 +121,23 @@ class Plain:
             self._console.print(text, highlight=False, markup=False)
 
 
-def figures(row: dict[str, Any]) -> str:
+def figures(row: StepRow) -> str:
     """Format loss, metrics and samples per second of a step's row in ``metrics.jsonl``."""
     shown = {"loss": row["loss"], **row.get("metrics", {})}
     return f"{_figures(shown)}  {row['samples_per_second']:,.0f} samples/s"
 
 
-def _figures(metrics: Mapping[str, Any]) -> str:
+def _figures(metrics: Mapping[str, JsonNumber]) -> str:
     return "  ".join(f"{printable(name)} {float(value):.4f}" for name, value in metrics.items())
 
 
-def _evaluation(row: dict[str, Any]) -> str:
+def _evaluation(row: EvaluationRow) -> str:
     return f"step {row['step']}  {by_split(row['metrics'])}"
 
 
-def by_split(metrics: Mapping[str, Any]) -> str:
+def by_split(metrics: Mapping[str, JsonNumber]) -> str:
     """Format the metrics of an evaluation, those of each split after its name."""
-    splits: dict[str, dict[str, Any]] = {}
+    splits: dict[str, dict[str, JsonNumber]] = {}
     for key, value in metrics.items():
         split, name = split_of(key)
         splits.setdefault(split, {})[name] = value

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,21 @@ def listen_to_nccl(folder: Path) -> dict[str, str]:
     }
 
 
-def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Run a first collective, and return which transports and which interface this process uses for it.
+class NcclConnections(TypedDict):
+    """The transports that NCCL uses, sorted ("nvlink", which is its P2P, "shm", "ib", "socket"), and its interface."""
 
-    Transports are "nvlink" (NCCL's P2P), "shm", "ib" and "socket".
-    """
+    transports: list[str]
+    interface: str | None
+
+
+class Transport(NcclConnections):
+    """The backend of the collectives, and how its processes are connected."""
+
+    backend: str | None
+
+
+def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Path) -> Transport:
+    """Run a first collective, and return which transports and which interface this process uses for it."""
     if dist.is_initialized():
         dist.all_reduce(torch.ones(1, device=world.device), group=world.group)
     if cluster.backend != "nccl":
@@ -41,7 +51,7 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], folder: Pa
     return {"backend": "nccl", **parse_nccl_log(log.read_text() if log.exists() else "")}
 
 
-def parse_nccl_log(text: str) -> dict[str, Any]:
+def parse_nccl_log(text: str) -> NcclConnections:
     """Parse transports and interface from NCCL's log."""
     names = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}
     transports = {names[each] for each in re.findall(r" via (P2P|SHM|NET/IB|NET/Socket)", text)}
@@ -49,7 +59,7 @@ def parse_nccl_log(text: str) -> dict[str, Any]:
     return {"transports": sorted(transports), "interface": used[1] if used else None}
 
 
-def transport_warning(transport: Mapping[str, Any], cluster: Cluster) -> str | None:
+def transport_warning(transport: Transport, cluster: Cluster) -> str | None:
     """Compose a warning if the transport is slower than what the cluster declares."""
     link = cluster.links.get("network")
     if transport["backend"] != "nccl" or "socket" not in transport["transports"]:
@@ -62,6 +72,6 @@ def transport_warning(transport: Mapping[str, Any], cluster: Cluster) -> str | N
     )
 
 
-def write(path: Path, transport: Mapping[str, Any]) -> None:
+def write(path: Path, transport: Transport) -> None:
     """Write the result of :func:`audit` as JSON, replacing the file."""
     path.write_text(json.dumps(transport))

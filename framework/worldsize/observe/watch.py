@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeGuard, TypeVar, final
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -20,13 +20,15 @@ from worldsize.observe.progress import Tail, by_split, figures
 from worldsize.observe.report.read import number
 from worldsize.observe.report.svg import plain
 from worldsize.observe.report.timeline import describe_event
+from worldsize.records.attempt import Attempt
 from worldsize.records.json_lines import Row, row_of
-from worldsize.records.metrics import is_metric, is_timing
+from worldsize.records.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing
 from worldsize.records.run_directory import RunDirectory
 
 _EVENTS = 6  # the last ones
 _RANKS = 16  # the slowest, if there are more
 _END = 4096  # bytes of a file that hold its last line
+_T = TypeVar("_T")
 
 
 @final
@@ -37,7 +39,8 @@ class Watched:
         step: the last step that was logged
         evaluation: the last evaluation
         events: the last few events
-        news: the last step, the evaluations and the events since the previous call of look()
+        new_metrics: the last step and the evaluations since the previous call of look()
+        new_events: the events since then
         damaged: lines that could not be read so far
     """
 
@@ -45,53 +48,59 @@ class Watched:
         self._folder = folder
         self._metrics = Tail(folder / "metrics.jsonl", from_start=True)
         self._event_file = Tail(folder / "events.jsonl", from_start=True)
-        self.step: Mapping[str, Any] | None = None
-        self.evaluation: Mapping[str, Any] | None = None
-        self.events: list[Mapping[str, Any]] = []
-        self.news: list[Mapping[str, Any]] = []
+        self.step: StepRow | None = None
+        self.evaluation: EvaluationRow | None = None
+        self.events: list[Row] = []
+        self.new_metrics: list[MetricRow] = []
+        self.new_events: list[Row] = []
         self.damaged = 0
 
     def look(self) -> None:
-        """Read what was appended to the files, and replace ``news`` with it."""
-        last, evaluations = b"", []
-        for (
-            line
-        ) in self._metrics.read():  # the first call reads all of a long run, so only rows that are shown are parsed
+        """Read what was appended to the files, and replace ``new_metrics`` and ``new_events`` with it."""
+        last, evaluations = b"", list[EvaluationRow]()
+        # the first call reads all of a long run, so only rows that are shown are parsed
+        for line in self._metrics.read():
             if b'"event": "evaluation"' in line:
-                evaluations += self._rows([line], is_metric)
+                evaluations += [row for row in self._rows([line], is_metric) if row["event"] == "evaluation"]
             elif line.startswith(b"{") and line.endswith(b"}\n"):
                 last = line
             else:
                 self.damaged += 1
-        steps = self._rows([last] if last else [], is_metric)
-        events = self._rows(self._event_file.read(), is_event)
+        lines = [last] if last else []
+        steps = [row for row in self._rows(lines, is_metric) if row["event"] == "step"]
+        events = self._rows(self._event_file.read(), _is_event)
         self.step = steps[-1] if steps else self.step
         self.evaluation = evaluations[-1] if evaluations else self.evaluation
-        self.news = [*sorted([*steps, *evaluations], key=_place), *events]
+        metrics: list[MetricRow] = [*steps, *evaluations]
+        self.new_metrics, self.new_events = sorted(metrics, key=_place), events
         self.events = [*self.events, *events][-_EVENTS:]
 
-    def _rows(self, lines: Iterable[bytes], is_valid: Callable[[Row], bool]) -> list[Row]:
+    def _rows(self, lines: Iterable[bytes], is_valid: Callable[[Row], TypeGuard[_T]]) -> list[_T]:
         """Parse lines, and count those that are damaged."""
         rows = [row_of(line) for line in lines]
         valid = [row for row in rows if row is not None and is_valid(row)]
         self.damaged += len(rows) - len(valid)
         return valid
 
-    def timing(self, rank: int) -> Mapping[str, Any]:
+    def timing(self, rank: int) -> TimingRow:
         """Return the times of the rank in its last logged step; empty if the run does not record them."""
         return last_row(RunDirectory(self._folder).timing(rank))
 
 
-def last_row(path: Path) -> Mapping[str, Any]:
+def _is_event(row: Row) -> TypeGuard[Row]:
+    return is_event(row)
+
+
+def last_row(path: Path) -> TimingRow:
     """Read the last line of a rank's timing file, which may be growing; empty if there is none."""
     with suppress(OSError), open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
         lines = file.read().splitlines()
-        return next((row for line in reversed(lines) if (row := row_of(line)) and is_timing(row)), {})
-    return {}
+        return next((row for line in reversed(lines) if (row := row_of(line)) and is_timing(row)), TimingRow())
+    return TimingRow()
 
 
-def _place(row: Mapping[str, Any]) -> tuple[int, bool]:
+def _place(row: MetricRow) -> tuple[int, bool]:
     """Return the sort key of lines in order of writing: a step's evaluation comes after the step."""
     return row["step"], row["event"] == "evaluation"
 
@@ -121,7 +130,7 @@ def damage_of(watched: Watched) -> str:
 
 
 def _header(manifest: Mapping[str, Any], state: str) -> Text:
-    attempts: Sequence[Mapping[str, Any]] = manifest["attempts"]
+    attempts: Sequence[Attempt] = manifest["attempts"]
     hosts = ", ".join(dict.fromkeys(attempts[-1]["hosts"])) if attempts else ""
     size = manifest["cluster"]["processes"]
     earlier = ", ".join(each["exit_reason"] for each in attempts[:-1])
@@ -130,15 +139,15 @@ def _header(manifest: Mapping[str, Any], state: str) -> Text:
     return Text.assemble((plain(state), "green" if state == "completed" else "bold"), "  ", plain(text, at_most=200))
 
 
-def _progress(step: Mapping[str, Any], steps: int) -> Table:
+def _progress(step: StepRow, steps: int) -> Table:
     left = (steps - step["step"]) * step["samples"] / step["step"] / step["samples_per_second"]
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=steps, completed=step["step"], width=30)
-    row.add_row(f"step {step['step']}/{steps}", bar, figures(dict(step)), f"ETA {left:.0f} s")
+    row.add_row(f"step {step['step']}/{steps}", bar, figures(step), f"ETA {left:.0f} s")
     return row
 
 
-def _ranks(times: Mapping[int, Mapping[str, Any]], step: Mapping[str, Any]) -> Table:
+def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
     """List ranks with their times.
 
     The slowest rank has the longest own time, if that is known, since a step waits for all ranks.
@@ -157,7 +166,7 @@ def _ranks(times: Mapping[int, Mapping[str, Any]], step: Mapping[str, Any]) -> T
     return table
 
 
-def _own_seconds(row: Mapping[str, Any]) -> tuple[float, float]:
+def _own_seconds(row: TimingRow) -> tuple[float, float]:
     """Return the seconds of a rank's own work, and of its wait for data; NaN if not recorded."""
     data = number(row.get("data_seconds"))
     return data + number(row.get("compute_seconds")), data

@@ -2,32 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple, TypedDict
+
+from worldsize.records.attempt import Attempt
 
 
-def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+class Goodput(TypedDict):
+    """The times of a run; ``lost_steps`` and ``recover_seconds`` have a value for each restart."""
+
+    total_seconds: float
+    useful_seconds: float
+    fraction: float
+    lost_steps: list[int]
+    recover_seconds: list[float]
+
+
+class _Trained(NamedTuple):
+    """The steps ``first`` to ``last`` of an attempt that has done some and ended, and its times in Unix seconds."""
+
+    first: int
+    last: int
+    first_step_at: float
+    end_at: float
+
+
+def goodput(attempts: Sequence[Attempt]) -> Goodput:
     """Return the total and useful seconds of a manifest's attempts, and the cost of each restart.
 
     Useful time is from the first step of an attempt to its end, without steps that were repeated later. A restart costs
     the steps that it lost, and the seconds from the end of one attempt to the first completed step of the next.
+
+    Args:
+        attempts: One attempt or more, the last of which has ended.
     """
-    known = [each for each in attempts if each["steps"] and each["first_step_at"]]
-    total = attempts[-1]["end_at"] - attempts[0]["start_at"]
-    kept = [later["steps"][0] for later in known[1:]] + [each["steps"][1] for each in known[-1:]]
-    useful = sum(_useful(each, upto) for each, upto in zip(known, kept, strict=True))
+    trained = list(_trained(attempts))
+    end = attempts[-1]["end_at"]
+    assert end is not None
+    total = end - attempts[0]["start_at"]
+    kept = [later.first for later in trained[1:]] + [each.last for each in trained[-1:]]
+    useful = sum(_useful(each, upto) for each, upto in zip(trained, kept, strict=True))
     return {
         "total_seconds": total,
         "useful_seconds": useful,
         "fraction": useful / total if total else 0.0,
-        "lost_steps": [earlier["steps"][1] - later["steps"][0] for earlier, later in pairwise(known)],
-        "recover_seconds": [later["first_step_at"] - earlier["end_at"] for earlier, later in pairwise(known)],
+        "lost_steps": [earlier.last - later.first for earlier, later in pairwise(trained)],
+        "recover_seconds": [later.first_step_at - earlier.end_at for earlier, later in pairwise(trained)],
     }
 
 
-def _useful(attempt: Mapping[str, Any], upto: int) -> float:
+def _trained(attempts: Sequence[Attempt]) -> Iterator[_Trained]:
+    for each in attempts:
+        if each["steps"] and each["first_step_at"] and each["end_at"] is not None:
+            first, last = each["steps"]
+            yield _Trained(first, last, each["first_step_at"], each["end_at"])
+
+
+def _useful(attempt: _Trained, upto: int) -> float:
     """Return the seconds of ``attempt`` spent on steps up to ``upto``."""
-    first, last = attempt["steps"]
-    seconds: float = attempt["end_at"] - attempt["first_step_at"]
-    return seconds * (upto - first) / (last - first) if last > first else 0.0
+    seconds, steps = attempt.end_at - attempt.first_step_at, attempt.last - attempt.first
+    return seconds * (upto - attempt.first) / steps if steps > 0 else 0.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.records.json_lines import Row, Rows, complete_lines, drop_lines, is_number, last_line, row_of
@@ -20,6 +21,41 @@ _END = 1 << 20  # bytes of a file that hold its last line
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
 
 _OPTIONAL = ("facts", "metrics", "compute_seconds", "communication_seconds", "update_seconds", "exposed_seconds")
+
+
+JsonNumber = float | str  # "nan", "inf" and "-inf" are words in strict JSON
+
+
+class StepRow(TypedDict):
+    """A logged step: its number, the samples up to it, its loss, and the mean time of a step on each rank."""
+
+    event: Literal["step"]
+    step: int
+    samples: int
+    loss: JsonNumber
+    step_seconds: list[JsonNumber]
+    samples_per_second: float
+    metrics: NotRequired[dict[str, JsonNumber]]
+
+
+class EvaluationRow(TypedDict):
+    """The metrics of an evaluation after a step; those of other splits than "test" are named ``split/name``."""
+
+    event: Literal["evaluation"]
+    step: int
+    metrics: dict[str, JsonNumber]
+
+
+MetricRow = StepRow | EvaluationRow
+
+
+class TimingRow(TypedDict, total=False):
+    """The mean times of one rank up to a logged step, in seconds; those that were not measured are left out."""
+
+    step: int
+    step_seconds: JsonNumber
+    data_seconds: JsonNumber
+    compute_seconds: JsonNumber
 
 
 @final
@@ -56,7 +92,7 @@ def _told(event: StepDone) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name not in _OPTIONAL or value not in (None, {})}
 
 
-def is_metric(row: Row) -> bool:
+def is_metric(row: Row) -> TypeGuard[MetricRow]:
     """Return whether a row has the required fields of a step or an evaluation in ``metrics.jsonl``."""
     if type(row.get("step")) is not int or row["step"] < 0:
         return False
@@ -75,7 +111,7 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def is_timing(row: Row) -> bool:
+def is_timing(row: Row) -> TypeGuard[TimingRow]:
     """Return whether a row has the required fields of a rank's ``timing`` file: its step, and seconds by name."""
     return type(row.get("step")) is int and row["step"] >= 0 and all(map(is_number, row.values()))
 
@@ -93,7 +129,7 @@ def rewind(path: Path, step: int, *, evaluated: bool = True) -> None:
     drop_lines(path, is_valid=is_metric, is_kept=lambda row: _is_before(row, step, evaluated))
 
 
-def _is_before(row: Row, step: int, evaluated: bool) -> bool:
+def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:
     is_due = row["event"] == "evaluation" and not evaluated
     return bool(row["step"] < step or (row["step"] == step and not is_due))
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from worldsize.errors import CheckpointError, RunFolderError, WorldsizeError
 from worldsize.files import is_file
+from worldsize.records.attempt import Attempt
 from worldsize.records.goodput import goodput
 from worldsize.records.lock import is_locked, run_lock
 from worldsize.records.manifest import is_own, read_manifest, write_manifest
@@ -46,7 +47,7 @@ class RunView:
     manifest: Manifest
 
     @property
-    def attempts(self) -> Sequence[Mapping[str, Any]]:
+    def attempts(self) -> Sequence[Attempt]:
         """Facts of each attempt, the oldest first."""
         return list(self.manifest["attempts"])
 
@@ -169,7 +170,7 @@ class RunRecord:
         self.directory = directory
         self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
         self._version = self._version_on_disk()
-        self._attempt: dict[str, Any] | None = None  # the one that this process has begun and not ended
+        self._attempt: Attempt | None = None  # the one that this process has begun and not ended
 
     @property
     def manifest(self) -> Manifest:
@@ -183,7 +184,7 @@ class RunRecord:
         return self._manifest
 
     @property
-    def attempts(self) -> Sequence[Mapping[str, Any]]:
+    def attempts(self) -> Sequence[Attempt]:
         """Facts of each attempt, the oldest first."""
         return list(self.manifest["attempts"])
 
@@ -209,8 +210,7 @@ class RunRecord:
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int) -> int:
         """Record that an attempt begins, on this host and ``others``; return its number."""
-        job = job_of(os.environ)
-        self._attempt = {
+        attempt: Attempt = {
             "number": len(self.attempts) + 1,
             "start": _now(),
             "start_at": time.time(),
@@ -223,8 +223,10 @@ class RunRecord:
             "hosts": [socket.gethostname(), *others],
             "world_size": world_size,
             "pid": os.getpid(),
-            **({"job": job} if job else {}),
         }
+        if job := job_of(os.environ):
+            attempt["job"] = job
+        self._attempt = attempt
         _reserve(self.directory)
         self._write({**self.manifest, "attempts": [*self.attempts, self._attempt]})
         _rewind_metrics(self.directory)  # before anybody follows the file

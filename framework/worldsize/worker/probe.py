@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, World
+from worldsize.observe.transport import Transport
 from worldsize.planning.doctor.findings import write_facts
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
@@ -64,7 +65,7 @@ def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
     )
 
 
-def probe(world: World, placement: Placement, transport: Mapping[str, Any], findings: Path, *, pairs: bool) -> int:
+def probe(world: World, placement: Placement, transport: Transport, findings: Path, *, pairs: bool) -> int:
     """Measure together with all other processes; the first writes the result. Return the exit code."""
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)

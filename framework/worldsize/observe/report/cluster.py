@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 from worldsize.observe.report.read import Record
 
@@ -49,7 +49,17 @@ def nodes(record: Record) -> list[Node]:
     return listed
 
 
-def _places(cluster: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+class Place(TypedDict):
+    """The place of a rank: its role, its number in that role, its node and its device."""
+
+    rank: int
+    role: str
+    role_rank: int
+    node: int
+    device: str
+
+
+def _places(cluster: Mapping[str, Any]) -> Iterator[Place]:
     """Iterate over the places of all ranks, computed from the roles' numbers of processes."""
     roles = chain.from_iterable(enumerate([each["role"]] * each["processes"]) for each in cluster["roles"])
     for rank, (role_rank, role) in enumerate(roles):
@@ -58,7 +68,7 @@ def _places(cluster: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": device}
 
 
-def _rank(place: Mapping[str, Any], record: Record) -> Rank:
+def _rank(place: Place, record: Record) -> Rank:
     role, number = place["role"], place["role_rank"]
     straggled = sum(each["rank"] == number for each in record.stragglers) if role == "worker" else 0
     return Rank(place["rank"], role, number, place["device"], straggled)

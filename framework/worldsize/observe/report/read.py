@@ -16,6 +16,7 @@ from typing import Any, final
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.events import is_event
+from worldsize.records.attempt import Attempt
 from worldsize.records.damage import reading
 from worldsize.records.json_lines import Rows
 from worldsize.records.metrics import is_timing, metric_rows
@@ -44,7 +45,7 @@ class Record:
     damaged: int
 
     @property
-    def attempts(self) -> list[dict[str, Any]]:
+    def attempts(self) -> list[Attempt]:
         """Attempts as the manifest lists them, in order; empty for a run not started yet."""
         return list(self.manifest["attempts"])
 

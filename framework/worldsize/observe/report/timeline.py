@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, final
+from typing import final
 
 from worldsize.observe.events import described_failure, described_interval, described_workers
 from worldsize.observe.report.read import Line, Record
+from worldsize.records.attempt import Attempt
 
 _MARKS = 100  # number of marks shown
 _GOOD = ("completed", "running")
@@ -109,7 +110,7 @@ def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[F
             yield later["first_step_at"], f"recovered in {recovery:.1f} s{again}", True
 
 
-def _ending(attempt: Mapping[str, Any]) -> str:
+def _ending(attempt: Attempt) -> str:
     step = f" after step {attempt['steps'][1]}" if attempt["steps"] else ""
     code = "" if attempt["exit_code"] in (0, None) else f" (exit code {attempt['exit_code']})"
     return f"{attempt['exit_reason']}{step}{code}"

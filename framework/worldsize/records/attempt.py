@@ -1,0 +1,42 @@
+"""Describes the attempts of a run as its manifest lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NotRequired, TypedDict
+
+
+class Attempt(TypedDict):
+    """One attempt to train a run, from the start of its processes to their end.
+
+    Attributes:
+        number: Its number, from 1.
+        start: Time of its start (ISO 8601, UTC).
+        start_at: The same in Unix seconds.
+        end: Time of its end; None: it has not ended.
+        end_at: The same in Unix seconds.
+        steps: Two numbers: the steps done before it began, and when it ended; None: unknown.
+        first_step_at: End of its first step in Unix seconds; None: it has done none.
+        exit_reason: "running", or why it ended.
+        exit_code: The run's exit code; None: it is running, or was killed.
+        hosts: Hosts that took part, the launching one first.
+        world_size: The number of its processes.
+        pid: Process id of the launching process.
+        job: The scheduler's job that it ran in.
+        transport: The transports that collectives used.
+    """
+
+    number: int
+    start: str
+    start_at: float
+    end: str | None
+    end_at: float | None
+    steps: Sequence[int] | None
+    first_step_at: float | None
+    exit_reason: str
+    exit_code: int | None
+    hosts: list[str]
+    world_size: int
+    pid: int
+    job: NotRequired[Any]
+    transport: NotRequired[Any]
