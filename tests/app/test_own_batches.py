@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Command, environment
 from tests.docs.blocks import REPOSITORY, files
 from worldsize.app.scale import planned_points
 from worldsize.planning.predictor import Given, Predictor
@@ -40,6 +41,23 @@ def test_scale_gives_each_micro_batch_a_batch(project: None) -> None:
     (point,) = planned_points(words, "weak", Predictor(Given(compute_seconds=0.01)))
     assert point.settings.training.batch_size == point.settings.logical_ranks == 6
     assert "batch_size=null" in point.words
+
+
+def test_scale_takes_epochs_in_place_of_its_own_steps(project: None) -> None:
+    words = ["recipe=walks", "world_sizes=1", "epochs=2"]
+    (point,) = planned_points(words, "strong", Predictor(Given(compute_seconds=0.01)))
+    assert point.settings.training.steps == 80
+
+
+def test_a_run_goes_on_with_as_many_batches_a_step_on_other_processes(
+    project: None, train: Any, command: Command, tmp_path: Path
+) -> None:
+    begun = train("recipe=walks", "steps=4", "cluster.processes=1", "checkpoint.every=2", "logical_ranks=2")
+    assert begun.code == 0, begun.error
+    words = ("resume", str(begun.folder), "steps=6", "cluster.processes=2")
+    resumed = command(*words, cwd=tmp_path, environment=environment())
+    assert resumed.returncode == 0, resumed.stderr
+    assert begun.json("result.json")["samples"] == 12
 
 
 def test_a_port_compares_one_batch_a_step(project: None) -> None:

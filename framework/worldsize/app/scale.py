@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from worldsize.config.settings import Settings
     from worldsize.planning.predictor import Predictor
 
-_QUIET = ("steps=50", "epochs=null", "log_every=1", "evaluate_every=0", "checkpoint=none", "logger=none")
+_LENGTH = ("steps=50", "epochs=null")  # unless another one is typed
+_QUIET = ("log_every=1", "evaluate_every=0", "checkpoint=none", "logger=none")
 _FEWEST = 5  # steps
 _LISTS = ("world_sizes", "strategies", "accumulations")
 
@@ -113,7 +114,9 @@ def planned_points(overrides: Sequence[str], mode: str, predictor: Predictor) ->
     lists = {name: _list(overrides, name) for name in _LISTS}
     if not lists["world_sizes"]:
         raise ConfigError("no world sizes. Give some, e.g. world_sizes=1,2,4.")
-    words = [*_QUIET, *(word for word in overrides if word.partition("=")[0] not in _LISTS)]
+    given = [word for word in overrides if word.partition("=")[0] not in _LISTS]
+    has_epochs = any(word.startswith("epochs=") and word != "epochs=null" for word in given)
+    words = [*(_QUIET if has_epochs else (*_LENGTH, *_QUIET)), *given]
     others = [word for word in words if not word.startswith(("strategy=", "+strategy="))]
     named = {name: [*others, f"strategy={name}"] for name in lists["strategies"]} or {"": words}
     sizes, counts = (sorted(map(_number, lists[name])) for name in ("world_sizes", "accumulations"))
