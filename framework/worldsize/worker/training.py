@@ -313,13 +313,13 @@ class Training:
 
 def _save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | None, emit: Emit) -> SaveInterval:
     """Return the rule for saves, with what the run's record says of earlier attempts."""
-    cluster, ended = settings.cluster, [each for each in view(run.path).attempts if each["end_at"] is not None]
+    cluster, attempts = settings.cluster, view(run.path).attempts
     return SaveInterval(
         group,
         lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
         emit=emit,
-        failures=sum(each["exit_reason"] in ("failed", "killed") for each in ended),
-        seconds=sum(each["end_at"] - each["start_at"] for each in ended),
+        failures=sum(each["exit_reason"] in ("failed", "killed") for each in attempts),
+        seconds=sum(end - each["start_at"] for each in attempts if (end := each["end_at"]) is not None),
     )
 
 
