@@ -26,6 +26,7 @@ MANY_METHODS = {
     "StdlibLM": "answers nearly every question that a strategy may ask of a recipe",
 }
 MANY_FIELDS = {
+    "Cluster": "what a launcher offers, a key of the configuration each",
     "ClusterSchema": "keys of the configuration",
     "Schema": "keys of the configuration",
     "RunDirectory": "the paths of a run folder, a line each",

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
@@ -93,7 +93,11 @@ def _composed(overrides: Sequence[str]) -> Any:
         if (choice := re.fullmatch(r"\+?(\w+)(@[\w.]+)?=[\w-]+", word)) and choice[1] in groups
     ]
     with initialize_config_dir(str(main_conf()), version_base="1.3"):
-        return OmegaConf.to_container(compose("config", overrides=chosen))
+        try:
+            return OmegaConf.to_container(compose("config", overrides=chosen))
+        except (HydraException, OmegaConfBaseException):  # the unknown key is in a file of an added group
+            usual = [word for word in chosen if not word.startswith("+")]
+            return OmegaConf.to_container(compose("config", overrides=usual))
 
 
 def _wrong_type(error: ValidationError) -> str:

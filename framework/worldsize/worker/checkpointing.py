@@ -98,14 +98,15 @@ class Checkpointing:
             first = self._failures[0]
             raise SaveFailedError(first.step, first.reason, first.newest)
         if self._in_a_row and not self._has_saved:
-            raise CheckpointError(f"the run was asked to stop, and nothing of this attempt is saved: {self._last()}")
+            last = _described(self._failures[-1])
+            raise CheckpointError(f"the run was asked to stop, and nothing of this attempt is saved: {last}")
 
     def check_end(self, step: int) -> None:
         """Raise CheckpointError if the save of ``step``, the last one of the run, failed: the trained model is lost."""
-        if self._in_a_row and self._failures[-1].step == step != self._failures[-1].newest:
+        if self._in_a_row and (last := self._failures[-1]).step == step != last.newest:
             raise CheckpointError(
-                f"training has ended, but its last checkpoint is missing: {self._last()} Then worldsize resume repeats "
-                "the steps since the checkpoint before it."
+                f"training has ended, but its last checkpoint is missing: {_described(last)} Then worldsize resume "
+                "repeats the steps since the checkpoint before it."
             )
 
     def failed_saves(self) -> list[dict[str, Any]]:
@@ -125,6 +126,6 @@ class Checkpointing:
                 self._in_a_row, self._has_saved = 0, True
                 self._emit(event)
 
-    def _last(self) -> str:
-        last = self._failures[-1]
-        return str(SaveFailedError(last.step, last.reason, last.newest))
+
+def _described(failure: CheckpointFailed) -> str:
+    return str(SaveFailedError(failure.step, failure.reason, failure.newest))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from worldsize.core import SaveIntervalChanged
-from worldsize.cost.checkpoints import interval_seconds
+from worldsize.config.settings import Settings
+from worldsize.core import Emit, SaveIntervalChanged
+from worldsize.cost.checkpoints import interval_seconds, mtbf_seconds
+from worldsize.records.run_directory import RunDirectory
+from worldsize.records.run_record import view
 
 _FIRST = 10  # steps before the first save of a run
 _GROWTH = 4  # largest factor between two intervals, since the first costs and steps are not typical
@@ -25,9 +28,8 @@ _CHANGED = 1.5  # factor from which a new interval is told
 class SaveInterval:
     """The steps between two saves with which saves and lost steps together cost least.
 
-    A save costs the time for which it holds up training, and the time by which steps are slower while it is written.
-    Both are measured, on every rank. Before each save the ranks agree on the interval that follows it, from the largest
-    of their figures.
+    What a save costs is measured on every rank. Before each save the ranks agree on the interval that follows it, from
+    the largest of their figures.
 
     Args:
         group: A group of the ranks that save, in which nothing else is in flight when :meth:`agree` is called (None:
@@ -51,28 +53,23 @@ class SaveInterval:
     ) -> None:
         self._group, self._mtbf, self._emit, self._clock = group, mtbf, emit, clock
         self._failures, self._start = failures, clock() - seconds
+        self._costs = _SaveCosts(clock)
         self.steps = self._told = _FIRST
         self._newest = 0  # step of the newest save, or that at which the attempt began
-        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
-        self._step_seconds = 0.0  # 0: not known yet
-        self._quiet, self._busy = _Steps(), _Steps()  # while no save is in flight, and while one is
-        self._in_flight = False
-        self._began: float | None = None  # time at which the step in progress began; None: none has begun
-        self._is_warm = False  # whether a step has ended: the first one is slower than all others
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
         """Go on after ``step`` with what a checkpoint recorded; with nothing recorded, begin anew."""
         self._newest = step
         if facts:
             self.steps = self._told = int(facts["steps"])
-            self._costs.append(float(facts["save_seconds"]))
-            self._step_seconds = float(facts["step_seconds"])
+            self._costs.recall(float(facts["save_seconds"]), float(facts["step_seconds"]))
 
     def facts(self) -> dict[str, Any]:
         """Return the interval, the mean cost of a save and the seconds of a step, once all of them are known."""
-        if not self._costs or not self._step_seconds:
-            return {}
-        return {"steps": self.steps, "save_seconds": self._cost(), "step_seconds": self._step_seconds}
+        cost, step_seconds = self._costs.mean(), self._costs.step_seconds
+        return (
+            {"steps": self.steps, "save_seconds": cost, "step_seconds": step_seconds} if cost and step_seconds else {}
+        )
 
     def is_due(self, step: int) -> bool:
         """Return whether a save is due after ``step``."""
@@ -80,39 +77,23 @@ class SaveInterval:
 
     def begin_step(self, *, in_flight: bool) -> None:
         """Count the step that has ended, and note that the next one begins while a save is, or is not, in flight."""
-        now = self._clock()
-        if self._began is not None and self._is_warm:
-            (self._busy if self._in_flight else self._quiet).add(now - self._began)
-        self._is_warm = self._began is not None
-        if self._in_flight and not in_flight:
-            self._count_slower_steps()
-        self._began, self._in_flight = now, in_flight
+        self._costs.begin_step(in_flight=in_flight)
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Count what happens inside as no part of a step: an evaluation, or a save."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            if self._began is not None:
-                self._began += self._clock() - began
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Return a context whose duration is no part of a step, such as an evaluation's."""
+        return self._costs.uncounted()
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Measure how long the save of ``step`` holds up training."""
-        began = self._clock()
-        with self.uncounted():
+        with self._costs.saving():
             yield
-        self._costs.append(self._clock() - began)
         self._newest = step
 
     def agree(self, step: int) -> None:
         """Choose, with all ranks, the steps from this save, of ``step``, to the next one."""
-        if self._quiet.number:
-            self._step_seconds = self._quiet.mean()
-            self._quiet = _Steps()
-        mine = (self._cost(), self._step_seconds, self._failures, self._clock() - self._start)
+        self._costs.end_interval()
+        mine = (self._costs.mean(), self._costs.step_seconds, self._failures, self._clock() - self._start)
         figures = torch.tensor(mine, dtype=torch.float64)
         if self._group is not None:
             dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group)
@@ -126,14 +107,77 @@ class SaveInterval:
             self._told = self.steps
             self._emit(SaveIntervalChanged(step, self.steps, self.steps * step_seconds, save_seconds=cost, mtbf=mtbf))
 
-    def _cost(self) -> float:
-        return sum(self._costs) / len(self._costs) if self._costs else 0.0
+
+def save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | None, *, emit: Emit) -> SaveInterval:
+    """Return the rule for the saves of an attempt, with what the run's record says of earlier ones."""
+    cluster, attempts = settings.cluster, view(run.path).attempts
+    return SaveInterval(
+        group,
+        lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
+        emit=emit,
+        failures=sum(each["exit_reason"] in ("failed", "killed") for each in attempts),
+        seconds=sum(end - each["start_at"] for each in attempts if (end := each["end_at"]) is not None),
+    )
+
+
+@final
+class _SaveCosts:
+    """Measures what saves cost: for how long they hold up training, and how much slower they make other steps."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.step_seconds = 0.0  # mean of a step while no save is in flight; 0: not known yet
+        self._saves: deque[float] = deque(maxlen=_REMEMBERED)
+        self._quiet, self._busy = _Steps(), _Steps()  # while no save is in flight, and while one is
+        self._in_flight = False
+        self._began: float | None = None  # time at which the step in progress began; None: none has begun
+        self._is_warm = False  # whether a step has ended: the first one is slower than all others
+
+    def recall(self, save_seconds: float, step_seconds: float) -> None:
+        """Begin with the figures of an earlier attempt."""
+        self._saves.append(save_seconds)
+        self.step_seconds = step_seconds
+
+    def mean(self) -> float:
+        """Return the mean cost of the newest saves, in seconds; 0: nothing was saved yet."""
+        return sum(self._saves) / len(self._saves) if self._saves else 0.0
+
+    def begin_step(self, *, in_flight: bool) -> None:
+        now = self._clock()
+        if self._began is not None and self._is_warm:
+            (self._busy if self._in_flight else self._quiet).add(now - self._began)
+        self._is_warm = self._began is not None
+        if self._in_flight and not in_flight:
+            self._count_slower_steps()
+        self._began, self._in_flight = now, in_flight
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._began is not None:
+                self._began += self._clock() - began
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        began = self._clock()
+        with self.uncounted():
+            yield
+        self._saves.append(self._clock() - began)
+
+    def end_interval(self) -> None:
+        """Take the steps since the last save for the usual ones from now on."""
+        if self._quiet.number:
+            self.step_seconds = self._quiet.mean()
+            self._quiet = _Steps()
 
     def _count_slower_steps(self) -> None:
         """Add to the cost of the newest save the time by which steps were slower while it was written."""
-        usual = self._quiet.mean() if self._quiet.number else self._step_seconds
-        if usual and self._costs:
-            self._costs[-1] += max(0.0, self._busy.seconds - self._busy.number * usual)
+        usual = self._quiet.mean() if self._quiet.number else self.step_seconds
+        if usual and self._saves:
+            self._saves[-1] += max(0.0, self._busy.seconds - self._busy.number * usual)
         self._busy = _Steps()
 
 

@@ -15,7 +15,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.format import STREAMS, Checkpoint
 from worldsize.checkpoints.load import load, newest
@@ -24,7 +23,6 @@ from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
 from worldsize.core import (
-    Emit,
     Evaluated,
     Event,
     Listener,
@@ -35,7 +33,6 @@ from worldsize.core import (
     StepDone,
     World,
 )
-from worldsize.cost.checkpoints import mtbf_seconds
 from worldsize.data.auto_workers import AutoWorkers
 from worldsize.data.fetch import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
@@ -53,7 +50,7 @@ from worldsize.reproducibility.digest import state_digest, tensor_digests
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.checkpointing import Checkpointing
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
-from worldsize.worker.save_interval import SaveInterval
+from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
 from worldsize.world.preemption import PREEMPTED, Preemption
@@ -125,7 +122,7 @@ class Training:
             owner=run.manifest,
             at=settings.faults.at,
         )
-        interval = _save_interval(settings, run, group, self._emit) if settings.checkpoint.every == "auto" else None
+        interval = save_interval(settings, run, group, emit=self._emit) if settings.checkpoint.every == "auto" else None
         on_failure = settings.checkpoint.on_failure
         self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=on_failure, interval=interval)
 
@@ -309,18 +306,6 @@ class Training:
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
             **({"failed_saves": failed} if (failed := self._checkpoints.failed_saves()) else {}),
         }
-
-
-def _save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | None, emit: Emit) -> SaveInterval:
-    """Return the rule for saves, with what the run's record says of earlier attempts."""
-    cluster, attempts = settings.cluster, view(run.path).attempts
-    return SaveInterval(
-        group,
-        lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
-        emit=emit,
-        failures=sum(each["exit_reason"] in ("failed", "killed") for each in attempts),
-        seconds=sum(end - each["start_at"] for each in attempts if (end := each["end_at"]) is not None),
-    )
 
 
 def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) -> int | AutoWorkers:
