@@ -115,7 +115,11 @@ def test_a_plan_says_when_the_run_ends_on_nodes_that_fail_beside_what_a_run_then
     ran = train("recipe=digits", "steps=40", "cluster.processes=2", "checkpoint.every=auto", "run.name=before")
     assert ran.code == 0, ran.error
     words = ("recipe=digits", "steps=40", "cluster.processes=2", f"run.root={ran.folder.parents[1]}")
-    declared = ("cluster.price_per_hour=3", "cluster.spot.price_per_hour=1", "cluster.spot.mtbf_hours=0.01")
+    declared = (
+        "cluster.price_per_hour=3",
+        "cluster.spot_market.price_per_hour=1",
+        "cluster.spot_market.mtbf_hours=0.01",
+    )
     done = plan(*words, *declared, "cluster.mtbf_hours=1e6", "--strategies", "ddp", "--restart", "2s", "--save", "10ms")
     assert done.returncode == 0, done.stderr
     table = rows(done.stdout, columns=8)
@@ -124,9 +128,9 @@ def test_a_plan_says_when_the_run_ends_on_nodes_that_fail_beside_what_a_run_then
     assert table["before took"][2] == "0"
     assert table["before took"][3].removesuffix(" s") == f"{ran.json('result.json')['goodput']['total_seconds']:.3g}"
     assert "A save holds up training for 0.01 s, and a restart takes 2 s." in done.stdout
-    alone = plan(*words, "cluster.spot.price_per_hour=1")
+    alone = plan(*words, "cluster.spot_market.price_per_hour=1")
     assert alone.returncode == 2
-    assert "cluster.spot.price_per_hour says nothing without cluster.spot.mtbf_hours" in alone.stderr
+    assert "cluster.spot_market.price_per_hour says nothing without cluster.spot_market.mtbf_hours" in alone.stderr
 
 
 def test_thousands_of_ranks_are_a_short_table() -> None:

@@ -109,7 +109,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace) -> int:
     }
     _print(_cost_table(forecasts, unfitting, settings, priced=not shared) if forecasts else "")
     _print(best_text(forecasts, unfitting))
-    if (cluster.mtbf_hours or cluster.spot) and (fitting := forecasts.keys() - unfitting.keys()):
+    if (cluster.mtbf_hours or cluster.spot_market) and (fitting := forecasts.keys() - unfitting.keys()):
         step_seconds = min(forecasts[name].step_seconds for name in fitting)
         _print(*_finish(settings, step_seconds * settings.training.steps, options))
     _print(
@@ -218,7 +218,7 @@ def _finish(settings: Settings, work: float, options: argparse.Namespace) -> tup
     save = options.save or _measured_save(run) or _ASSUMED_SAVE
     restart = options.restart or _measured_restart(run) or _ASSUMED_RESTART
     offers = {"these nodes": (cluster.price_per_hour, mtbf_seconds(cluster.mtbf_hours, cluster.nodes))}
-    if spot := cluster.spot:
+    if spot := cluster.spot_market:
         offers["spot"] = (spot.price_per_hour, mtbf_seconds(spot.mtbf_hours, cluster.nodes))
     table = Table("nodes", "failure every", "save every", "failures", "time", "80 % of runs", "price", "80 % of runs")
     for name, (price, mtbf) in offers.items():

@@ -52,7 +52,7 @@ class ClusterSchema:
     follows from the run's id). ``on_node_mismatch``: what is done when hosts have other code or packages than the
     first: refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine
     has), ``price_per_hour`` of a node. ``mtbf_hours``: mean hours between two failures of a node, for planning and for
-    ``checkpoint.every=auto``. ``spot``: price and hours between failures, reclaims among them, of a spot node.
+    ``checkpoint.every=auto``. ``spot_market``: price and hours between failures, reclaims among them, of a spot node.
     """
 
     name: str = MISSING
@@ -71,7 +71,7 @@ class ClusterSchema:
     device_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
     price_per_hour: Annotated[float | None, Range(least=0)] = None
     mtbf_hours: Annotated[float | None, Range(above=0)] = None
-    spot: SpotSchema = field(default_factory=SpotSchema)
+    spot_market: SpotSchema = field(default_factory=SpotSchema)
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 

@@ -254,7 +254,7 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         device_memory=node.get("device_memory"),
         price_per_hour=node.get("price_per_hour"),
         mtbf_hours=node.get("mtbf_hours"),
-        spot=_spot(node.get("spot") or {}),
+        spot_market=_spot(node.get("spot_market") or {}),
     )
 
 
@@ -262,7 +262,9 @@ def _spot(node: Mapping[str, Any]) -> Spot | None:
     if node.get("mtbf_hours") is not None:
         return Spot(node["mtbf_hours"], node.get("price_per_hour"))
     if node.get("price_per_hour") is not None:
-        raise ConfigError("cluster.spot.price_per_hour says nothing without cluster.spot.mtbf_hours. Set that, too.")
+        raise ConfigError(
+            "cluster.spot_market.price_per_hour says nothing without cluster.spot_market.mtbf_hours. Set that, too."
+        )
     return None
 
 

@@ -61,7 +61,7 @@ class Cluster:
         device_memory: Bytes that one process may use, for planning; None: the memory of this machine.
         price_per_hour: Price of one node for an hour, in any currency, for planning.
         mtbf_hours: Mean hours between two failures of one node; None: not known.
-        spot: What nodes of this kind cost and how often they fail on the spot market; None: not known.
+        spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Cluster:
     device_memory: float | None = None
     price_per_hour: float | None = None
     mtbf_hours: float | None = None
-    spot: Spot | None = None
+    spot_market: Spot | None = None
 
     @property
     def processes_per_node(self) -> int:

@@ -224,7 +224,7 @@ def _make_all(
 
 
 def _is_made(piece: Piece, on_error: OnError) -> bool:
-    """Tell whether a piece is finished; one that leaves documents out is not if these are to stop the preparation."""
+    """Return whether a piece is finished; one that leaves documents out is not if these are to stop the preparation."""
     made = piece.made()
     return made is not None and not (made.skipped and on_error == "stop")
 

@@ -41,8 +41,8 @@ class Parquet(TableSource):
             table = _opened(file).read_row_group(number, columns=columns, use_threads=False).combine_chunks()
         except (arrow().ArrowException, OSError) as error:
             raise SampleError(f"{file.name}, byte {start}: row group {number} does not decode: {error}.") from None
-        whole = table.to_batches()
-        return whole[0] if len(whole) == 1 else table, table.nbytes
+        batches = table.to_batches()
+        return batches[0] if len(batches) == 1 else table, table.nbytes
 
 
 def _first_byte(column: Any) -> int:

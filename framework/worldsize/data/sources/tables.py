@@ -76,12 +76,12 @@ class TableSource(IndexedSource):
 
         def scan(file: ByteFile) -> Iterator[Mapping[str, Array]]:
             nonlocal rows
-            found = [part for part in self.parts(file) if part.rows]
-            stops = rows + numpy.cumsum([part.rows for part in found], dtype=numpy.uint64)
-            rows += sum(part.rows for part in found)
-            starts = numpy.array([part.start for part in found], dtype=numpy.uint64)
-            numbers = numpy.array([part.number for part in found], numpy.uint32)
-            yield {"stop": stops, "start": starts, "number": numbers, **_lengths_in(self, file, found)}
+            parts = [part for part in self.parts(file) if part.rows]
+            stops = rows + numpy.cumsum([part.rows for part in parts], dtype=numpy.uint64)
+            rows += sum(part.rows for part in parts)
+            starts = numpy.array([part.start for part in parts], dtype=numpy.uint64)
+            numbers = numpy.array([part.number for part in parts], numpy.uint32)
+            yield {"stop": stops, "start": starts, "number": numbers, **_lengths_in(self, file, parts)}
 
         return scan
 

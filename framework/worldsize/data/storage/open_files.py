@@ -35,7 +35,7 @@ def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[st
 
 
 def is_url(path: str) -> bool:
-    """Tell whether ``path`` is a URL of other than this machine's file system."""
+    """Return whether ``path`` is a URL of other than this machine's file system."""
     return "://" in path and not path.startswith("file://")
 
 
@@ -59,18 +59,18 @@ def expanded(path: str) -> Iterator[str]:
     Raises:
         ConfigError: a range counts down.
     """
-    found = _RANGE.search(path)
-    if found is None or (not is_url(path) and os.path.lexists(local_path(path))):
+    match = _RANGE.search(path)
+    if match is None or (not is_url(path) and os.path.lexists(local_path(path))):
         yield path
         return
-    first, last = int(found[1]), int(found[2])
+    first, last = int(match[1]), int(match[2])
     if first > last:
         raise ConfigError(
-            f"{without_secrets(path)}: the range {found[0]} counts down, and names no file. "
-            f"Write {{{found[2]}..{found[1]}}}."
+            f"{without_secrets(path)}: the range {match[0]} counts down, and names no file. "
+            f"Write {{{match[2]}..{match[1]}}}."
         )
     for number in range(first, last + 1):
-        yield from expanded(path[: found.start()] + str(number).zfill(len(found[1])) + path[found.end() :])
+        yield from expanded(path[: match.start()] + str(number).zfill(len(match[1])) + path[match.end() :])
 
 
 def _files_of(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
@@ -111,16 +111,16 @@ def _remote(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFi
     system = opened.here()
     try:
         if "*" in path:
-            found = {name: facts for name, facts in system.glob(path, detail=True).items() if _is_file(facts)}
+            infos = {name: facts for name, facts in system.glob(path, detail=True).items() if _is_file(facts)}
         elif path.endswith("/") or (facts := system.info(path))["type"] == "directory":
             listed = system.find(path, detail=True)
-            found = {name: facts for name, facts in listed.items() if name.endswith(endings)}
+            infos = {name: facts for name, facts in listed.items() if name.endswith(endings)}
         else:
-            found = {path: facts}
-        for name, facts in found.items():
+            infos = {path: facts}
+        for name, facts in infos.items():
             if facts.get("size") is None or not version(facts):  # some lists lack what a file's own description has
-                found[name] = system.info(name)
-        return [RemoteFile(opened, name, found[name], cache) for name in sorted(found, key=_parts)]
+                infos[name] = system.info(name)
+        return [RemoteFile(opened, name, infos[name], cache) for name in sorted(infos, key=_parts)]
     except ConfigError:
         raise
     except Exception as error:  # each file system has errors of its own
