@@ -96,7 +96,8 @@ def test_a_plan_uses_measured_links_the_devices_memory_and_the_batch_of_the_last
     before.mkdir(parents=True)
     write_manifest(before / "run_manifest.json", {"config": {"batch_size": 16}, "attempts": []})
     words = ("cluster.nodes=8", "cluster.gpus_per_node=1", "cluster.device_memory=7e9", "cluster.price_per_hour=3")
-    done = plan("--links", "doctor.json", *TEXTBOOK, *words, "--strategies", "ddp,fsdp")
+    fails = "cluster.mtbf_hours=1000"  # an older run whose record lacks what it is compared by is passed over
+    done = plan("--links", "doctor.json", *TEXTBOOK, *words, fails, "--strategies", "ddp,fsdp")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("│ ddp ")]
     cells = [cell.strip() for cell in line.strip("│ ").split("│")]

@@ -264,7 +264,7 @@ def _links_text(cluster: Cluster, file: Path | None) -> str:
 def _retuning_text(settings: Settings) -> str | None:
     """Return what to retune if the newest run of this recipe had another global batch; else None."""
     for run in _runs(settings):
-        with suppress(KeyError):
+        with suppress(WorldsizeError, KeyError):
             then = int(run.manifest["config"]["batch_size"])
             return retuning_text(then, settings.training.batch_size, settings.training.lr, str(run.directory.path))
     return None
@@ -281,10 +281,11 @@ def _runs(settings: Settings) -> Iterator[RunView]:
 def _newest_like(settings: Settings) -> RunView | None:
     """Return the newest complete run of as many steps on as many processes, or None."""
     for run in _runs(settings):
-        config, cluster = run.manifest["config"], settings.cluster
-        then = config.get("steps"), config["cluster"].get("processes"), config["cluster"].get("nodes")
-        if run.exit_reason == "completed" and then == (settings.training.steps, cluster.processes, cluster.nodes):
-            return run
+        with suppress(WorldsizeError, KeyError):
+            config, cluster = run.manifest["config"], settings.cluster
+            then = config["steps"], config["cluster"]["processes"], config["cluster"]["nodes"]
+            if run.exit_reason == "completed" and then == (settings.training.steps, cluster.processes, cluster.nodes):
+                return run
     return None
 
 

@@ -65,8 +65,8 @@ class ByteFile(ABC):
         try:
             data = read(start, stop)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__
-            raise SampleError(f"{self.name}, byte {start}: it cannot be read: {reason.rstrip('.')}.") from None
+            reason = reason_of(error).rstrip(".")
+            raise SampleError(f"{self.name}, byte {start}: it cannot be read: {reason}.") from None
         if len(data) != stop - start:
             raise SampleError(
                 f"{self.name}, byte {start + len(data)}: the file ends here, and {stop - start} bytes from {start} on "
@@ -153,3 +153,8 @@ def digests(files: Sequence[ByteFile]) -> list[str]:
 def without_secrets(url: str) -> str:
     """Return ``url`` without a user's name, a password or a query, any of which may be secret."""
     return _SECRETS.sub(lambda match: "://" if match[0].startswith(":") else "", url)
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a file cannot be opened or read, without what may be secret."""
+    return getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.data.storage.byte_files import ByteFile, SampleError, without_secrets
+from worldsize.data.storage.byte_files import ByteFile, SampleError, reason_of, without_secrets
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.open_files import is_url, local_path, open_system, reason_of, unopened
+from worldsize.data.storage.open_files import is_url, local_path, open_system, unopened
 from worldsize.data.storage.read_counts import COUNTS
 from worldsize.data.storage.remote_files import RemoteFile, RemoteSystem, version
 from worldsize.errors import WorldsizeError

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from worldsize.data.storage.byte_files import ByteFile, LocalFile, without_secrets
+from worldsize.data.storage.byte_files import ByteFile, LocalFile, reason_of, without_secrets
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.remote_files import RemoteFile, RemoteSystem, version
 from worldsize.errors import ConfigError
@@ -82,11 +82,6 @@ def _files_of(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[Byt
         inside = "" if endings == ("",) else f", or no file in it that ends with {' or '.join(endings)}"
         raise ConfigError(f"{without_secrets(path)}: there is no such file{inside}. Check the path of the data.")
     return files
-
-
-def reason_of(error: Exception) -> str:
-    """Return why something cannot be opened, without what may be secret."""
-    return getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__
 
 
 def unopened(path: str, reason: str) -> ConfigError:
