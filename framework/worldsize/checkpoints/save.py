@@ -49,6 +49,7 @@ class Saver:
         owner: A file without which nothing is saved, such as the run's manifest, so that a deleted run folder is not
             created again.
         at: Called at named points, at which tests inject faults.
+        thread: The thread that writes, see :func:`saving_thread`; None: one of its own.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class Saver:
         finite: bool = False,
         owner: Path | None = None,
         at: Callable[[str], None] = _nothing,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
         self._root, self._world, self._group = root, world, group
         self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
         self._buffers: dict[str, Tensor] = {}
         self._names: set[str] = set()  # of the tensors of the previous save
         self._partly: dict[str, Tensor] = {}  # ranks that hold each of these tensors, if not all do
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
+        self._thread = thread or saving_thread()
         self._pending: Future[CheckpointSaved | None] | None = None
 
     def save(
@@ -112,6 +114,10 @@ class Saver:
         pending, self._pending = self._pending, None
         saved = pending.result()
         return [saved] if saved else []
+
+    def abandon(self) -> None:
+        """Forget the save in flight, which fails since its group is gone; nothing is published unless it is whole."""
+        self._pending = None
 
     def close(self) -> None:
         """End the thread once the save in flight, if any, has ended."""
@@ -207,6 +213,11 @@ class Saver:
         if reason is not None:
             raise CheckpointError(f"the checkpoint of step {step} could not be written: {reason}.")
         return result
+
+
+def saving_thread() -> ThreadPoolExecutor:
+    """Make the thread that writes checkpoints, one after the other."""
+    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
 
 
 def _give_way() -> None:

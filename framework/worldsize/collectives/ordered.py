@@ -4,7 +4,8 @@ The tree over L logical ranks: as long as the number n of nodes is even, node i 
 of nodes is added up from the left. With dealing "cyclic", process p of P holds the logical ranks p, p + P, p + 2P, ...,
 so that the first levels of the tree are local sums. The remaining nodes are summed by an all-to-all of shards, an
 ordered local sum and an all-gather. If L / P is a power of two, a rank sends 2 (P - 1) / P of the gradient, as in a
-ring all-reduce; otherwise the all-to-all carries several nodes per process.
+ring all-reduce; otherwise the all-to-all carries several nodes per process. If P does not divide L, some processes
+have one logical rank less than others, and all leaves are sent.
 
 With dealing "block", process p holds the k = L / P logical ranks from pk on. If P is a power of two, the first levels
 of the same tree are sums over processes: node m of k is the sum of the m-th logical rank of each process. Shards can
@@ -37,7 +38,10 @@ class Tree:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the level at which processes exchange sums; a multiple of ``processes``."""
+        """Number of nodes of the level at which processes exchange sums.
+
+        It is a multiple of ``processes``, or, if these do not divide the logical ranks, the number of leaves.
+        """
         nodes = self.logical_ranks
         while nodes % (2 * self.processes) == 0:
             nodes //= 2
@@ -45,8 +49,12 @@ class Tree:
 
     @property
     def local_nodes(self) -> int:
-        """Number of nodes of that level that each process sums locally."""
-        return self.nodes // self.processes
+        """Number of nodes of that level that a process sums locally; those with a high rank may have one less."""
+        return -(-self.nodes // self.processes)
+
+    def nodes_of(self, rank: int) -> int:
+        """Return the number of nodes of that level that process ``rank`` sums locally."""
+        return len(range(rank, self.nodes, self.processes))
 
     def leaves(self, node: int) -> list[int]:
         """Return the leaves of a local node, as indices into this process's logical ranks.
@@ -136,14 +144,18 @@ def sum_level(nodes: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup, dealing: Dealing = "cyclic") -> Phases:
+def reduce_ordered(
+    rows: Sequence[Tensor], group: ProcessGroup, dealing: Dealing = "cyclic", *, nodes: int | None = None
+) -> Phases:
     """Sum this process's nodes, tensors (n,), with those of the other processes of ``group``; the result is (n,).
 
-    With dealing "block", each logical rank is a node.
+    With dealing "block", each logical rank is a node. ``nodes``: those of all processes, which deal them cyclically;
+    None: each has as many as this one.
     """
     size, length = dist.get_world_size(group), rows[0].numel()
+    nodes = size * len(rows) if nodes is None else nodes
     shard = -(-length // size)
-    mine_pns = rows[0].new_zeros(size, len(rows), shard)
+    mine_pns = rows[0].new_zeros(size, -(-nodes // size), shard)
     for node, row in enumerate(rows):
         _copy_into_shards(row, mine_pns[:, node])
     theirs_pns = torch.empty_like(mine_pns)
@@ -151,7 +163,7 @@ def reduce_ordered(rows: Sequence[Tensor], group: ProcessGroup, dealing: Dealing
     yield
     wait(work)
     in_order = theirs_pns if dealing == "block" else theirs_pns.transpose(0, 1)
-    total_s = sum_level(in_order.flatten(0, 1).unbind())
+    total_s = sum_level(in_order.flatten(0, 1)[:nodes].unbind())
     total_n = total_s.new_empty(size * shard)
     work = dist.all_gather_into_tensor(total_n, total_s, group=group, async_op=True)
     yield

@@ -53,6 +53,7 @@ class ClusterSchema:
     first: refuse or warn. For planning: ``device_memory`` in bytes that a process may fill (default: what this machine
     has), ``price_per_hour`` of a node. ``mtbf_hours``: mean hours between two failures of a node, for planning and for
     ``checkpoint.every=auto``. ``spot_market``: price and hours between failures, reclaims among them, of a spot node.
+    ``min_processes``: least processes with which a run goes on whose strategy heals (``strategy.on_failure=heal``).
     """
 
     name: str = MISSING
@@ -72,6 +73,7 @@ class ClusterSchema:
     price_per_hour: Annotated[float | None, Range(least=0)] = None
     mtbf_hours: Annotated[float | None, Range(above=0)] = None
     spot_market: SpotSchema = field(default_factory=SpotSchema)
+    min_processes: Annotated[int | None, Range(least=1)] = None
     links: dict[str, LinkSchema] = field(default_factory=dict)
 
 

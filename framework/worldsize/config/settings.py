@@ -91,8 +91,19 @@ class Settings:
             save_every=0 if self.checkpoint.every == "auto" else self.checkpoint.every,
             save_at_end=self.checkpoint.at_end,
             keeps_best=self.checkpoint.keep.best is not None,
+            logical_ranks=self.logical_ranks if self.heals else None,
             stop_on_nonfinite=self.numerics.nonfinite == "stop",
         )
+
+    @property
+    def heals(self) -> bool:
+        """Whether the processes that train go on without those that die."""
+        return any(role.restart == "heal" for role in self.roles.values())
+
+    def among(self, processes: int) -> Settings:
+        """Return the settings of a gang that has ``processes`` members from now on."""
+        cluster = replace(self.cluster, nodes=1, processes=processes)
+        return replace(self, cluster=cluster, roles=self.strategy.roles(cluster))
 
     def peers(self) -> list[list[int]]:
         """Return the groups of workers with equal work, by rank."""
@@ -134,6 +145,8 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
     strategy.check_numerics(numerics)
     roles = strategy.roles(cluster)
     run = RunConfig.of(config["run"])
+    launcher = launcher_of(config["launcher"], config)
+    _check_heals(roles, cluster, launcher)
     if run.examine:
         roles = {"worker": Role(cluster.processes)}  # all processes take part
     parts = strategy.data_parallel(cluster)
@@ -163,7 +176,7 @@ def load_settings(config: Mapping[str, Any]) -> Settings:
         recipe=recipe,
         determinism=determinism,
         roles=roles,
-        launcher=launcher_of(config["launcher"], config),
+        launcher=launcher,
         faults=Faults.parsed(config["faults"]),
         logical_ranks=logical_ranks,
     )
@@ -255,6 +268,7 @@ def _cluster(node: Mapping[str, Any], threads: int | None) -> Cluster:
         price_per_hour=node.get("price_per_hour"),
         mtbf_hours=node.get("mtbf_hours"),
         spot_market=_spot(node.get("spot_market") or {}),
+        min_processes=node.get("min_processes"),
     )
 
 
@@ -304,6 +318,21 @@ def logical_ranks_wanted(config: Mapping[str, Any]) -> int:
 
 def _wanted_ranks(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster) -> int:
     return config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches
+
+
+def _check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: AnyLauncher) -> None:
+    """Raise ConfigError if processes are to go on without those that die, and nothing would tell them."""
+    if not any(role.restart == "heal" for role in roles.values()):
+        return
+    if cluster.nodes > 1 or not launcher.heals:
+        raise ConfigError(
+            f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
+            "which others live. Set strategy.on_failure=restart, or train on one node (cluster=laptop or node)."
+        )
+    if (cluster.min_processes or 1) > cluster.processes:
+        raise ConfigError(
+            f"cluster.min_processes={cluster.min_processes} is more than the {cluster.processes} processes of the run."
+        )
 
 
 def _check_divisible(total: int, *, workers: int, batch: int) -> None:

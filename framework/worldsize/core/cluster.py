@@ -62,6 +62,7 @@ class Cluster:
         price_per_hour: Price of one node for an hour, in any currency, for planning.
         mtbf_hours: Mean hours between two failures of one node; None: not known.
         spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
+        min_processes: Least processes with which a run that heals goes on; None: 1.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Cluster:
     price_per_hour: float | None = None
     mtbf_hours: float | None = None
     spot_market: Spot | None = None
+    min_processes: int | None = None
 
     @property
     def processes_per_node(self) -> int:
@@ -91,8 +93,9 @@ class Role:
 
     processes: int
     """Number of processes, over all nodes."""
-    restart: Literal["gang", "individual"] = "gang"
-    """What restarts when a process dies: all processes of the gang, or that process alone."""
+    restart: Literal["gang", "individual", "heal"] = "gang"
+    """What happens when a process dies: all of the gang restart, that process alone does, or the others take over its
+    part of each step and go on."""
     serves: bool = False
     """Whether its processes run :meth:`Strategy.serve`, without a process group, instead of training a replica."""
     min_processes: int | None = None

@@ -180,6 +180,27 @@ class SaveIntervalChanged:
 
 
 @dataclass(frozen=True)
+class MembershipChanged:
+    """The run goes on with other processes, which compute the same logical ranks; batch and learning rate stay.
+
+    Attributes:
+        step: Last step that the processes before have completed.
+        number: Number of the membership in this attempt, from 1.
+        members: Global ranks of the processes that train from now on.
+        lost: Causes by the global ranks of those that died.
+        joined: Global ranks of those that are new.
+        seconds: Time from the interruption of this process until it goes on.
+    """
+
+    step: int
+    number: int
+    members: tuple[int, ...]
+    lost: Mapping[int, str]
+    joined: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RunFailed:
     """The run failed on this rank, because of ``cause``."""
 
@@ -204,6 +225,7 @@ Event = (
     | Straggling
     | DataWorkersChanged
     | SaveIntervalChanged
+    | MembershipChanged
     | RunFailed
     | RunEnded
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from worldsize.core.cluster import Cluster, Role
 
@@ -65,6 +65,26 @@ class Failure:
     time_ns: int = 0  # Unix time on its host's clock; 0: a signal or a lost host ended it, before its peers noticed
 
 
+class MembershipRecord(TypedDict):
+    """One membership of a gang that heals: the processes that trained together, and from which step on.
+
+    Attributes:
+        number: Its number in the attempt, from 1.
+        first: Last step that was completed before it began.
+        members: Global ranks of its processes.
+        lost: Causes by the global ranks of those that died since the membership before.
+        left: Global ranks of those that were asked to leave.
+        time: Unix time at which it began.
+    """
+
+    number: int
+    first: int
+    members: list[int]
+    lost: dict[str, str]
+    left: list[int]
+    time: float
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of a job.
@@ -76,6 +96,7 @@ class Outcome:
         failure: The first process that failed.
         steps: The step after which the job began, and the last step that it completed, if known.
         first_step_at: Unix time in seconds at which it completed its first step.
+        memberships: Those of a gang that heals, in order.
     """
 
     exit_reason: str
@@ -83,6 +104,7 @@ class Outcome:
     failure: Failure | None = None
     steps: tuple[int, int] | None = None
     first_step_at: float | None = None
+    memberships: Sequence[MembershipRecord] = ()
 
 
 class Job(ABC):
@@ -102,6 +124,7 @@ class LaunchMethod(ABC):
 
     max_restarts: int = 0  # how often a failed gang is restarted from its last checkpoint
     save_grace: float = 30.0  # seconds between asking a run to save and end, and killing it
+    heals: ClassVar[bool] = False  # whether it tells the processes of one host which of them live
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
         """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""

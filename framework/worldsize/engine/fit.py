@@ -31,6 +31,7 @@ class LoopConfig:
     save_every: int = 0  # 0: never, unless the next field is set
     save_at_end: bool = False
     keeps_best: bool = False  # whether checkpoints are kept by the metrics of their step
+    logical_ranks: int | None = None  # those of all ranks if some may have one less than others
     stop_on_nonfinite: bool = True  # whether a loss that is NaN or infinite ends the run with an error
 
     def logs(self, step: int) -> bool:
@@ -69,6 +70,7 @@ class TrainingProgress:
     step: int = 0  # completed steps
     skipped: int = 0  # of these, steps whose update was skipped (nonfinite=skip)
     evaluated: bool = True  # whether the evaluation that is due after the last step is done
+    saved: bool = True  # whether the save that is due after the last step is done
     stopped_early: str | None = None  # why the run is complete before its last step
     # this process's sums of training metrics since the last logged step, by name: float64 (logical ranks, 2)
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class LoopCallbacks:
     wants_stop: Callable[[], bool] = lambda: False  # returns whether this rank wants the run to end
     ends_early: Callable[[], str | None] = lambda: None  # returns why the run ends after the evaluations so far
     begins: Callable[[], None] = lambda: None  # when the data of a step are loaded
+    progressed: Callable[[TrainingProgress], None] = lambda progress: None  # when a step, evaluation or save is done
     examine: Callable[[StepDone], None] = lambda done: None  # between steps; its duration is not part of theirs
 
 
@@ -116,7 +119,14 @@ def fit(
     Raises:
         NonfiniteLossError: on every rank, at the first logged step after the loss became NaN or infinite.
     """
-    window = Window(world, config.batch_size, timer, skipped=first.skipped, metrics=TrainingMetrics(first.metrics))
+    window = Window(
+        world,
+        config.batch_size,
+        timer,
+        skipped=first.skipped,
+        metrics=TrainingMetrics(first.metrics),
+        logical_ranks=config.logical_ranks,
+    )
     agreement = Agreement(world, callbacks.wants_stop, steps=config.steps)
     return _Loop(replica, config, callbacks, window, agreement).run(iter(batches), first)
 
@@ -132,6 +142,8 @@ class _Loop:
 
     def run(self, source: Iterator[Sequence[MicroBatch]], first: TrainingProgress) -> TrainingProgress:
         config, window = self._config, self._window
+        if not first.saved and config.saves(first.step):
+            self._save(first.step, evaluated=first.evaluated)
         if not first.evaluated and config.evaluates(first.step):
             self._evaluate(first.step)
         is_due, reason = False, self._callbacks.ends_early()
@@ -175,6 +187,8 @@ class _Loop:
         window.stepping(measured=self._config.measures(step, window.world.size))
         self._callbacks.begins()
         window.add(self._replica.step(micro_batches))
+        evaluated, saved = not self._config.evaluates(step), not self._config.saves(step)
+        self._callbacks.progressed(TrainingProgress(step, window.skipped, evaluated, saved))
         window.stepped()
         self._emit_logged()  # the values of the previous step were gathered during this one
         if self._config.logs(step):
@@ -197,6 +211,8 @@ class _Loop:
         self._emit_logged()
         with self._window.paused():
             self._callbacks.emit(Evaluated(step, self._callbacks.evaluate(step)))
+        saved = not self._config.saves(step) or self._config.saves_first(step)
+        self._callbacks.progressed(TrainingProgress(step, self._window.skipped, saved=saved))
 
     def _save(self, step: int, *, evaluated: bool) -> None:
         self._emit_logged()  # the checkpoint includes everything logged so far
@@ -204,6 +220,7 @@ class _Loop:
             window = self._window
             window.metrics.agree(window.world)  # before their sums are gathered
             self._callbacks.save(TrainingProgress(step, window.skipped, evaluated, metrics=window.metrics.sums))
+        self._callbacks.progressed(TrainingProgress(step, window.skipped, evaluated))
 
 
 def _explain(done: StepDone) -> str:

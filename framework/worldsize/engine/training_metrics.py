@@ -9,6 +9,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from worldsize.collectives.exact import exact_sum, quotient, start_all_gather
 from worldsize.core import World
@@ -75,15 +76,19 @@ class TrainingMetrics:
             _agree(list(names), world)
             self._agreed.add(names)
 
-    def take(self, world: World) -> tuple[Sequence[str], Tensor]:
-        """Return the names and the sums, a tensor (names × micro-batches × 2,), and reset them.
+    def take(self, world: World, padding: int = 0) -> tuple[Sequence[str], Tensor]:
+        """Return the names and the sums, a tensor (names × (micro-batches + padding) × 2,), and reset them.
+
+        Args:
+            world: The ranks that take part.
+            padding: Micro-batches of which this rank has less than others.
 
         Raises:
             ConfigError: the names of a rank differ from those of rank 0.
         """
         self.agree(world)
         names = self._names or []
-        sums = [self.sums[name].flatten() for name in names]
+        sums = [F.pad(self.sums[name], (0, 0, 0, padding)).flatten() for name in names]
         self.sums = {}
         return names, torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
 
@@ -107,20 +112,24 @@ def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
     return {name: quotient(total, count) for name, (total, count) in zip(names, totals_m2, strict=True)}
 
 
-def by_logical_rank(sums: Mapping[str, Tensor], mine: Sequence[int], world: World) -> dict[str, list[list[float]]]:
+def by_logical_rank(
+    sums: Mapping[str, Tensor], mine: Sequence[int], world: World, *, logical_ranks: int | None = None
+) -> dict[str, list[list[float]]]:
     """Gather the sums and counts of all logical ranks, in their order; every rank must call it.
 
     Args:
         sums: Sums and counts of this process by name: (local logical ranks, 2).
         mine: Its logical ranks.
         world: The processes that take part.
+        logical_ranks: Those of all processes if some have one less than others.
     """
     if not sums:
         return {}
     names, device = sorted(sums), next(iter(sums.values())).device
     ranks_b1 = torch.tensor(mine, dtype=torch.float64, device=device)[:, None]
-    rows = (
-        start_all_gather(torch.cat([ranks_b1, *(sums[name] for name in names)], dim=1), world)().flatten(0, 1).tolist()
-    )
-    in_order = [row for _, row in sorted({int(rank): row for rank, *row in rows}.items())]
+    own_bn = torch.cat([ranks_b1, *(sums[name] for name in names)], dim=1)
+    padding = -(-(logical_ranks or 0) // world.size) - len(mine) if logical_ranks else 0
+    padded_bn = F.pad(own_bn, (0, 0, 0, padding), value=-1.0)
+    rows = start_all_gather(padded_bn, world)().flatten(0, 1).tolist()
+    in_order = [row for _, row in sorted({int(rank): row for rank, *row in rows if rank >= 0}.items())]
     return {name: [row[2 * place : 2 * place + 2] for row in in_order] for place, name in enumerate(names)}

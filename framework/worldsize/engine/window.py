@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from worldsize.collectives.exact import exact_sum, start_all_gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
@@ -31,6 +32,7 @@ class Window:
     timer: StepTimer | None
     skipped: int  # steps whose update was skipped, since the run began
     metrics: TrainingMetrics
+    logical_ranks: int | None = None  # those of all ranks if some have one less than others; None: all equally many
     _results: list[StepResult] = field(default_factory=list)
     _waited: float = 0.0  # seconds spent waiting for data
     _mark: float = 0.0  # time at which the step began to wait for its data
@@ -72,13 +74,18 @@ class Window:
         splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
         losses_sb = torch.stack([loss for result in self._results for loss in result.losses]).double().view(steps, -1)
-        names, metrics = self.metrics.take(self.world)
-        figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), losses_sb[-1], metrics]
+        own = losses_sb.shape[1]
+        total = self.logical_ranks or own * self.world.size
+        padding = -(-total // self.world.size) - own
+        names, metrics = self.metrics.take(self.world, padding)
+        last_b = F.pad(losses_sb[-1], (0, padding))
+        figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), last_b, metrics]
         flat = torch.cat([each.to(losses_sb.device) for each in figures])
         logged = LoggedStep(
             step=step,
             batch_size=self.batch_size,
             rank=self.world.rank,
+            logical_ranks=total,
             results=self._results,
             measured=len(splits_s4),
             metrics=names,
@@ -99,6 +106,8 @@ class LoggedStep:
     step: int
     batch_size: int
     rank: int
+    logical_ranks: int
+    """Logical ranks of all ranks, of which those with a high number may have one less than others."""
     results: Sequence[StepResult]
     """The result of each step of the window."""
     measured: int
@@ -114,13 +123,14 @@ class LoggedStep:
 
     A row has the time splits of the measured steps, the mean time of a step without and with the wait for data, the
     result of :func:`_first_nonfinite`, the losses of the last step, and the sums and counts of each metric for this
-    rank's logical ranks. Its length does not depend on the number of steps that were not measured.
+    rank's logical ranks; both with a zero at the end if it has one logical rank less than others. Its length does not
+    depend on the number of steps that were not measured.
     """
 
     def event(self) -> StepDone:
         """Wait for the other ranks, and return the event of this step."""
         rows_pn = self.gathered()
-        splits, losses = self.measured * _SPLITS, len(self.results[-1].losses)
+        splits, losses = self.measured * _SPLITS, -(-self.logical_ranks // len(rows_pn))
         sizes = [splits, 2, 2, losses, rows_pn.shape[1] - splits - 4 - losses]
         splits_pn, times_p2, nonfinite_p2, losses_pb, metrics_pn = torch.split(rows_pn, sizes, dim=1)
         splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
@@ -130,7 +140,8 @@ class LoggedStep:
         return StepDone(
             step=self.step,
             samples=self.step * self.batch_size,
-            loss=_logged_loss(nonfinite_p2.tolist(), losses_pb.flatten().tolist()),
+            # rank p has one loss of each full round in which logical ranks are dealt, and perhaps one of the last
+            loss=_logged_loss(nonfinite_p2.tolist(), losses_pb.T.flatten()[: self.logical_ranks].tolist()),
             lr=last.lr,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
             skipped=self.skipped,

@@ -8,8 +8,8 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from multiprocessing.connection import wait
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import final
 
@@ -19,6 +19,7 @@ from worldsize.launch.first_cause import outcome_of
 from worldsize.launch.folder_watch import FolderWatch
 from worldsize.launch.interruption import Abort, Signals
 from worldsize.launch.members import Member, Members
+from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.resize import Resize
 from worldsize.launch.terminal import Terminal
 from worldsize.records.run_directory import RunDirectory
@@ -39,7 +40,7 @@ class Gang(Job):
     """The running processes of one host.
 
     ``folder``: private folder of their heartbeats, removed at the end. ``leads``: accept requests to add and remove
-    workers, which only the first host does.
+    workers, which only the first host does. ``server``: tells the processes of a gang that heals of each other.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Gang(Job):
         *,
         terminal: Terminal | None,
         leads: bool,
+        server: MembershipServer | None = None,
     ) -> None:
         self._members, self._folder, self._graces, self._terminal = members, folder, graces, terminal
+        self._server = server
         self._control_sign = run.control if leads else None  # without a sign nobody could find the socket
         self._folder_watch = FolderWatch(run.manifest)
         self._abort = Abort()
@@ -64,7 +67,7 @@ class Gang(Job):
         """
         signals = Signals()
         sign = self._control_sign
-        control = Control(self._folder / "control", sign, Resize(self._members)) if sign else None
+        control = Control(self._folder / "control", sign, Resize(self._members, self._server)) if sign else None
         try:
             with signals, control or nullcontext():
                 self._join(signals, control)
@@ -114,22 +117,31 @@ class Gang(Job):
             if self._folder_watch.look():
                 return
             sockets, seconds = control.awaited() if control else ((), None)
-            patience = min(each for each in (timeout, seconds, FolderWatch.interval) if each is not None)
-            for ready in wait([*awaited, signals.arrival, self._abort.arrival, *sockets], patience):
+            pipes, patient = self._server.awaited() if self._server else ((), None)
+            patience = min(each for each in (timeout, seconds, patient, FolderWatch.interval) if each is not None)
+            for ready in wait([*awaited, signals.arrival, self._abort.arrival, *sockets, *pipes], patience):
                 if ready == signals.arrival:
                     signals.drain()
                 elif ready == self._abort.arrival:
                     break
                 elif control and isinstance(ready, socket.socket):
                     control.answer(ready)
+                elif self._server and isinstance(ready, Connection):
+                    self._server.answer(ready)
                 else:
-                    self._members.note_end(awaited[ready])  # type: ignore[index]
+                    self._note_end(awaited[ready])  # type: ignore[index]
             if deadline is None and self._members.must_end:
                 deadline = time.monotonic() + self._graces.failure
+
+    def _note_end(self, member: Member) -> None:
+        self._members.note_end(member)
+        if self._server:
+            self._server.note_end(member)
 
     def _outcome(self, silent: Sequence[Member], signum: int) -> Outcome:
         if self._folder_watch.is_deleted:
             return Outcome("failed", 1)
         deciding = [member.ending() for member in self._members.deciding or self._members.current]
         failed = [member.ending() for member in self._members.ended if member.failed]
-        return outcome_of(deciding, failed, [member.ending() for member in silent], signum=signum)
+        outcome = outcome_of(deciding, failed, [member.ending() for member in silent], signum=signum)
+        return replace(outcome, memberships=self._server.records) if self._server else outcome

@@ -16,6 +16,7 @@ from worldsize.core import Role
 from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.launch.terminal import Terminal
 from worldsize.world.heartbeat import Beat, read_beat
+from worldsize.world.membership import Pipe
 from worldsize.world.preemption import PREEMPTED
 
 _logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Member:
     log: Path
     error: Path
     heartbeat: Path
+    pipe: Pipe | None = None  # to a process of a gang that heals
 
     @property
     def failed(self) -> bool:
@@ -81,7 +83,7 @@ class Members:
 
     ``start(role, rank, starts)`` starts a process that was started ``starts`` times before. If its role restarts
     individually, a failed process is restarted up to ``max_restarts`` times; then the run continues without it as long
-    as ``min_processes`` of its role are alive.
+    as ``min_processes`` of its role are alive. In a role that heals it continues in the meantime, too.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Members:
         self.current: list[Member] = []  # without the lost ones
         self.ended: list[Member] = []  # of the current ones
         self.lost: list[Member] = []  # they have failed, and the run has continued
+        self.leaving: list[Member] = []  # they were asked to leave a gang that heals
         self._start, self._max_restarts, self._terminal = start, max_restarts, terminal
 
     def add(self, role: str, rank: int) -> None:
@@ -115,9 +118,16 @@ class Members:
     def note_end(self, member: Member) -> None:
         """Record that the process has ended; restart it if its role allows that and the run is not about to end."""
         member.process.join()
+        if member in self.leaving:
+            self.current.remove(member)
+            return
         self.ended.append(member)
         is_ending = any(self._is_deciding(each) and not each.failed for each in self.ended)
-        if member.failed and self.roles[member.role].restart == "individual" and not is_ending:
+        if not member.failed:
+            return
+        if self.roles[member.role].restart == "heal":
+            self._heal(member, is_ending=is_ending)
+        elif self.roles[member.role].restart == "individual" and not is_ending:
             self._replace(member)
 
     @property
@@ -147,16 +157,30 @@ class Members:
 
     def _is_deciding(self, member: Member) -> bool:
         """Return whether the run needs the process: only those of the last role may come and go."""
-        return member.role != list(self.roles)[-1] or self.roles[member.role].restart == "gang"
+        return member.role != list(self.roles)[-1] or self.roles[member.role].restart != "individual"
 
     def _starts(self, role: str, rank: int) -> int:
         return sum((lost.role, lost.rank) == (role, rank) for lost in self.lost)
+
+    def _heal(self, member: Member, *, is_ending: bool) -> None:
+        """Go on without a failed process, or restart it too, unless its error is one that met another at that step."""
+        beat, error = member.beat, member.ending().error
+        errors = [lost.beat.step for lost in self.lost if lost.beat and lost.ending().error]
+        if is_ending:  # the others have done all steps, or saved
+            self.ended.remove(member)
+            self.current.remove(member)
+            self.lost.append(member)
+        elif not (error and beat and beat.step in errors):
+            self._replace(member)
 
     def _replace(self, member: Member) -> None:
         """Restart a failed process, or continue without it; if neither is allowed, the gang fails."""
         role, starts = self.roles[member.role], self._starts(member.role, member.rank)
         others = sum(each.role == member.role and each.process.is_alive() for each in self.current)
-        is_spare = others >= (role.processes if role.min_processes is None else role.min_processes)
+        least = 1 if role.restart == "heal" else role.processes
+        is_spare = others >= (least if role.min_processes is None else role.min_processes)
+        if role.restart == "heal" and not is_spare:
+            return
         if starts < self._max_restarts:
             what = f"starting it again ({starts + 1} of {self._max_restarts})"
         elif is_spare:

@@ -13,27 +13,33 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from worldsize.core import LaunchMethod, Plan, Range
 from worldsize.core.limits import GRACE, SECONDS
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members
+from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.terminal import Terminal
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
 from worldsize.world.fork import ready_to_fork
 from worldsize.world.interfaces import variables
+from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.parent import die_with_parent
 from worldsize.world.preemption import SIGNALS
 from worldsize.world.roles import role_of, role_ranks
 from worldsize.world.scratch import private_folder
+
+_DETECTION = 5.0  # seconds within which this process notices that one that it has started is dead
+_STARTING = 60.0  # seconds that a process may take from its fork until it is ready to train
 
 
 @dataclass(frozen=True)
 class NodeLauncher(LaunchMethod):
     """Starts the processes of one host by forking; the base of launchers that do so on each host."""
 
+    heals: ClassVar[bool] = True
     max_restarts: Annotated[int, Range(least=0)] = 0  # times that a gang that failed starts again from its checkpoint
     grace: Annotated[float, GRACE] = 1.0  # seconds that a failed gang has to write its errors before it is killed
     interrupt_grace: Annotated[float, GRACE] = 1.0  # seconds that a run has to save after Ctrl-C
@@ -48,7 +54,6 @@ class NodeLauncher(LaunchMethod):
         start = partial(_start, plan, run, rendezvous)
         members = Members(plan.roles, start, max_restarts=self.max_restarts, terminal=terminal)
         graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
-        gang = Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0)
         first = node.rank * rendezvous.local_size
         try:
             for rank in range(first, first + rendezvous.local_size):
@@ -57,7 +62,9 @@ class NodeLauncher(LaunchMethod):
             members.kill()  # it would wait for ranks that never start
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
             raise
-        return gang
+        heals = any(role.restart == "heal" for role in plan.roles.values())
+        server = MembershipServer(members, plan.cluster.timeout) if heals else None
+        return Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0, server=server)
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,16 @@ def _start(plan: Plan, run: RunDirectory, rendezvous: Rendezvous, role: str, ran
     make_folder_of(log, run)
     run.error(role, rank).unlink(missing_ok=True)  # left by an earlier attempt
     assert placement.heartbeat is not None
+    context = get_context("fork")
+    ours, theirs = context.Pipe() if plan.roles[role].restart == "heal" else (None, None)
     environment = {**rendezvous.variables, **plan.environment, **plan.secrets, **placement.variables()}
-    process: BaseProcess = get_context("fork").Process(
-        target=_body, args=(run, placement, log, environment, os.getpid())
-    )
+    body = partial(_body, run, placement, log, environment, os.getpid(), theirs, plan.cluster.timeout)
+    process: BaseProcess = context.Process(target=body)
     with ready_to_fork(), _without_signals():
         process.start()
-    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat)
+    if theirs is not None:
+        theirs.close()
+    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours)
 
 
 @contextmanager
@@ -111,7 +121,15 @@ def _without_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mapping[str, str], parent: int) -> None:
+def _body(
+    run: RunDirectory,
+    placement: Placement,
+    log: Path,
+    environment: Mapping[str, str],
+    parent: int,
+    pipe: Pipe | None,
+    timeout: float,
+) -> None:
     """Run the worker in the forked process."""
     die_with_parent(parent)
     for number in SIGNALS:
@@ -123,7 +141,8 @@ def _body(run: RunDirectory, placement: Placement, log: Path, environment: Mappi
     from worldsize.worker.process import play
 
     try:
-        code = play(run, placement)
+        channel = MembershipChannel(pipe, patience=timeout + _STARTING, detection=_DETECTION) if pipe else None
+        code = play(run, placement, channel)
     except BaseException:  # the launcher shows the error that play has written
         sys.stdout.flush()
         sys.stderr.flush()

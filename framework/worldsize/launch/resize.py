@@ -7,14 +7,18 @@ from typing import final
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.control import ListedProcess
 from worldsize.launch.members import Members
+from worldsize.launch.membership_server import MembershipServer
 
 
 @final
 class Resize:
-    """Changes the number of processes of the last role, for ``worldsize workers``."""
+    """Changes the number of processes of the last role, for ``worldsize workers``.
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    ``server``: tells the processes of a gang that heals of each other.
+    """
+
+    def __init__(self, members: Members, server: MembershipServer | None = None) -> None:
+        self._members, self._server = members, server
 
     def grow(self, count: int) -> list[str]:
         """Start ``count`` more processes; return their names.
@@ -39,12 +43,15 @@ class Resize:
         """Ask the ``count`` newest processes to leave; return their names."""
         role = self._role()
         alive = [member for member in self._members.alive() if member.role == role]
-        must_stay = self._members.roles[role].min_processes or 0
+        must_stay = self._members.roles[role].min_processes or (1 if self._server else 0)
         if len(alive) - count < must_stay:
             raise ConfigError(f"of {len(alive)} {role}s at least {must_stay} must stay. Remove fewer.")
         leaving = alive[len(alive) - count :]
         for member in leaving:
-            member.process.terminate()
+            if self._server:
+                self._server.ask_to_leave(member)
+            else:
+                member.process.terminate()
         return [f"{member.role} {member.rank}" for member in leaving]
 
     def listed(self) -> list[ListedProcess]:
@@ -56,9 +63,9 @@ class Resize:
 
     def _role(self) -> str:
         name, role = list(self._members.roles.items())[-1]
-        if role.restart != "individual":
+        if role.restart == "gang":
             raise ConfigError(
                 f"the {name}s of this run are a gang, whose size is fixed. Start it again with another "
-                "cluster.processes, or use strategy=parameter_server."
+                "cluster.processes, with strategy.on_failure=heal, or with strategy=parameter_server."
             )
         return name

@@ -10,7 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import CheckpointFailed, DataWorkersChanged, Event, SaveIntervalChanged, Straggling
+from worldsize.core import (
+    CheckpointFailed,
+    DataWorkersChanged,
+    Event,
+    MembershipChanged,
+    SaveIntervalChanged,
+    Straggling,
+)
 from worldsize.messages import duration
 from worldsize.records.json_lines import Row
 
@@ -22,6 +29,7 @@ _NUMBERS = {
     "data_workers": ("step", "rank"),
     "checkpoint_failed": ("step", "in_a_row"),
     "save_interval": ("step", "steps"),
+    "membership": ("step", "number"),
 }
 
 
@@ -53,6 +61,9 @@ class EventLog:
             case SaveIntervalChanged():
                 _logger.info("step %s: %s", event.step, described_interval(asdict(event)))
                 self._write("save_interval", asdict(event))
+            case MembershipChanged():
+                _logger.warning("after step %s: %s", event.step, described_membership(asdict(event)))
+                self._write("membership", asdict(event))
 
     def _write_if_possible(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write an event of a disk that may take nothing: what it said is in the process's log, too, if that is so."""
@@ -115,3 +126,14 @@ def described_interval(row: Mapping[str, Any]) -> str:
         f"a checkpoint every {row.get('steps'):,} steps ({seconds}), since a save costs {save} and a failure is "
         f"expected every {mtbf}"
     )
+
+
+def described_membership(row: Mapping[str, Any]) -> str:
+    """Describe in one line for people who trains from now on, and why."""
+    members, lost, joined, seconds = (row.get(name) for name in ("members", "lost", "joined", "seconds"))
+    if not isinstance(members, list | tuple) or not isinstance(lost, Mapping) or not isinstance(joined, list | tuple):
+        return "other processes train from now on"
+    parts = [f"worker {rank} is lost ({cause})" for rank, cause in lost.items()]
+    parts += [f"worker {rank} has joined" for rank in joined]
+    took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
+    return f"{'; '.join(parts) or 'workers have left'}; {len(members)} train on{took}"

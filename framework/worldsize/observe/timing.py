@@ -11,7 +11,7 @@ from typing import final
 import torch
 
 from worldsize.collectives.step_timer import StepTimer
-from worldsize.core import Event, RunEnded, RunFailed, RunStarted, StepDone
+from worldsize.core import Event, MembershipChanged, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.data.storage.read_counts import COUNTS
 from worldsize.records.json_lines import drop_lines
 from worldsize.records.metrics import is_timing
@@ -27,14 +27,17 @@ class Timing:
         self._path = run.timing(rank)
         make_folder_of(self._path, run)
         self._file = self._path.open("a", buffering=1)
-        self._rank, self._counted = rank, COUNTS.copy()
+        self._rank = self._place = rank  # and its place among those that train now
+        self._counted = COUNTS.copy()
 
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted(first=first):
                 self.begin(first)
+            case MembershipChanged(members=members):
+                self._place = members.index(self._rank)
             case StepDone():
-                own = {"step_seconds": event.step_seconds[self._rank], "data_seconds": event.data_seconds}
+                own = {"step_seconds": event.step_seconds[self._place], "data_seconds": event.data_seconds}
                 phases = (event.compute_seconds, event.communication_seconds, event.update_seconds)
                 self.write(event.step, **own, **dict(zip(_PHASES, phases, strict=True)))
             case RunEnded() | RunFailed():

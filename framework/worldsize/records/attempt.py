@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
+from worldsize.core.launcher import MembershipRecord
+
 
 class Attempt(TypedDict):
     """One attempt to train a run, from the start of its processes to their end.
@@ -24,6 +26,7 @@ class Attempt(TypedDict):
         pid: Process id of the launching process.
         job: The scheduler's job that it ran in.
         transport: The transports that collectives used.
+        memberships: Who trained from which step on, in a gang that heals.
     """
 
     number: int
@@ -40,3 +43,4 @@ class Attempt(TypedDict):
     pid: int
     job: NotRequired[Any]
     transport: NotRequired[Any]
+    memberships: NotRequired[Sequence[MembershipRecord]]

@@ -237,6 +237,8 @@ class RunRecord:
         """Record how the attempt ended, and its results."""
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
+        if outcome.memberships:
+            facts["memberships"] = list(outcome.memberships)
         if self.directory.transport.exists():
             facts["transport"] = json.loads(self.directory.transport.read_text())
             self.directory.transport.unlink()

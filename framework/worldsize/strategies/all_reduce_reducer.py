@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
@@ -63,12 +64,15 @@ class AllReduceReducer(GradientReducer):
     """Sums micro-batches in order, and across processes by torch's all-reduce or by ``hook``.
 
     ``module`` is a model, or the DistributedDataParallel around it; only the latter can have a ``hook``.
+    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
+    one.
     """
 
-    def __init__(self, module: nn.Module, hook: BucketHook | None = None) -> None:
-        self._module, self._hook = module, hook
+    def __init__(self, module: nn.Module, hook: BucketHook | None = None, *, logical_ranks: int | None = None) -> None:
+        self._module, self._hook, self._logical_ranks = module, hook, logical_ranks
         group = module.process_group if isinstance(module, DistributedDataParallel) else None
-        self._buffers = BufferMean(module, group)
+        self._size = dist.get_world_size(group) if group else 1
+        self._buffers = BufferMean(module, group, logical_ranks=logical_ranks)
         self._is_settled = hook is None or not hook.has_bucket_memory
         if hook is not None:
             assert isinstance(module, DistributedDataParallel)
@@ -80,15 +84,14 @@ class AllReduceReducer(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         if not self._is_settled:
             self._settle(partial(backward, batches[-1]))
-        buffers = self._buffers.begin(len(batches))
-        losses = []
-        with without_sync(self._module):
-            for place, batch in enumerate(batches[:-1]):
-                losses.append(backward(batch, 1 / len(batches)))
-                buffers.add(place)
-        losses.append(backward(batches[-1], 1 / len(batches)))
-        buffers.add(len(batches) - 1)
-        buffers.finish()
+        losses, scale = [], self._size / (self._logical_ranks or len(batches) * self._size)
+        with self._buffers.step(len(batches)) as buffers:
+            with without_sync(self._module):
+                for place, batch in enumerate(batches[:-1]):
+                    losses.append(backward(batch, scale))
+                    buffers.add(place)
+            losses.append(backward(batches[-1], scale))
+            buffers.add(len(batches) - 1)
         return losses
 
     def _settle(self, backward: Callable[[float], LossRecord]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import final
 
@@ -29,6 +30,10 @@ class StepBuffers(ABC):
     def finish(self) -> None:
         """Write the mean into the buffers, after the last micro-batch of the step."""
 
+    @abstractmethod
+    def restore(self) -> None:
+        """Restore the values of the step's start, after a step that was interrupted."""
+
 
 @final
 class BufferMean:
@@ -37,33 +42,57 @@ class BufferMean:
     Each micro-batch starts from the values at the start of the step, and the changes are averaged, so that an unchanged
     buffer keeps its bits. Integers, such as BatchNorm's count of batches, end with their values after one micro-batch:
     a step counts once.
+
+    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
+    one.
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup | None, dealing: Dealing = "cyclic") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup | None,
+        dealing: Dealing = "cyclic",
+        *,
+        logical_ranks: int | None = None,
+    ) -> None:
         own = module.module if isinstance(module, DistributedDataParallel) else module
         kept = own.state_dict().keys()
         changing = [buffer for name, buffer in own.named_buffers() if name in kept]
         self._buffers = [buffer for buffer in changing if buffer.is_floating_point()]
         self._integers = [buffer for buffer in changing if not buffer.is_floating_point()]
-        self._group, self._size = group, dist.get_world_size(group) if group else 1
-        self._dealing = dealing
+        self._group = group
+        self._rank, self._size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        self._dealing, self._logical_ranks = dealing, logical_ranks
+
+    @contextmanager
+    def step(self, batches: int) -> Iterator[StepBuffers]:
+        """Average the buffers over the step inside the context; an error leaves them as they were before."""
+        buffers = self.begin(batches)
+        try:
+            yield buffers
+            buffers.finish()
+        except BaseException:
+            buffers.restore()
+            raise
 
     def begin(self, batches: int) -> StepBuffers:
-        """Begin a step of ``batches`` micro-batches on each rank."""
-        logical_ranks = batches * self._size
+        """Begin a step of ``batches`` micro-batches on this rank."""
+        logical_ranks = self._logical_ranks or batches * self._size
         if logical_ranks == 1 or not self._buffers:
             return _UNTOUCHED
         if self._dealing == "block":
-            nodes = {batch: batch for batch in range(batches)}
+            nodes, total = {batch: batch for batch in range(batches)}, logical_ranks
         else:
             tree = Tree(logical_ranks, self._size)
-            nodes = {leaf: node for node in range(tree.local_nodes) for leaf in tree.leaves(node)}
-        return _AveragedBuffers(self._buffers, self._integers, nodes, partial(self._mean, logical_ranks))
+            nodes = {leaf: node for node in range(tree.nodes_of(self._rank)) for leaf in tree.leaves(node)}
+            total = tree.nodes
+        return _AveragedBuffers(self._buffers, self._integers, nodes, partial(self._mean, logical_ranks, total))
 
-    def _mean(self, logical_ranks: int, rows: Sequence[Tensor]) -> Tensor:
-        """Sum the nodes of all processes, tensors (n,), and divide by the number of logical ranks."""
-        total = finished(reduce_ordered(rows, self._group, self._dealing)) if self._group else sum_level(rows)
-        return total / logical_ranks
+    def _mean(self, logical_ranks: int, nodes: int, rows: Sequence[Tensor]) -> Tensor:
+        """Sum the ``nodes`` of all processes, of which ``rows`` are this one's, and divide by the logical ranks."""
+        if self._group is None:
+            return sum_level(rows) / logical_ranks
+        return finished(reduce_ordered(rows, self._group, self._dealing, nodes=nodes)) / logical_ranks
 
 
 @final
@@ -73,6 +102,8 @@ class _UntouchedBuffers(StepBuffers):
     def add(self, batch: int) -> None: ...
 
     def finish(self) -> None: ...
+
+    def restore(self) -> None: ...
 
 
 _UNTOUCHED = _UntouchedBuffers()
@@ -105,6 +136,9 @@ class _AveragedBuffers(StepBuffers):
         parts = torch.split(self._mean(rows), [buffer.numel() for buffer in self._buffers])
         changed = (_changed(*pair) for pair in zip(self._buffers, parts, strict=True))
         _copy((*self._buffers, *self._integers), (*changed, *self._counted))
+
+    def restore(self) -> None:
+        _copy((*self._buffers, *self._integers), self._first)
 
 
 def _change(now: Tensor, first: Tensor) -> Tensor:

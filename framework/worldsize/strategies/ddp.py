@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, final, get_args
+from typing import Annotated, Any, Literal, final, get_args
 
 import torch
 from torch import nn
@@ -46,7 +46,9 @@ class DDP(Strategy):
     ``compress``: gradients are sent as "bf16", "fp16", "int8" with error feedback, or by "powersgd" of rank
     ``powersgd_rank`` (Vogels et al. 2019, arXiv 1905.13727); with "hierarchical" only across nodes;
     ``bucket_mb``: size in MiB of the gradient buckets that are all-reduced as soon as they are full;
-    ``find_unused_parameters``: allow models in which some parameters get no gradient in a step.
+    ``find_unused_parameters``: allow models in which some parameters get no gradient in a step;
+    ``on_failure``: what a dead process means: all start again from the last checkpoint ("restart"), or the others
+    compute its logical ranks from that step on ("heal").
     """
 
     reductions = get_args(Reduction)
@@ -58,9 +60,15 @@ class DDP(Strategy):
     powersgd_rank: Annotated[int, Range(least=1)] = 4
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0
     find_unused_parameters: bool = False
+    on_failure: Literal["restart", "heal"] = "restart"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.on_failure == "heal" and (self.compress != "none" or self.reduce == "hierarchical"):
+            raise ConfigError(
+                "strategy.on_failure=heal: what compression has left out, and sums inside nodes, are lost with a "
+                "process. Set strategy.compress=none and strategy.reduce=flat (or ordered), or on_failure=restart."
+            )
         if self.reduce == "ordered" and self.compress != "none":
             raise ConfigError(
                 f"strategy.compress={self.compress} rounds sums differently at each world size, which "
@@ -68,6 +76,8 @@ class DDP(Strategy):
             )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
+        if self.on_failure == "heal":
+            return {"worker": Role(cluster.processes, restart="heal", min_processes=cluster.min_processes)}
         return {"worker": Role(processes=cluster.processes)}
 
     def check_recipe(self, recipe: Recipe) -> None:
@@ -75,6 +85,11 @@ class DDP(Strategy):
             raise ConfigError(
                 f"{type(recipe).__name__} takes several updates a step, whose gradients are not compressed or summed "
                 "by node. Set strategy.compress=none and strategy.reduce=flat (or ordered)."
+            )
+        if isinstance(recipe, MultiUpdateRecipe) and self.on_failure == "heal":
+            raise ConfigError(
+                f"{type(recipe).__name__} takes several updates a step, of which a failure would leave some done. "
+                "Set strategy.on_failure=restart."
             )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
@@ -90,14 +105,21 @@ class DDP(Strategy):
             return whole_multi_update(recipe, context, MultiTrainState.of(recipe, model), self.reduce, self.bucket_mb)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         module = replicated(model, world, **options) if world.size > 1 else model
-        sums = self._reducer(module, world)
-        train_state = TrainState.of(recipe, model)
-        return SynchronousReplica(recipe, context, train_state=train_state, reducer=sums, module=module)
+        logical_ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
+        sums = self._reducer(module, world, logical_ranks)
+        return SynchronousReplica(
+            recipe,
+            context,
+            train_state=TrainState.of(recipe, model),
+            reducer=sums,
+            module=module,
+            logical_ranks=logical_ranks,
+        )
 
-    def _reducer(self, module: nn.Module, world: World) -> GradientReducer:
-        if isinstance(module, DistributedDataParallel):
-            return compressed_reducer(self.reduce, self.compress, module, world, powersgd_rank=self.powersgd_rank)
-        return gradient_reducer(self.reduce, module, None)
+    def _reducer(self, module: nn.Module, world: World, logical_ranks: int | None) -> GradientReducer:
+        if not isinstance(module, DistributedDataParallel) or self.on_failure == "heal":
+            return gradient_reducer(self.reduce, module, world.group, logical_ranks)
+        return compressed_reducer(self.reduce, self.compress, module, world, powersgd_rank=self.powersgd_rank)
 
 
 def replicated(model: nn.Module, world: World, **options: Any) -> DistributedDataParallel:

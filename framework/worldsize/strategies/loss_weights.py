@@ -17,7 +17,13 @@ from worldsize.collectives.step_timer import phase
 from worldsize.core import Dealing
 
 
-def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None, dealing: Dealing = "cyclic") -> Tensor:
+def weight_factor(
+    weights: Sequence[Tensor],
+    group: ProcessGroup | None,
+    dealing: Dealing = "cyclic",
+    *,
+    logical_ranks: int | None = None,
+) -> Tensor:
     """Return the number of micro-batches divided by their total weight.
 
     It converts the mean over micro-batches of summed gradients to the gradient of the weighted mean. Each rank writes
@@ -28,6 +34,7 @@ def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None, dealing
         weights: Weight of each local micro-batch, scalars.
         group: Processes whose gradients are summed; None: this one alone.
         dealing: The assignment of logical ranks to processes.
+        logical_ranks: Those of all processes, which may have different numbers of them; None: all have equally many.
 
     Returns:
         A scalar, float64; 0 if the total weight is 0.
@@ -35,7 +42,7 @@ def weight_factor(weights: Sequence[Tensor], group: ProcessGroup | None, dealing
     table = torch.stack(list(weights))
     if group is not None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        all_l = table.new_zeros(len(weights) * size)
+        all_l = table.new_zeros(logical_ranks or len(weights) * size)
         (all_l.view(size, -1)[rank] if dealing == "block" else all_l[rank::size]).copy_(table)
         with phase("communication"):
             dist.all_reduce(all_l, group=group)

@@ -72,6 +72,7 @@ class ModelReplica(Replica):
     """Abstract base: evaluates, saves and loads a model that this process trains; subclasses define the step.
 
     With ``sums_alone`` its ``reducer`` sums only the micro-batches of this process, not those of all processes.
+    ``logical_ranks``: those of all processes if these may have different numbers of them.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ModelReplica(Replica):
         train_state: OptimizedModel,
         reducer: GradientReducer,
         sums_alone: bool = False,
+        logical_ranks: int | None = None,
     ) -> None:
         self.recipe = recipe
         self.world = context.world
@@ -91,6 +93,7 @@ class ModelReplica(Replica):
         self.reducer, self.dealing = reducer, reducer.dealing
         self._group = None if sums_alone or self.world.size == 1 else self.world.group
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.numerics.precision == "fp16")
+        self._logical_ranks = logical_ranks
         self._fp16_share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
@@ -133,7 +136,8 @@ class ModelReplica(Replica):
         share, self._fp16_share = self._fp16_share, None
         if not records[0].is_weighted:
             return [record.loss for record in records]
-        factor = weight_factor([record.loss[1] for record in records], self._group, self.dealing)
+        weights = [record.loss[1] for record in records]
+        factor = weight_factor(weights, self._group, self.dealing, logical_ranks=self._logical_ranks)
         self.reducer.scale(parameters, factor if share is None else factor / share)
         return [record.loss[0] * factor for record in records]
 

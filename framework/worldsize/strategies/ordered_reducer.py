@@ -27,37 +27,40 @@ class OrderedReducer(GradientReducer):
 
     Across processes it is a communication hook: buckets are exchanged while the last backward pass runs. The assignment
     of parameters to buckets does not matter, since each element is summed separately.
+
+    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
+    one.
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
+    def __init__(self, module: nn.Module, group: ProcessGroup | None, logical_ranks: int | None = None) -> None:
         self._module = module
         self._group = group
-        self._size = dist.get_world_size(group) if group else 1
+        self._rank, self._size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        self._wanted = logical_ranks
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        self._buffers = BufferMean(module, group)
+        self._buffers = BufferMean(module, group, logical_ranks=logical_ranks)
         self._counters: list[Counter] = []
-        self._logical_ranks = self._size
+        self._tree = Tree(self._size, self._size)
         self._staged = Staged()
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
-        tree = Tree(len(batches) * self._size, self._size)
-        self._logical_ranks, losses = tree.logical_ranks, dict[int, LossRecord]()
-        self._counters = [Counter() for _ in range(tree.local_nodes)]
-        buffers = self._buffers.begin(len(batches))
-        *early, last = [(node, leaf) for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
-        with without_sync(self._module):
-            for node, leaf in early:
-                losses[leaf] = backward(batches[leaf], 1.0)
-                self._counters[node].add(taken(self._parameters))
-                buffers.add(leaf)
-        losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
-        buffers.add(last[1])
-        if self._group is None:
-            self._finish_alone(last[0])
-        buffers.finish()
+        self._tree = tree = Tree(self._wanted or len(batches) * self._size, self._size)
+        nodes, losses = range(tree.nodes_of(self._rank)), dict[int, LossRecord]()
+        self._counters = [Counter() for _ in nodes]
+        *early, last = [(node, leaf) for node in nodes for leaf in tree.leaves(node)]
+        with self._buffers.step(len(batches)) as buffers:
+            with without_sync(self._module):
+                for node, leaf in early:
+                    losses[leaf] = backward(batches[leaf], 1.0)
+                    self._counters[node].add(taken(self._parameters))
+                    buffers.add(leaf)
+            losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
+            buffers.add(last[1])
+            if self._group is None:
+                self._finish_alone(last[0])
         self._counters = []  # release gradients
         return [losses[leaf] for leaf in range(len(batches))]
 
@@ -65,7 +68,7 @@ class OrderedReducer(GradientReducer):
         self._counters[node].add(taken(self._parameters))
         sums = [counter.waiting[0] for counter in self._counters]
         for parameter, *nodes in zip(self._parameters, *sums, strict=True):
-            parameter.grad = sum_level(nodes) / self._logical_ranks
+            parameter.grad = sum_level(nodes) / self._tree.logical_ranks
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Reduce a bucket: this is the communication hook that DDP calls."""
@@ -73,8 +76,8 @@ class OrderedReducer(GradientReducer):
 
     def _mean(self, bucket: GradBucket) -> Phases:
         assert self._group is not None
-        total = yield from reduce_ordered(self._rows(bucket), self._group)
-        return torch.div(total, self._logical_ranks, out=bucket.buffer())
+        total = yield from reduce_ordered(self._rows(bucket), self._group, nodes=self._tree.nodes)
+        return torch.div(total, self._tree.logical_ranks, out=bucket.buffer())
 
     def _rows(self, bucket: GradBucket) -> list[Tensor]:
         """Return this process's nodes of the bucket, tensors (n,); the bucket itself holds the last leaf."""

@@ -21,13 +21,18 @@ from worldsize.strategies.powersgd_hook import PowerSGDHook
 Compression = Literal["none", "bf16", "fp16", "int8", "powersgd"]
 
 
-def gradient_reducer(reduce: Reduction, module: nn.Module, group: ProcessGroup | None) -> GradientReducer:
-    """Make the reducer of ``module``: a model, or the DistributedDataParallel around it with its ``group``."""
+def gradient_reducer(
+    reduce: Reduction, module: nn.Module, group: ProcessGroup | None, logical_ranks: int | None = None
+) -> GradientReducer:
+    """Make the reducer of ``module``: a model, or the DistributedDataParallel around it with its ``group``.
+
+    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have equally many.
+    """
     if reduce == "ordered":
-        return OrderedReducer(module, group)
+        return OrderedReducer(module, group, logical_ranks)
     if group and isinstance(module, DistributedDataParallel) and is_small(module, dist.get_world_size(group)):
-        return AllReduceReducer(module, GatherHook(group))
-    return AllReduceReducer(module)
+        return AllReduceReducer(module, GatherHook(group), logical_ranks=logical_ranks)
+    return AllReduceReducer(module, logical_ranks=logical_ranks)
 
 
 def compressed_reducer(

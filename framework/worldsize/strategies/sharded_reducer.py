@@ -66,16 +66,15 @@ class ReduceScatterReducer(GradientReducer):
         self._model, self._buffers, self._accumulates_shards = model, buffers, accumulates_shards
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
-        buffers = self._buffers.begin(len(batches))
         losses = []
-        for place, batch in enumerate(batches):
-            last = place == len(batches) - 1
-            self._model.set_requires_gradient_sync(last or self._accumulates_shards)
-            self._model.set_requires_all_reduce(last)
-            self._model.set_is_last_backward(last)
-            losses.append(backward(batch, 1 / len(batches)))
-            buffers.add(place)
-        buffers.finish()
+        with self._buffers.step(len(batches)) as buffers:
+            for place, batch in enumerate(batches):
+                last = place == len(batches) - 1
+                self._model.set_requires_gradient_sync(last or self._accumulates_shards)
+                self._model.set_requires_all_reduce(last)
+                self._model.set_is_last_backward(last)
+                losses.append(backward(batch, 1 / len(batches)))
+                buffers.add(place)
         return losses
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -109,18 +108,17 @@ class OrderedShardReducer(GradientReducer):
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         tree, losses = summation_tree(len(batches), self._size, self.dealing), dict[int, LossRecord]()
-        buffers = self._buffers.begin(len(batches))
         for scatter in self._scatters:
             scatter.begin(tree.local_nodes, len(batches), logical_ranks=len(batches) * self._size)
         order = [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
-        for place, leaf in enumerate(order, 1):
-            losses[leaf] = backward(batches[leaf], 1.0)
-            buffers.add(leaf)
-            for scatter in self._scatters:
-                scatter.check(place)
-            if place < len(order):
-                self._model.zero_grad()  # removes shards of zeros
-        buffers.finish()
+        with self._buffers.step(len(batches)) as buffers:
+            for place, leaf in enumerate(order, 1):
+                losses[leaf] = backward(batches[leaf], 1.0)
+                buffers.add(leaf)
+                for scatter in self._scatters:
+                    scatter.check(place)
+                if place < len(order):
+                    self._model.zero_grad()  # removes shards of zeros
         return [losses[leaf] for leaf in range(len(batches))]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:

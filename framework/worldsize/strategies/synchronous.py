@@ -29,8 +29,16 @@ class SynchronousReplica(ModelReplica):
         reducer: GradientReducer,
         module: nn.Module | None = None,
         sums_alone: bool = False,
+        logical_ranks: int | None = None,
     ) -> None:
-        super().__init__(recipe, context, train_state=train_state, reducer=reducer, sums_alone=sums_alone)
+        super().__init__(
+            recipe,
+            context,
+            train_state=train_state,
+            reducer=reducer,
+            sums_alone=sums_alone,
+            logical_ranks=logical_ranks,
+        )
         self.module = module or train_state.model
         self._part, self.optimizer = train_state, train_state.optimizer
         self._parameters = list(self.model.parameters())  # cached, since it walks over all modules

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,11 +24,14 @@ from worldsize.observe.transport import audit, listen_to_nccl, transport_warning
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import opened, writing
 from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.worker.carried import Carried
 from worldsize.worker.context import context_of
 from worldsize.worker.evaluation import evaluate_alone
+from worldsize.worker.healing import HealingMember
 from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training, listeners_of
 from worldsize.world.environments import Placement, placement
+from worldsize.world.membership import MembershipChannel
 from worldsize.world.preemption import Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
@@ -71,10 +73,10 @@ def _recorded(run: RunDirectory, place: Placement) -> int:
     return outcome.exit_code
 
 
-def play(run: RunDirectory, placement: Placement) -> int:
+def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | None = None) -> int:
     """Run this process's role until the run ends; return the exit code.
 
-    An error is also written next to the process's log.
+    An error is also written next to the process's log. ``channel`` tells a process of a gang that heals of its members.
     """
     settings, listeners = None, list[Listener]()
     try:
@@ -83,10 +85,10 @@ def play(run: RunDirectory, placement: Placement) -> int:
         if settings.run.examine:
             return _examine(settings, run, placement)
         if settings.run.evaluates is not None:
-            return _play(settings, run, placement, [], Preemption([]))  # signals end it
+            return _play(settings, run, placement, [], Preemption([]), None)  # signals end it
         preemption = Preemption(settings.checkpoint.signals)
         listeners = listeners_of(settings, run, placement.rank, preemption)
-        return _play(settings, run, placement, listeners, preemption)
+        return _play(settings, run, placement, listeners, preemption, channel)
     except BaseException as error:
         _write_error(run, _error_file(run, placement, settings), error)
         for listener in listeners:  # after the error is written, since a logger may be slow
@@ -110,13 +112,20 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException) -> None:
 
 
 def _play(
-    settings: Settings, run: RunDirectory, placement: Placement, listeners: Sequence[Listener], preemption: Preemption
+    settings: Settings,
+    run: RunDirectory,
+    placement: Placement,
+    listeners: list[Listener],
+    preemption: Preemption,
+    channel: MembershipChannel | None,
 ) -> int:
     settings.determinism.apply(settings.cluster.device)
     _listen(settings, run)
     with open_world(placement, settings.cluster, settings.roles) as world:
         seed_generators(stream(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
+        if settings.heals and settings.run.evaluates is None:
+            return _heal(settings, run, world, placement, listeners, preemption, channel)
         _audit(settings, run, world)
         replica = _replica(settings, run, world, placement, preemption)
         if replica is None:
@@ -125,7 +134,33 @@ def _play(
             evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
         listeners = listeners or listeners_of(settings, run, 0, preemption)  # it replaces a failed leader
-        return Training(settings, run, world, replica, listeners, preemption).run(placement.heartbeat)
+        carried = Carried(settings, world.device, placement.heartbeat)
+        return Training(settings, run, world, replica, listeners, preemption, carried).run()
+
+
+def _heal(
+    settings: Settings,
+    run: RunDirectory,
+    world: World,
+    placement: Placement,
+    listeners: list[Listener],
+    preemption: Preemption,
+    channel: MembershipChannel | None,
+) -> int:
+    """Train in a gang that goes on without those of its members that die."""
+    if channel is None:
+        raise ConfigError(
+            "strategy.on_failure=heal: nothing tells this process which others live. Start the run with worldsize on "
+            "this machine (cluster=laptop or node), or set strategy.on_failure=restart."
+        )
+
+    def make_replica(settings: Settings, world: World) -> Replica:
+        seed_generators(stream(settings.training.seed, "init"), world.device)
+        replica = _replica(settings, run, world, placement, preemption)
+        assert replica is not None
+        return replica
+
+    return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
 
 
 def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:

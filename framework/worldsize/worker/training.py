@@ -6,10 +6,9 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -23,7 +22,7 @@ from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
 from worldsize.core import (
-    Evaluated,
+    ConfigError,
     Event,
     Listener,
     MicroBatch,
@@ -43,13 +42,14 @@ from worldsize.observe.events import EventLog
 from worldsize.observe.profile import traced
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
-from worldsize.records.metrics import JsonLines, evaluations, last_metrics, metrics_digest
+from worldsize.records.metrics import JsonLines, evaluations, metrics_digest
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
-from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.worker.carried import Carried
 from worldsize.worker.checkpointing import Checkpointing
-from worldsize.worker.evaluation import EvaluationData, evaluate_splits
+from worldsize.worker.evaluation import evaluate_splits
+from worldsize.worker.history import History
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.world.heartbeat import Heartbeat
@@ -65,12 +65,18 @@ _ENDING = 2.0  # seconds that a process needs to end when it waits for nothing
 def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
     """Create the listeners of a process: every training process writes its timing, the first logs global events.
 
-    If all processes serve, the run's first process leads and logs.
+    If all processes serve, the run's first process leads and logs. In a gang that heals, its first member does, which
+    need not be the first process.
     """
     role, rank = role_of(global_rank, settings.roles)
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
-    if global_rank != (gang_of(settings.roles) or [0])[0]:
+    if settings.heals or global_rank != (gang_of(settings.roles) or [0])[0]:
         return own
+    return [*own, *global_listeners(settings, run, preemption)]
+
+
+def global_listeners(settings: Settings, run: RunDirectory, preemption: Preemption) -> list[Listener]:
+    """Create the listeners of the whole run."""
     manifest = view(run.path).manifest  # the manifest's configuration has no secrets
     facts = {"run_id": run.id, "folder": run.path, "config": manifest["config"], "manifest": manifest}
     makers = {
@@ -81,7 +87,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemp
         grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING),
         lock=run.listener_lock,
     )
-    return [*own, JsonLines(run.metrics), EventLog(run.events), loggers]
+    return [JsonLines(run.metrics), EventLog(run.events), loggers]
 
 
 @final
@@ -99,14 +105,16 @@ class Training:
         replica: Replica,
         listeners: Sequence[Listener],
         preemption: Preemption,
+        carried: Carried,
     ) -> None:
+        self._carried = carried
         self._leads = settings.roles[world.role].serves
         self._settings, self._run, self._replica = settings, run, replica
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
         self._part = part = world if self._leads else settings.data_part(world)
         self._order = settings.order(part.rank, part.size, replica.dealing)
         self._preemption = preemption
-        self._history = _History(run.metrics)
+        self._history = History(run.metrics)
         self._watch: SlowHostWatch | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude if settings.excludes_slow else None
@@ -121,19 +129,22 @@ class Training:
             finite=settings.numerics.nonfinite == "stop",
             owner=run.manifest,
             at=settings.faults.at,
+            thread=carried.saving,
         )
         interval = save_interval(settings, run, group, emit=self._emit) if settings.checkpoint.every == "auto" else None
         on_failure = settings.checkpoint.on_failure
         self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=on_failure, interval=interval)
 
-    def run(self, heartbeat: Path | None) -> int:
+    def run(self) -> int:
         """Train to the end, or until the run should stop; return the exit code."""
-        steps, replica = self._settings.training.steps, self._replica
-        first, checkpoint = self._resume()
-        self._emit(RunStarted(self._run.id, steps, first.step, first.evaluated))
+        steps, replica, carried = self._settings.training.steps, self._replica, self._carried
+        first, checkpoint = self._resume() if carried.progress is None else (carried.progress, None)
+        carried.note(first)
+        started = RunStarted(self._run.id, steps, first.step, first.evaluated)
+        carried.tell_started(started, self._listeners)
         self._recall(first)
         self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {})
-        beats = Heartbeat(heartbeat, first.step) if heartbeat else None
+        beats = carried.beats(first.step)
         last = self._fit(first, checkpoint, beats)
         if beats:
             beats.step(last.step)
@@ -148,6 +159,8 @@ class Training:
         summary = use_full(replica.state()["model"], self._world, partial(self._result, last=last)) or {}
         if summary:
             write_result(self._run, summary)
+        if self._settings.heals and self._world.group is not None:
+            dist.barrier(group=self._world.group)  # until here, others take the place of one that dies
         self._emit(RunEnded(last.step, "completed", summary))
         replica.close(complete=True)
         return 0
@@ -207,7 +220,7 @@ class Training:
         settings, world = self._settings, self._world
         part = self._part
         batches, streams = self._data(first.step, checkpoint)
-        data, splits = EvaluationData(settings), settings.evaluation.splits
+        data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
             data.build(splits)
 
@@ -224,6 +237,7 @@ class Training:
             ends_early=self._ends_early,
             wants_stop=lambda: self._preemption.is_wanted() or self._checkpoints.wants_stop(),
             begins=partial(settings.faults.at, "step:compute"),
+            progressed=self._carried.note,
             examine=self._watch.measure_links if self._watch else _ignore,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
@@ -251,9 +265,13 @@ class Training:
         if self._leads:
             return repeat([]), _no_states
         settings, world, states = self._settings, self._world, _no_states
-        seed_generators(stream(settings.training.seed, "data"), world.device)  # the data set may draw its order
-        train = settings.recipe.data("train")
+        train = self._carried.train
         if is_iterable(train):
+            if settings.heals:
+                raise ConfigError(
+                    "strategy.on_failure=heal: the training data are a stream, whose position is lost with a process. "
+                    "Return data with an index, or set strategy.on_failure=restart."
+                )
             if checkpoint and STREAMS in settings.checkpoint.ignored(checkpoint.step):
                 checkpoint = None
             train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
@@ -263,12 +281,21 @@ class Training:
         workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
         return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
 
+    def tell(self, event: Event) -> None:
+        """Tell the listeners of an event that the loop knows nothing of."""
+        self._emit(event)
+
+    def abandon(self) -> None:
+        """Leave everything as it is after an error, and make nothing wait for other ranks."""
+        self._checkpoints.abandon()
+
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
         for done, step in enumerate(batches, first):
             if heartbeat:
                 heartbeat.step(done)
             self._checkpoints.begin_step()
+            self._carried.check()
             yield step
 
     def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:
@@ -279,7 +306,9 @@ class Training:
             "evaluated": progress.evaluated,
             "metrics": dict(self._history.metrics),
             "samples": progress.step * self._settings.training.batch_size,
-            "training_metrics": by_logical_rank(progress.metrics, self._order.mine, self._world),
+            "training_metrics": by_logical_rank(
+                progress.metrics, self._order.mine, self._world, logical_ranks=self._settings.loop.logical_ranks
+            ),
         }
         states = streams(progress.step)
         self._checkpoints.save(self._replica.state(), step=progress.step, facts=facts, streams=states)
@@ -320,26 +349,3 @@ def _no_states(step: int) -> dict[str, Tensor]:
 
 def _ignore(done: StepDone) -> None:
     pass
-
-
-@final
-@dataclass
-class _History:
-    """A listener that keeps the values for the result and the checkpoints; ``file``: the run's metrics."""
-
-    file: Path
-    started: float = field(default_factory=time.perf_counter)
-    first: int = 0
-    first_step_at: float | None = None  # Unix time
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
-
-    def __call__(self, event: Event) -> None:
-        match event:
-            case RunStarted(first=first):
-                self.first, self.metrics = first, last_metrics(self.file) if first else {}
-            case StepDone():
-                self.first_step_at = self.first_step_at or time.time()
-            case Evaluated(step=step, metrics=metrics):
-                self.metrics = metrics
-                self.evaluations.append((step, metrics))

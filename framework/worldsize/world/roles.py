@@ -25,6 +25,6 @@ def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
     for name, members in ranks.items():
         if global_rank in members:
             return name, global_rank - members.start
-    if not roles[name].serves:
+    if not roles[name].serves and roles[name].restart != "heal":
         raise ConfigError(f"rank {global_rank} has no role in a run of {members.stop} processes.")
     return name, global_rank - members.start

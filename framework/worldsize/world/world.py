@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import cast
 
@@ -34,13 +35,45 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     torch.set_num_threads(cluster.threads or threads_per_process(placement.local_world_size))
     device = device_of(placement, cluster)
     gang = gang_of(roles)
-    joins = len(gang) > 1 and placement.rank in gang
-    if joins:
+    heals = any(role.restart == "heal" for role in roles.values())  # then it joins when its members are known
+    if len(gang) > 1 and placement.rank in gang and not heals:
         _join(placement, cluster, device, gang)
     yield world_of(placement, cluster, roles, device)
     # not after an error: it could wait for peers that will never arrive, and the error must be raised
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: str) -> World:
+    """Leave the process groups of ``world`` and join those of the processes ``members``, all of which must call it.
+
+    Args:
+        world: The place of this process until now.
+        members: Global ranks of the processes that train together from now on, ascending.
+        cluster: The machines.
+        store: The rendezvous of these members, which no others have used: an ``init_method`` of torch.distributed.
+
+    Returns:
+        The place of this process among the members: its rank is its place in the list.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rank, groups = members.index(world.global_rank), dict[str, ProcessGroup]()
+    if len(members) > 1:
+        timeout = timedelta(seconds=cluster.timeout)
+        dist.init_process_group(
+            cluster.backend,
+            init_method=store,
+            rank=rank,
+            world_size=len(members),
+            timeout=timeout,
+            device_id=world.device if world.device.type == "cuda" else None,
+        )
+        everyone = range(len(members))
+        groups = {name: _group(everyone, everyone, timeout) for name in ("all", world.role)}
+        own = dist.new_group(list(everyone), timeout, backend="gloo")
+        groups[f"checkpoint/{world.role}"] = cast("ProcessGroup", own)
+    return replace(world, rank=rank, size=len(members), world_size=len(members), groups=groups)
 
 
 def world_of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from worldsize.observe.events import described_failure, described_interval, described_workers
+from worldsize.observe.events import described_failure, described_interval, described_membership, described_workers
 from worldsize.observe.report.read import Line, Record
 from worldsize.records.attempt import Attempt
 
@@ -130,6 +130,8 @@ def describe_event(event: Line) -> str:
         return f"step {event.get('step')}: {described_failure(event)}"
     if event.get("event") == "save_interval":
         return f"step {event.get('step')}: {described_interval(event)}"
+    if event.get("event") == "membership":
+        return f"after step {event.get('step')}: {described_membership(event)}"
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since"}
     words = [f"step {event.get('step')}: {event.get('event')}"]
     if "rank" in event:

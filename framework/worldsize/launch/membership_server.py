@@ -1,0 +1,79 @@
+"""Carries messages between the roster of a gang that heals and its processes, and removes those that hang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import final
+
+from worldsize.core import MembershipRecord
+from worldsize.launch.members import Member, Members
+from worldsize.launch.roster import Roster
+from worldsize.world.membership import Message, Pipe, receive, send
+from worldsize.world.roles import role_ranks
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class MembershipServer:
+    """The roster of one host's gang, and the pipes to its processes.
+
+    ``members``: the processes, which have been started; ``patience``: seconds that one has to stop before it counts as
+    hung, and is killed.
+    """
+
+    def __init__(self, members: Members, patience: float) -> None:
+        self._members = members
+        first = tuple(self._rank(member) for member in members.current)
+        self._roster = Roster(first, self._tell, patience)
+
+    @property
+    def records(self) -> Sequence[MembershipRecord]:
+        """The memberships so far."""
+        return self._roster.records
+
+    def awaited(self) -> tuple[Sequence[Pipe], float | None]:
+        """Kill the members that hang; return the pipes to wait for, and the seconds until the next one may hang."""
+        for rank in self._roster.late():
+            if (member := self._member(rank)) is not None and member.process.is_alive():
+                _logger.error("%s %d does not answer; going on without it", member.role, member.rank)
+                member.process.kill()
+        pipes = [member.pipe for member in self._members.current if member.pipe is not None and not member.pipe.closed]
+        return pipes, self._roster.seconds_left
+
+    def answer(self, ready: Pipe) -> None:
+        """Read a message from one of these pipes."""
+        member = next((each for each in self._members.current if each.pipe is ready), None)
+        try:
+            message = receive(ready)
+        except (OSError, EOFError, ValueError):  # the process has ended, which its sentinel tells
+            ready.close()
+            return
+        if member is not None:  # else it has died since
+            self._roster.take(self._rank(member), message)
+
+    def note_end(self, member: Member) -> None:
+        """Note that a process has ended, once the members know what that means for the gang."""
+        if member in self._members.lost:
+            self._roster.lose(self._rank(member), member.ending().cause.rstrip().splitlines()[-1])
+        else:
+            self._roster.has_ended(self._rank(member))
+
+    def ask_to_leave(self, member: Member) -> None:
+        """Let the others go on without ``member``, which then ends."""
+        self._members.leaving.append(member)
+        self._roster.leave(self._rank(member))
+
+    def _rank(self, member: Member) -> int:
+        return role_ranks(self._members.roles)[member.role].start + member.rank
+
+    def _member(self, rank: int) -> Member | None:
+        return next((each for each in self._members.current if self._rank(each) == rank), None)
+
+    def _tell(self, rank: int, message: Message) -> None:
+        member = self._member(rank)
+        if member is not None and member.pipe is not None:
+            with suppress(OSError):  # it has ended, which its sentinel tells
+                send(member.pipe, message)

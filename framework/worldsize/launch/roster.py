@@ -1,0 +1,136 @@
+"""Agrees with the processes of a gang that heals on who of them train together, and after which step they go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import final
+
+from worldsize.core import MembershipRecord
+from worldsize.world.membership import Membership, Message
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+@dataclass
+class Roster:
+    """Decides on memberships; it does no I/O, so that agents on several hosts can share one.
+
+    A membership ends when a member dies, leaves, reports a lost peer, or when a newcomer is ready. Then every member is
+    told to stop, answers with the last step that it has completed, and the next membership begins with those that have
+    answered.
+
+    Args:
+        first: Global ranks of the processes with which the gang begins.
+        tell: Sends a message to a process, given its global rank.
+        patience: Seconds that a member has to stop before it counts as hung.
+    """
+
+    first: tuple[int, ...]
+    tell: Callable[[int, Message], None]
+    patience: float
+    clock: Callable[[], float] = time.monotonic
+    number: int = 0
+    """Number of the present membership, or of the last one; 0: none has begun."""
+    records: list[MembershipRecord] = field(default_factory=list)
+    _members: tuple[int, ...] = ()  # of that membership, without those that died or left
+    _stopped: dict[int, int] = field(default_factory=dict)  # the step of each process that waits for the next one
+    _leaving: set[int] = field(default_factory=set)
+    _lost: dict[int, str] = field(default_factory=dict)  # since the membership began
+    _is_forming: bool = True
+    _is_complete: bool = False  # a member has trained to the end, and all others have done all steps
+    _since: float = 0.0  # time at which members were told to stop
+
+    def __post_init__(self) -> None:
+        self._members, self._since = self.first, self.clock()
+
+    def take(self, rank: int, message: Message) -> None:
+        """Take a message of a process."""
+        match message:
+            case {"stopped": int(), "step": int(step)}:
+                self._stopped[rank] = step
+                self._end()
+            case {"lost": int(number)} if number == self.number:
+                self._end()
+        self._form()
+
+    def lose(self, rank: int, cause: str) -> None:
+        """Go on without a process that died, of ``cause``."""
+        self._lost[rank] = cause
+        self._drop(rank)
+
+    def leave(self, rank: int) -> None:
+        """Go on without a process, which ends by itself when it learns that it is no member any more."""
+        self._leaving.add(rank)
+        self._end()
+        self._form()
+
+    def has_ended(self, rank: int) -> None:
+        """Note that a process has ended without an error: it has left, or all training is done."""
+        self._is_complete |= rank in self._members and rank not in self._leaving
+        self._leaving.discard(rank)
+        self._stopped.pop(rank, None)
+        self._members = tuple(member for member in self._members if member != rank)
+
+    def late(self) -> list[int]:
+        """Return the members that were told to stop longer ago than ``patience`` and have not answered."""
+        if not self._is_forming or self.number == 0 or self.clock() - self._since < self.patience:
+            return []
+        return [rank for rank in self._members if rank not in self._stopped]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until :meth:`late` may name a member; None: nobody was told to stop."""
+        if not self._is_forming or self.number == 0:
+            return None
+        return max(0.0, self._since + self.patience - self.clock())
+
+    def _drop(self, rank: int) -> None:
+        self._stopped.pop(rank, None)
+        self._leaving.discard(rank)
+        self._members = tuple(member for member in self._members if member != rank)
+        self._end()
+        self._form()
+
+    def _end(self) -> None:
+        """End the present membership, unless it has ended."""
+        if self._is_forming:
+            return
+        self._is_forming, self._since = True, self.clock()
+        for rank in self._members:
+            if rank not in self._stopped:
+                self.tell(rank, {"stop": self.number})
+
+    def _form(self) -> None:
+        """Begin the next membership if all members of the last one, and at first all processes, have stopped."""
+        if not self._is_forming or any(rank not in self._stopped for rank in self._members):
+            return
+        newcomers = [rank for rank in self._stopped if rank not in self._members]
+        members = tuple(rank for rank in (*self._members, *newcomers) if rank not in self._leaving)
+        if self._is_complete:
+            members = ()
+        elif not members:
+            return
+        steps = tuple(self._stopped[rank] for rank in members)
+        self.number, self._is_forming = self.number + 1, False
+        membership = Membership(self.number, members, steps, dict(self._lost))
+        if members:
+            self.records.append(_record(membership, self._leaving))
+        for rank in self._stopped:  # those that leave learn it from the list
+            self.tell(rank, membership.message())
+        self._members, self._stopped, self._lost = members, {}, {}
+        self._leaving.clear()
+
+
+def _record(membership: Membership, left: set[int]) -> MembershipRecord:
+    return {
+        "number": membership.number,
+        "first": max(0, *membership.steps, 0),
+        "members": list(membership.members),
+        "lost": {str(rank): cause for rank, cause in membership.lost.items()},
+        "left": sorted(left),
+        "time": time.time(),
+    }

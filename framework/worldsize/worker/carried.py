@@ -1,0 +1,72 @@
+"""Holds what a process keeps while the other members of its gang change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from worldsize.checkpoints.save import saving_thread
+from worldsize.config.settings import Settings
+from worldsize.core import Event, Listener, RunStarted
+from worldsize.engine.fit import TrainingProgress
+from worldsize.reproducibility.seeds import seed_generators, stream
+from worldsize.worker.evaluation import EvaluationData
+from worldsize.world.heartbeat import Heartbeat
+
+
+@final
+@dataclass
+class Carried:
+    """The data sets of a process, the thread that saves, and where its training stands."""
+
+    settings: Settings
+    device: torch.device
+    heartbeat: Path | None
+    check: Callable[[], None] = lambda: None  # raises if the gang of this process has ended; called before each step
+    progress: TrainingProgress | None = None
+    """What this process has done; None: nothing yet, so that it begins at the newest checkpoint."""
+    _told: list[Listener] = field(default_factory=list)  # those that know that the run has started
+    _beats: Heartbeat | None = None
+
+    @cached_property
+    def train(self) -> Any:
+        """The training data that the recipe returns."""
+        seed_generators(stream(self.settings.training.seed, "data"), self.device)  # it may draw its order
+        return self.settings.recipe.data("train")
+
+    @cached_property
+    def evaluation(self) -> EvaluationData:
+        """The data of evaluations."""
+        return EvaluationData(self.settings)
+
+    @cached_property
+    def saving(self) -> ThreadPoolExecutor:
+        """The thread that writes checkpoints: a save that was interrupted ends before the next begins."""
+        return saving_thread()
+
+    def beats(self, first: int) -> Heartbeat | None:
+        """Return the heartbeat of this process, which began after step ``first``."""
+        if self._beats is None and self.heartbeat is not None:
+            self._beats = Heartbeat(self.heartbeat, first)
+        return self._beats
+
+    def note(self, progress: TrainingProgress) -> None:
+        """Note what this process has done."""
+        self.progress = progress
+
+    def tell_started(self, event: RunStarted, listeners: list[Listener]) -> None:
+        """Tell those of ``listeners`` that do not know it that the run has started."""
+        for listener in listeners:
+            if not any(listener is told for told in self._told):
+                self._told.append(listener)
+                _told(listener, event)
+
+
+def _told(listener: Listener, event: Event) -> None:
+    listener(event)

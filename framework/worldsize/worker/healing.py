@@ -1,0 +1,137 @@
+"""Trains in a gang whose members change: the survivors of a failure, and newcomers, go on from the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import final
+
+import torch.distributed as dist
+
+from worldsize.checkpoints.peers import receive_state, send_state
+from worldsize.config.settings import Settings
+from worldsize.core import Listener, MembershipChanged, Replica, World
+from worldsize.engine.fit import TrainingProgress
+from worldsize.records.run_directory import RunDirectory
+from worldsize.worker.carried import Carried
+from worldsize.worker.training import Training, global_listeners
+from worldsize.world.connections import Connections
+from worldsize.world.environments import Placement
+from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
+from worldsize.world.preemption import Preemption
+from worldsize.world.world import regrouped
+
+
+@final
+class HealingMember:
+    """A process that trains in one membership of the gang after the other.
+
+    Args:
+        settings: Those of the run, as it was planned.
+        run: The run folder.
+        placement: The place of this process.
+        channel: Tells of changes.
+        listeners: Those of this process, to which those of the whole run are added once it is the first member.
+        preemption: Whether somebody asked it to end.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        run: RunDirectory,
+        placement: Placement,
+        channel: MembershipChannel,
+        listeners: list[Listener],
+        preemption: Preemption,
+    ) -> None:
+        self._settings, self._run, self._placement, self._channel = settings, run, placement, channel
+        self._listeners, self._preemption = listeners, preemption
+        self._replica: Replica | None = None  # with the state of the last step that this process has completed
+        self._logs = False  # whether the listeners of the whole run are among its own
+        self._has_logged = False  # and were in the membership before
+
+    def run(self, world: World, make_replica: Callable[[Settings, World], Replica]) -> int:
+        """Train until the run ends or this process leaves; return the exit code.
+
+        Args:
+            world: This process, in no group.
+            make_replica: Makes its replica, given the settings and the world of a membership; all members call it.
+
+        Raises:
+            Exception: the program failed, and not because of a peer.
+        """
+        carried = Carried(self._settings, world.device, self._placement.heartbeat, self._channel.check)
+        before: Membership | None = None
+        while True:
+            begun = time.perf_counter()
+            membership = self._channel.next(carried.progress.step if carried.progress else NEWCOMER)
+            if world.global_rank not in membership.members:
+                return 0
+            training: Training | None = None
+            try:
+                settings, world = self._joined(world, membership)
+                self._take_over(make_replica(settings, world), world, membership, carried)
+                assert self._replica is not None
+                listeners = self._listeners
+                training = Training(settings, self._run, world, self._replica, listeners, self._preemption, carried)
+                if before is not None or len(membership.members) < self._settings.roles[world.role].processes:
+                    step = carried.progress.step if carried.progress else 0
+                    training.tell(_changed(membership, before, step, time.perf_counter() - begun))
+                before = membership
+                return training.run()
+            except Exception as error:
+                if not self._channel.is_cause_of(error):
+                    raise
+            if training:
+                training.abandon()
+
+    def _joined(self, world: World, membership: Membership) -> tuple[Settings, World]:
+        """Join the groups of a membership; return its settings and the place of this process in it."""
+        connections = Connections()
+        self._channel.begin(membership.number, connections.cut)
+        settings = self._settings.among(len(membership.members))
+        with connections:
+            store = f"{self._placement.store}_{membership.number}"
+            world = regrouped(world, membership.members, settings.cluster, store)
+        self._has_logged = self._logs
+        if world.rank == 0 and not self._logs:
+            self._listeners += global_listeners(settings, self._run, self._preemption)
+            self._logs = True
+        return settings, world
+
+    def _take_over(self, replica: Replica, world: World, membership: Membership, carried: Carried) -> None:
+        """Bring ``replica`` to the newest state that any member has, which becomes that of this process."""
+        source = membership.source
+        if source is None:
+            self._replica, carried.progress = replica, None
+            return
+        step, behind, progress = membership.steps[source], membership.behind, carried.progress
+        evaluated, saved = self._done_after(step, world, progress)
+        if world.rank in behind:
+            assert world.group is not None
+            state, facts = receive_state(replica.state(), source, world.group, world.device)
+            progress = TrainingProgress(step, facts["skipped"])
+        else:
+            assert self._replica is not None
+            assert progress is not None
+            state = self._replica.state()
+            if world.rank == source and behind:
+                assert world.group is not None
+                send_state(state, {"skipped": progress.skipped}, behind, world.group)
+        replica.load(state)
+        self._replica = replica
+        carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
+
+    def _done_after(self, step: int, world: World, progress: TrainingProgress | None) -> tuple[bool, bool]:
+        """Return whether the evaluation and the save after ``step`` are done, as the process knows that logs them."""
+        done = [False, False]
+        if progress is not None and progress.step == step and self._has_logged:
+            done = [progress.evaluated, progress.saved]
+        if world.group is not None:
+            dist.broadcast_object_list(done, group=world.group, group_src=0)
+        return done[0], done[1]
+
+
+def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
+    joined = tuple(rank for rank in now.members if before is not None and rank not in before.members)
+    return MembershipChanged(step, now.number, now.members, dict(now.lost), joined, seconds)

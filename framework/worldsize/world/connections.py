@@ -1,0 +1,65 @@
+"""Cuts the connections of process groups, so that whoever waits for a lost peer goes on at once, with an error."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self, final
+
+import torch.distributed as dist
+
+_Sockets = Mapping[int, int]  # the inode of each socket of this process, by its file descriptor
+
+
+@final
+class Connections:
+    """Notes which sockets the process groups that are made inside its context open.
+
+    ``ProcessGroup.abort`` ends the operations of NCCL, but not those of gloo, which end when their sockets do.
+    """
+
+    def __init__(self) -> None:
+        self._before: _Sockets = {}
+        self._own: _Sockets | None = None  # None: the context is open
+        self._is_cut = False
+
+    def __enter__(self) -> Self:
+        self._before = _sockets()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._own = self._opened()
+
+    def cut(self) -> None:
+        """End all communication of these groups; may be called by another thread, and more than once."""
+        if dist.is_initialized() and "nccl" in dist.get_backend() and not self._is_cut:
+            dist.distributed_c10d._abort_process_group()
+        self._is_cut = True
+        for descriptor, inode in (self._opened() if self._own is None else self._own).items():
+            with suppress(OSError):  # it was closed in the meantime
+                if os.fstat(descriptor).st_ino == inode:
+                    _shut(descriptor)
+
+    def _opened(self) -> _Sockets:
+        return {number: inode for number, inode in _sockets().items() if self._before.get(number) != inode}
+
+
+def _sockets() -> _Sockets:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor of the listing itself
+            status = os.fstat(int(entry.name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(entry.name)] = status.st_ino
+    return found
+
+
+def _shut(descriptor: int) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        is_network = duplicate.family in (socket.AF_INET, socket.AF_INET6)
+        if is_network and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo aborts without it
+            duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,180 @@
+"""Lets a process of a gang learn, from its launching process, that the gang has other members from now on."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from queue import Empty, Queue
+from typing import Any, TypeAlias, final
+
+from worldsize.errors import WorldsizeError
+from worldsize.strict_json import parse
+
+NEWCOMER = -1  # the step of a process that has no state yet
+_LONGEST = 1 << 20  # bytes of a message
+_LOST_PEER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket", re.IGNORECASE
+)
+
+Message = Mapping[str, Any]
+Pipe: TypeAlias = "Connection[bytes, bytes]"
+
+
+class MembershipEndedError(WorldsizeError):
+    """The gang has other members from now on."""
+
+
+@final
+@dataclass(frozen=True)
+class Membership:
+    """The processes that train together, until one of them dies or leaves, or another joins.
+
+    Attributes:
+        number: Number of this membership in this attempt, from 1.
+        members: Global ranks of the members, those of the membership before first. Their ranks are their places here.
+        steps: The last step that each member has completed; NEWCOMER: it has no state.
+        lost: Global ranks of those that died since the membership before, and why.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def source(self) -> int | None:
+        """The rank of the first member with the newest state; None: no member has any."""
+        newest = max(self.steps, default=NEWCOMER)
+        return None if newest == NEWCOMER else self.steps.index(newest)
+
+    @property
+    def behind(self) -> list[int]:
+        """The ranks of the members that have an older state, or none."""
+        newest = max(self.steps, default=NEWCOMER)
+        return [rank for rank, step in enumerate(self.steps) if step < newest]
+
+    def message(self) -> Message:
+        """Return the membership as JSON, for :meth:`read`."""
+        lost = {str(rank): cause for rank, cause in self.lost.items()}
+        return {"form": self.number, "members": list(self.members), "steps": list(self.steps), "lost": lost}
+
+    @staticmethod
+    def read(message: Message) -> Membership:
+        """Read what :meth:`message` returned."""
+        lost = {int(rank): str(cause) for rank, cause in message["lost"].items()}
+        return Membership(int(message["form"]), tuple(message["members"]), tuple(message["steps"]), lost)
+
+
+def send(pipe: Pipe, message: Message) -> None:
+    """Send a message; raise OSError if the other end is gone."""
+    pipe.send_bytes(json.dumps(message).encode())
+
+
+def receive(pipe: Pipe) -> Message:
+    """Wait for a message.
+
+    Raises:
+        OSError, EOFError: the other end is gone.
+        ValueError: this is no message.
+    """
+    message = parse(pipe.recv_bytes(_LONGEST), at_most=_LONGEST)
+    if not isinstance(message, dict):
+        raise ValueError("a message is an object")
+    return message
+
+
+@final
+class MembershipChannel:
+    """The end of a process's pipe to its launching process, on which it learns of changes.
+
+    The launching process sends ``{"stop": n}`` when membership ``n`` ends, upon which all communication of this process
+    is cut; the process answers with its step, ``{"stopped": n, "step": s}``, and receives the next membership.
+
+    Args:
+        pipe: The pipe.
+        patience: Seconds within which a new membership begins.
+        detection: Seconds within which the launching process notices that a peer is lost.
+    """
+
+    def __init__(self, pipe: Pipe, *, patience: float, detection: float) -> None:
+        self._pipe, self._patience, self._detection = pipe, patience, detection
+        self._formed: Queue[Membership] = Queue()
+        self._has_ended = threading.Event()  # the membership
+        self._cut: Callable[[], None] = lambda: None
+        self._number = 0  # of the membership that this process belongs to, or belonged to last
+        threading.Thread(target=self._listen, daemon=True, name="membership").start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the membership of this process has ended, so that it should stop at once."""
+        return self._has_ended.is_set()
+
+    def begin(self, number: int, cut: Callable[[], None]) -> None:
+        """Note that this process belongs to membership ``number``, whose communication ``cut`` ends."""
+        self._number, self._cut = number, cut
+        if self.has_ended:
+            cut()
+
+    def is_cause_of(self, error: Exception) -> bool:
+        """Return whether ``error`` was raised since the membership has ended or a peer is lost, not by the program."""
+        return self.has_ended or (_tells_of_lost_peer(error) and self._tell_lost())
+
+    def check(self) -> None:
+        """Raise MembershipEndedError if the membership has ended."""
+        if self.has_ended:
+            raise MembershipEndedError("the gang has other members from now on")
+
+    def next(self, step: int) -> Membership:
+        """Answer that this process has stopped after ``step``, and wait for the next membership.
+
+        Raises:
+            WorldsizeError: none comes.
+        """
+        self._cut()
+        self._say(stopped=self._number, step=step)
+        try:
+            membership = self._formed.get(timeout=self._patience)
+        except Empty:
+            raise WorldsizeError(
+                f"membership {self._number} has ended, and no other has begun for {self._patience:g} s."
+            ) from None
+        return membership
+
+    def _tell_lost(self) -> bool:
+        """Report that a peer is lost; return whether the launching process ends the membership for it."""
+        self._cut()  # peers that wait for this process go on, too
+        self._say(lost=self._number)
+        return self._has_ended.wait(self._detection)
+
+    def _say(self, **message: Any) -> None:
+        with suppress(OSError):  # the launching process is gone, and this one will be
+            send(self._pipe, message)
+
+    def _listen(self) -> None:
+        with suppress(OSError, EOFError, ValueError):
+            while True:
+                message = receive(self._pipe)
+                if "stop" in message:
+                    self._has_ended.set()
+                    self._cut()
+                else:
+                    membership = Membership.read(message)
+                    self._has_ended.clear()
+                    self._formed.put(membership)
+
+
+def _tells_of_lost_peer(error: BaseException) -> bool:
+    """Return whether an error, or what caused it, reads like that of communication."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        if isinstance(seen, RuntimeError | OSError) and _LOST_PEER.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
