@@ -1,6 +1,7 @@
 """Kill one long run at random points, many times, and compare its end with that of an undisturbed one.
 
 uv run python benchmarks/soak.py kill 100        # SIGKILL of a random rank; the run restarts by itself
+uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank; the others go on, and another joins them
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -24,8 +25,8 @@ PROCESSES = 3
 PREEMPTED = 75
 
 
-def options(steps: int) -> list[str]:
-    own = [f"steps={steps}", f"cluster.processes={PROCESSES}", "cluster.threads=1", "log_every=1", "logger=none"]
+def options(steps: int, processes: int = PROCESSES) -> list[str]:
+    own = [f"steps={steps}", f"cluster.processes={processes}", "cluster.threads=1", "log_every=1", "logger=none"]
     return ["recipe=digits", "recipe.width=8", "checkpoint.every=50", "schedule=constant", *own]
 
 
@@ -63,17 +64,26 @@ def result(folder: Path) -> dict[str, Any]:
     return document
 
 
-def undisturbed(steps: int) -> dict[str, Any]:
+def undisturbed(arguments: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        start(Path(name), "train", *options(steps)).wait()
+        start(Path(name), "train", *arguments).wait()
         return result(Path(name))
 
 
 def kill(times: int, chance: random.Random) -> None:
+    kill_often(times, chance, options(100 * times), [])
+
+
+def heal(times: int, chance: random.Random) -> None:
+    common = [*options(100 * times, processes=4), "reproducibility=elastic"]
+    kill_often(times, chance, common, ["strategy.on_failure=heal"])
+
+
+def kill_often(times: int, chance: random.Random, common: list[str], own: list[str]) -> None:
     steps, seconds = 100 * times, list[float]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = start(folder, "train", *options(steps), f"launcher.max_restarts={2 * times}")
+        process = start(folder, "train", *common, *own, f"launcher.max_restarts={2 * times}")
         wait_for_step(folder, 0, process)
         while len(seconds) < times and process.poll() is None:
             before = last_step(folder)
@@ -88,7 +98,7 @@ def kill(times: int, chance: random.Random) -> None:
     seconds.sort()
     print(f"\n{len(seconds)} kills; kill to next new step: median {statistics.median(seconds):.2f} s, "
           f"95th percentile {seconds[int(0.95 * len(seconds))]:.2f} s, largest {seconds[-1]:.2f} s")  # fmt: skip
-    report(disturbed, undisturbed(steps))
+    report(disturbed, undisturbed(common))
 
 
 def terminate(times: int, chance: random.Random) -> None:
@@ -109,7 +119,7 @@ def terminate(times: int, chance: random.Random) -> None:
         process.wait()
         disturbed = result(folder)
     print(f"\n{sum(steps_lost == 0 for steps_lost in lost)} of {times} lost no step")
-    report(disturbed, undisturbed(steps))
+    report(disturbed, undisturbed(options(steps)))
 
 
 def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -118,4 +128,4 @@ def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    {"kill": kill, "terminate": terminate}[sys.argv[1]](int(sys.argv[2]), random.Random(0))
+    {"kill": kill, "heal": heal, "terminate": terminate}[sys.argv[1]](int(sys.argv[2]), random.Random(0))

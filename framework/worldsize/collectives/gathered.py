@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from worldsize.collectives.ordered import sum_level
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import wait
 
 LARGEST = 1 << 20  # bytes of all rows together
 
@@ -28,6 +28,5 @@ def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
     """Replace each rank's ``row_n``, of shape (n,), by the mean over ranks, with the same bits on every rank."""
     size = dist.get_world_size(group)
     rows_pn = row_n.new_empty(size * row_n.numel())
-    with phase("communication"):
-        dist.all_gather_into_tensor(rows_pn, row_n, group=group)
+    wait(dist.all_gather_into_tensor(rows_pn, row_n, group=group, async_op=True))
     return torch.div(sum_level(rows_pn.view(size, -1).unbind()), size, out=row_n)

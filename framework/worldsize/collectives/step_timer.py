@@ -34,6 +34,8 @@ from torch.distributed import Work
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from worldsize.collectives.interruption import INTERRUPTION
+
 Phase = Literal["compute", "communication", "update"]
 PHASES: tuple[Phase, ...] = ("compute", "communication", "update")
 
@@ -165,11 +167,11 @@ def wait(work: Work | None) -> None:
     assert work is not None, "only members of the group take part"
     timer = _open
     if timer is None or not timer.hears():
-        work.wait()
+        INTERRUPTION.wait(work)
         return
     before = timer.switch("communication")
     try:
-        work.wait()
+        INTERRUPTION.wait(work)
     finally:
         timer.switch(before)
 

@@ -105,7 +105,7 @@ class Members:
         """Start a process, and show its output."""
         member = self._start(role, rank, self._starts(role, rank))
         self.current.append(member)
-        if self._terminal:
+        if self._terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
             self._terminal.show(f"{role} {rank}", member.log)
 
     def alive(self) -> list[Member]:

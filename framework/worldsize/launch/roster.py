@@ -19,9 +19,9 @@ _logger = logging.getLogger(__name__)
 class Roster:
     """Decides on memberships; it does no I/O, so that agents on several hosts can share one.
 
-    A membership ends when a member dies, leaves, reports a lost peer, or when a newcomer is ready. Then every member is
-    told to stop, answers with the last step that it has completed, and the next membership begins with those that have
-    answered.
+    A membership ends when a member dies or reports a lost peer; for a newcomer that is ready, or a member that is to
+    leave, it ends once all members have trained a few steps in it. Then every member is told to stop, answers with the
+    last step that it has completed, and the next membership begins with those that have answered.
 
     Args:
         first: Global ranks of the processes with which the gang begins.
@@ -39,6 +39,7 @@ class Roster:
     _members: tuple[int, ...] = ()  # of that membership, without those that died or left
     _stopped: dict[int, int] = field(default_factory=dict)  # the step of each process that waits for the next one
     _leaving: set[int] = field(default_factory=set)
+    _trained: set[int] = field(default_factory=set)  # members that have trained a few steps in this membership
     _lost: dict[int, str] = field(default_factory=dict)  # since the membership began
     _is_forming: bool = True
     _is_complete: bool = False  # a member has trained to the end, and all others have done all steps
@@ -52,10 +53,13 @@ class Roster:
         match message:
             case {"stopped": int(), "step": int(step)}:
                 self._stopped[rank] = step
-                self._end()
+                if rank in self._members:
+                    self._end()
             case {"lost": int(number)} if number == self.number:
                 self._end()
-        self._form()
+            case {"trained": int(number)} if number == self.number:
+                self._trained.add(rank)
+        self._change()
 
     def lose(self, rank: int, cause: str) -> None:
         """Go on without a process that died, of ``cause``."""
@@ -65,8 +69,7 @@ class Roster:
     def leave(self, rank: int) -> None:
         """Go on without a process, which ends by itself when it learns that it is no member any more."""
         self._leaving.add(rank)
-        self._end()
-        self._form()
+        self._change()
 
     def has_ended(self, rank: int) -> None:
         """Note that a process has ended without an error: it has left, or all training is done."""
@@ -74,6 +77,10 @@ class Roster:
         self._leaving.discard(rank)
         self._stopped.pop(rank, None)
         self._members = tuple(member for member in self._members if member != rank)
+        if self._is_complete:
+            for newcomer in [each for each in self._stopped if each not in self._members]:
+                del self._stopped[newcomer]
+                self.tell(newcomer, Membership(self.number, ()).message())
 
     def late(self) -> list[int]:
         """Return the members that were told to stop longer ago than ``patience`` and have not answered."""
@@ -93,6 +100,13 @@ class Roster:
         self._leaving.discard(rank)
         self._members = tuple(member for member in self._members if member != rank)
         self._end()
+        self._form()
+
+    def _change(self) -> None:
+        """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
+        newcomers = any(rank not in self._members for rank in self._stopped)
+        if (newcomers or self._leaving) and self._trained.issuperset(self._members):
+            self._end()
         self._form()
 
     def _end(self) -> None:
@@ -123,6 +137,7 @@ class Roster:
             self.tell(rank, membership.message())
         self._members, self._stopped, self._lost = members, {}, {}
         self._leaving.clear()
+        self._trained.clear()
 
 
 def _record(membership: Membership, left: set[int]) -> MembershipRecord:

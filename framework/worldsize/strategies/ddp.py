@@ -31,7 +31,12 @@ from worldsize.strategies.ddp_cost import ddp_cost
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import whole_multi_update
-from worldsize.strategies.reducers import Compression, compressed_reducer, gradient_reducer
+from worldsize.strategies.reducers import (
+    Compression,
+    compressed_reducer,
+    gradient_reducer,
+    interruptible_reducer,
+)
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.strategies.train_state import TrainState
 
@@ -117,8 +122,10 @@ class DDP(Strategy):
         )
 
     def _reducer(self, module: nn.Module, world: World, logical_ranks: int | None) -> GradientReducer:
-        if not isinstance(module, DistributedDataParallel) or self.on_failure == "heal":
-            return gradient_reducer(self.reduce, module, world.group, logical_ranks)
+        if not isinstance(module, DistributedDataParallel):
+            return gradient_reducer(self.reduce, module, None, logical_ranks)
+        if self.on_failure == "heal":
+            return interruptible_reducer(self.reduce, module, world, logical_ranks)
         return compressed_reducer(self.reduce, self.compress, module, world, powersgd_rank=self.powersgd_rank)
 
 

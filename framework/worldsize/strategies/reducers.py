@@ -35,6 +35,16 @@ def gradient_reducer(
     return AllReduceReducer(module, logical_ranks=logical_ranks)
 
 
+def interruptible_reducer(
+    reduce: Reduction, module: DistributedDataParallel, world: World, logical_ranks: int | None
+) -> GradientReducer:
+    """Make a reducer that waits for peers in Python, where it learns of the end of its gang; DDP's own does not."""
+    assert world.group is not None
+    if reduce == "ordered" or is_small(module, world.size):
+        return gradient_reducer(reduce, module, world.group, logical_ranks)
+    return AllReduceReducer(module, CompressedHook(module, world, None, None), logical_ranks=logical_ranks)
+
+
 def compressed_reducer(
     reduce: Reduction, compress: Compression, module: DistributedDataParallel, world: World, *, powersgd_rank: int
 ) -> GradientReducer:

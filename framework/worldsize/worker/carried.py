@@ -28,7 +28,8 @@ class Carried:
     settings: Settings
     device: torch.device
     heartbeat: Path | None
-    check: Callable[[], None] = lambda: None  # raises if the gang of this process has ended; called before each step
+    begin_step: Callable[[], None] = lambda: None  # raises if the gang of this process has ended
+    finish: Callable[[], None] = lambda: None  # called when this process needs no other any more
     progress: TrainingProgress | None = None
     """What this process has done; None: nothing yet, so that it begins at the newest checkpoint."""
     _told: list[Listener] = field(default_factory=list)  # those that know that the run has started

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
 from typing import final
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.peers import receive_state, send_state
+from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.config.settings import Settings
 from worldsize.core import Listener, MembershipChanged, Replica, World
 from worldsize.engine.fit import TrainingProgress
@@ -17,6 +23,7 @@ from worldsize.worker.carried import Carried
 from worldsize.worker.training import Training, global_listeners
 from worldsize.world.connections import Connections
 from worldsize.world.environments import Placement
+from worldsize.world.folder_store import FolderStore
 from worldsize.world.membership import NEWCOMER, Membership, MembershipChannel
 from worldsize.world.preemption import Preemption
 from worldsize.world.world import regrouped
@@ -47,6 +54,8 @@ class HealingMember:
         self._settings, self._run, self._placement, self._channel = settings, run, placement, channel
         self._listeners, self._preemption = listeners, preemption
         self._replica: Replica | None = None  # with the state of the last step that this process has completed
+        self._kept: list[tuple[list[Work], Mapping[str, ProcessGroup]]] = []  # groups with unfinished collectives
+        self._store: FolderStore | None = None  # of the present groups, which do not keep it alive
         self._logs = False  # whether the listeners of the whole run are among its own
         self._has_logged = False  # and were in the membership before
 
@@ -60,7 +69,9 @@ class HealingMember:
         Raises:
             Exception: the program failed, and not because of a peer.
         """
-        carried = Carried(self._settings, world.device, self._placement.heartbeat, self._channel.check)
+        INTERRUPTION.begin(self._channel.check)
+        channel, heartbeat = self._channel, self._placement.heartbeat
+        carried = Carried(self._settings, world.device, heartbeat, channel.begin_step, channel.finish)
         before: Membership | None = None
         while True:
             begun = time.perf_counter()
@@ -71,6 +82,7 @@ class HealingMember:
             try:
                 settings, world = self._joined(world, membership)
                 self._take_over(make_replica(settings, world), world, membership, carried)
+                gc.collect()  # the replica before, and its groups, refer to themselves
                 assert self._replica is not None
                 listeners = self._listeners
                 training = Training(settings, self._run, world, self._replica, listeners, self._preemption, carried)
@@ -87,12 +99,17 @@ class HealingMember:
 
     def _joined(self, world: World, membership: Membership) -> tuple[Settings, World]:
         """Join the groups of a membership; return its settings and the place of this process in it."""
+        unfinished = INTERRUPTION.unfinished()
+        self._kept = [(works, groups) for works, groups in self._kept if not all(map(Work.is_completed, works))]
+        if unfinished:  # whoever destroys their groups would wait for them
+            self._kept.append((unfinished, world.groups))
         connections = Connections()
         self._channel.begin(membership.number, connections.cut)
         settings = self._settings.among(len(membership.members))
+        folder = Path(f"{urlsplit(self._placement.store).path}_{membership.number}")
+        self._store = FolderStore(folder, self._channel.check, timedelta(seconds=settings.cluster.timeout))
         with connections:
-            store = f"{self._placement.store}_{membership.number}"
-            world = regrouped(world, membership.members, settings.cluster, store)
+            world = regrouped(world, membership.members, settings.cluster, self._store)
         self._has_logged = self._logs
         if world.rank == 0 and not self._logs:
             self._listeners += global_listeners(settings, self._run, self._preemption)

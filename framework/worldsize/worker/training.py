@@ -152,6 +152,7 @@ class Training:
         self._checkpoints.close()
         if last.step < steps and last.stopped_early is None:
             self._checkpoints.check_stop()
+            self._carried.finish()
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
@@ -161,6 +162,7 @@ class Training:
             write_result(self._run, summary)
         if self._settings.heals and self._world.group is not None:
             dist.barrier(group=self._world.group)  # until here, others take the place of one that dies
+        carried.finish()
         self._emit(RunEnded(last.step, "completed", summary))
         replica.close(complete=True)
         return 0
@@ -295,7 +297,7 @@ class Training:
             if heartbeat:
                 heartbeat.step(done)
             self._checkpoints.begin_step()
-            self._carried.check()
+            self._carried.begin_step()
             yield step
 
     def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:

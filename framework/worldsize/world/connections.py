@@ -33,12 +33,14 @@ class Connections:
 
     def __exit__(self, *_: object) -> None:
         self._own = self._opened()
+        if self._is_cut:  # in the meantime, when some of them did not exist
+            self.cut()
 
     def cut(self) -> None:
         """End all communication of these groups; may be called by another thread, and more than once."""
-        if dist.is_initialized() and "nccl" in dist.get_backend() and not self._is_cut:
+        is_first, self._is_cut = not self._is_cut, True
+        if is_first and dist.is_initialized() and "nccl" in dist.get_backend():
             dist.distributed_c10d._abort_process_group()
-        self._is_cut = True
         for descriptor, inode in (self._opened() if self._own is None else self._own).items():
             with suppress(OSError):  # it was closed in the meantime
                 if os.fstat(descriptor).st_ino == inode:
@@ -62,4 +64,4 @@ def _shut(descriptor: int) -> None:
     with socket.socket(fileno=os.dup(descriptor)) as duplicate:
         is_network = duplicate.family in (socket.AF_INET, socket.AF_INET6)
         if is_network and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo aborts without it
-            duplicate.shutdown(socket.SHUT_RDWR)
+            duplicate.shutdown(socket.SHUT_RD)  # what is written still succeeds: gloo would wait for what does not

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
+import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,8 +20,13 @@ from typing import Any, TypeAlias, final
 from worldsize.errors import WorldsizeError
 from worldsize.strict_json import parse
 
+_logger = logging.getLogger(__name__)
+
 NEWCOMER = -1  # the step of a process that has no state yet
 _LONGEST = 1 << 20  # bytes of a message
+_SETTLED = 3  # the step of a membership at whose beginning all that is made once, such as DDP's buckets, is made
+_STUCK = 2.0  # seconds without computing after which a process that was told to stop is stuck
+_BUSY = 0.01  # seconds of computing in between that show that it is not
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket", re.IGNORECASE
 )
@@ -106,6 +116,9 @@ class MembershipChannel:
         self._formed: Queue[Membership] = Queue()
         self._has_ended = threading.Event()  # the membership
         self._cut: Callable[[], None] = lambda: None
+        self._has_stopped = threading.Event()  # and waits for the next membership
+        self._steps = 0  # that this process has begun in the membership
+        self._is_over = False  # this process needs no other any more
         self._number = 0  # of the membership that this process belongs to, or belonged to last
         threading.Thread(target=self._listen, daemon=True, name="membership").start()
 
@@ -116,9 +129,13 @@ class MembershipChannel:
 
     def begin(self, number: int, cut: Callable[[], None]) -> None:
         """Note that this process belongs to membership ``number``, whose communication ``cut`` ends."""
-        self._number, self._cut = number, cut
+        self._number, self._cut, self._steps = number, cut, 0
         if self.has_ended:
             cut()
+
+    def finish(self) -> None:
+        """Note that this process has done all that it needs others for, so that their end does not matter."""
+        self._is_over = True
 
     def is_cause_of(self, error: Exception) -> bool:
         """Return whether ``error`` was raised since the membership has ended or a peer is lost, not by the program."""
@@ -135,6 +152,7 @@ class MembershipChannel:
         Raises:
             WorldsizeError: none comes.
         """
+        self._has_stopped.set()
         self._cut()
         self._say(stopped=self._number, step=step)
         try:
@@ -144,6 +162,13 @@ class MembershipChannel:
                 f"membership {self._number} has ended, and no other has begun for {self._patience:g} s."
             ) from None
         return membership
+
+    def begin_step(self) -> None:
+        """Note that a step begins; raise MembershipEndedError if the membership has ended."""
+        self._steps += 1
+        if self._steps == _SETTLED:
+            self._say(trained=self._number)
+        self.check()
 
     def _tell_lost(self) -> bool:
         """Report that a peer is lost; return whether the launching process ends the membership for it."""
@@ -155,6 +180,24 @@ class MembershipChannel:
         with suppress(OSError):  # the launching process is gone, and this one will be
             send(self._pipe, message)
 
+    def _end_if_stuck(self) -> None:
+        """End this process if its main thread does nothing, though it was told to stop; the others go on without it.
+
+        There are waits, of gloo and others, that nothing ends before their timeout.
+        """
+        if self._is_over:
+            return
+        clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        used, since = time.clock_gettime(clock), time.monotonic()
+        while not self._has_stopped.wait(_STUCK / 8):
+            now = time.clock_gettime(clock)
+            if now - used > _BUSY:
+                used, since = now, time.monotonic()
+            elif time.monotonic() - since > _STUCK:
+                _logger.error("this process does not stop: it waits for something that does not come")
+                faulthandler.dump_traceback()
+                os.kill(os.getpid(), signal.SIGKILL)
+
     def _listen(self) -> None:
         with suppress(OSError, EOFError, ValueError):
             while True:
@@ -162,9 +205,11 @@ class MembershipChannel:
                 if "stop" in message:
                     self._has_ended.set()
                     self._cut()
+                    self._end_if_stuck()
                 else:
                     membership = Membership.read(message)
                     self._has_ended.clear()
+                    self._has_stopped.clear()
                     self._formed.put(membership)
 
 

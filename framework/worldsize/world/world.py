@@ -44,14 +44,14 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
         dist.destroy_process_group()
 
 
-def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: str) -> World:
+def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: dist.Store) -> World:
     """Leave the process groups of ``world`` and join those of the processes ``members``, all of which must call it.
 
     Args:
         world: The place of this process until now.
         members: Global ranks of the processes that train together from now on, ascending.
         cluster: The machines.
-        store: The rendezvous of these members, which no others have used: an ``init_method`` of torch.distributed.
+        store: The rendezvous of these members, which no others have used; the caller keeps it alive.
 
     Returns:
         The place of this process among the members: its rank is its place in the list.
@@ -63,7 +63,7 @@ def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: str
         timeout = timedelta(seconds=cluster.timeout)
         dist.init_process_group(
             cluster.backend,
-            init_method=store,
+            store=store,
             rank=rank,
             world_size=len(members),
             timeout=timeout,

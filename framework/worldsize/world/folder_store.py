@@ -1,0 +1,65 @@
+"""A store of torch.distributed in a private folder, whose waits end as soon as the processes that meet there change."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import final
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+_FIRST, _LONGEST = 0.0002, 0.005  # seconds between two looks for a key
+
+
+@final
+class FolderStore(dist.Store):
+    """Has one file a key. Torch's own file store waits until its timeout for a peer that has died.
+
+    A process group does not keep it alive: whoever makes one must do so, for as long as the group exists.
+
+    Args:
+        folder: Folder that all processes share, and no others know.
+        check: Raises an error if nobody should wait any longer; called while a key is missing.
+        timeout: Longest time to wait for a key.
+    """
+
+    def __init__(self, folder: Path, check: Callable[[], None], timeout: timedelta) -> None:
+        super().__init__()
+        self._folder, self._check, self._timeout = folder, check, timeout
+        folder.mkdir(exist_ok=True)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write the value of a key."""
+        draft = self._folder / f".{os.getpid()}"
+        draft.write_bytes(value.encode() if isinstance(value, str) else value)
+        draft.replace(self._path(key))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        return self._path(key).read_bytes()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all ``keys`` have values."""
+        return all(self._path(key).exists() for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` have values.
+
+        Raises:
+            TimeoutError: they have none in time.
+        """
+        pause, deadline = _FIRST, time.monotonic() + (timeout or self._timeout).total_seconds()
+        while not self.check(keys):
+            self._check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"timed out waiting for {', '.join(keys)}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
