@@ -49,7 +49,6 @@ class Saver:
         owner: A file without which nothing is saved, such as the run's manifest, so that a deleted run folder is not
             created again.
         at: Called at named points, at which tests inject faults.
-        thread: The thread that writes, see :func:`saving_thread`; None: one of its own.
     """
 
     def __init__(
@@ -62,14 +61,13 @@ class Saver:
         finite: bool = False,
         owner: Path | None = None,
         at: Callable[[str], None] = _nothing,
-        thread: ThreadPoolExecutor | None = None,
     ) -> None:
         self._root, self._world, self._group = root, world, group
         self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
         self._buffers: dict[str, Tensor] = {}
         self._names: set[str] = set()  # of the tensors of the previous save
         self._partly: dict[str, Tensor] = {}  # ranks that hold each of these tensors, if not all do
-        self._thread = thread or saving_thread()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._pending: Future[CheckpointSaved | None] | None = None
 
     def save(
@@ -115,9 +113,9 @@ class Saver:
         saved = pending.result()
         return [saved] if saved else []
 
-    def abandon(self) -> None:
-        """Forget the save in flight, which fails since its group is gone; nothing is published unless it is whole."""
-        self._pending = None
+    def regroup(self, world: World, group: ProcessGroup | None) -> None:
+        """Save together with other ranks from now on; a save in flight is forgotten, which fails without its group."""
+        self._world, self._group, self._pending, self._names = world, group, None, set()
 
     def close(self) -> None:
         """End the thread once the save in flight, if any, has ended."""
@@ -125,16 +123,12 @@ class Saver:
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy to host memory that is reused for every save; training waits only for this copy."""
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        self._buffers = {name: _buffer(self._buffers.get(name), tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return self._buffers
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        old = self._buffers.get(name)
-        return old if old is not None and _layout(old) == _layout(tensor) else _host_like(tensor)
 
     def _write(
         self, tensors: Mapping[str, Tensor], head: Mapping[str, Any], step: int, tensors_digest: str
@@ -215,11 +209,6 @@ class Saver:
         return result
 
 
-def saving_thread() -> ThreadPoolExecutor:
-    """Make the thread that writes checkpoints, one after the other."""
-    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
-
-
 def _give_way() -> None:
     """Lower this thread's priority in favour of training; on Linux niceness is per thread (setpriority(2))."""
     if sys.platform == "linux":
@@ -274,6 +263,11 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     """Return what two tensors must have in common to copy bytes; ``copy_`` alone would broadcast and convert."""
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     return tensor.dtype, tensor.shape, placements, _local(tensor).shape
+
+
+def _buffer(old: Tensor | None, tensor: Tensor) -> Tensor:
+    """Return ``old`` if ``tensor`` can be copied into it, else host memory for it."""
+    return old if old is not None and _layout(old) == _layout(tensor) else _host_like(tensor)
 
 
 def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -103,7 +103,7 @@ class Members:
 
     def add(self, role: str, rank: int) -> None:
         """Start a process, and show its output."""
-        member = self._start(role, rank, self._starts(role, rank))
+        member = self._start(role, rank, _starts(self.lost, role, rank))
         self.current.append(member)
         if self._terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
             self._terminal.show(f"{role} {rank}", member.log)
@@ -159,9 +159,6 @@ class Members:
         """Return whether the run needs the process: only those of the last role may come and go."""
         return member.role != list(self.roles)[-1] or self.roles[member.role].restart != "individual"
 
-    def _starts(self, role: str, rank: int) -> int:
-        return sum((lost.role, lost.rank) == (role, rank) for lost in self.lost)
-
     def _heal(self, member: Member, *, is_ending: bool) -> None:
         """Go on without a failed process, or restart it too, unless its error is one that met another at that step."""
         beat, error = member.beat, member.ending().error
@@ -175,7 +172,7 @@ class Members:
 
     def _replace(self, member: Member) -> None:
         """Restart a failed process, or continue without it; if neither is allowed, the gang fails."""
-        role, starts = self.roles[member.role], self._starts(member.role, member.rank)
+        role, starts = self.roles[member.role], _starts(self.lost, member.role, member.rank)
         others = sum(each.role == member.role and each.process.is_alive() for each in self.current)
         least = 1 if role.restart == "heal" else role.processes
         is_spare = others >= (least if role.min_processes is None else role.min_processes)
@@ -205,3 +202,8 @@ class Members:
                 self.lost.remove(member)
                 self.current.append(member)
                 self.ended.append(member)
+
+
+def _starts(lost: Sequence[Member], role: str, rank: int) -> int:
+    """Return how often a process was started and died."""
+    return sum((each.role, each.rank) == (role, rank) for each in lost)

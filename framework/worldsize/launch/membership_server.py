@@ -55,7 +55,7 @@ class MembershipServer:
             self._roster.take(self._rank(member), message)
 
     def note_end(self, member: Member) -> None:
-        """Note that a process has ended, once the members know what that means for the gang."""
+        """Record that a process has ended, once the members know what that means for the gang."""
         if member in self._members.lost:
             self._roster.lose(self._rank(member), member.ending().cause.rstrip().splitlines()[-1])
         else:

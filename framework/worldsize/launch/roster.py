@@ -32,7 +32,6 @@ class Roster:
     first: tuple[int, ...]
     tell: Callable[[int, Message], None]
     patience: float
-    clock: Callable[[], float] = time.monotonic
     number: int = 0
     """Number of the present membership, or of the last one; 0: none has begun."""
     records: list[MembershipRecord] = field(default_factory=list)
@@ -41,12 +40,11 @@ class Roster:
     _leaving: set[int] = field(default_factory=set)
     _trained: set[int] = field(default_factory=set)  # members that have trained a few steps in this membership
     _lost: dict[int, str] = field(default_factory=dict)  # since the membership began
-    _is_forming: bool = True
     _is_complete: bool = False  # a member has trained to the end, and all others have done all steps
-    _since: float = 0.0  # time at which members were told to stop
+    _since: float | None = field(default_factory=time.monotonic)  # when members were told to stop; None: they train
 
     def __post_init__(self) -> None:
-        self._members, self._since = self.first, self.clock()
+        self._members = self.first
 
     def take(self, rank: int, message: Message) -> None:
         """Take a message of a process."""
@@ -72,7 +70,7 @@ class Roster:
         self._change()
 
     def has_ended(self, rank: int) -> None:
-        """Note that a process has ended without an error: it has left, or all training is done."""
+        """Record that a process has ended without an error: it has left, or all training is done."""
         self._is_complete |= rank in self._members and rank not in self._leaving
         self._leaving.discard(rank)
         self._stopped.pop(rank, None)
@@ -84,16 +82,16 @@ class Roster:
 
     def late(self) -> list[int]:
         """Return the members that were told to stop longer ago than ``patience`` and have not answered."""
-        if not self._is_forming or self.number == 0 or self.clock() - self._since < self.patience:
+        if self.seconds_left != 0:
             return []
         return [rank for rank in self._members if rank not in self._stopped]
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds until :meth:`late` may name a member; None: nobody was told to stop."""
-        if not self._is_forming or self.number == 0:
+        if self._since is None or self.number == 0:
             return None
-        return max(0.0, self._since + self.patience - self.clock())
+        return max(0.0, self._since + self.patience - time.monotonic())
 
     def _drop(self, rank: int) -> None:
         self._stopped.pop(rank, None)
@@ -111,16 +109,16 @@ class Roster:
 
     def _end(self) -> None:
         """End the present membership, unless it has ended."""
-        if self._is_forming:
+        if self._since is not None:
             return
-        self._is_forming, self._since = True, self.clock()
+        self._since = time.monotonic()
         for rank in self._members:
             if rank not in self._stopped:
                 self.tell(rank, {"stop": self.number})
 
     def _form(self) -> None:
         """Begin the next membership if all members of the last one, and at first all processes, have stopped."""
-        if not self._is_forming or any(rank not in self._stopped for rank in self._members):
+        if self._since is None or any(rank not in self._stopped for rank in self._members):
             return
         newcomers = [rank for rank in self._stopped if rank not in self._members]
         members = tuple(rank for rank in (*self._members, *newcomers) if rank not in self._leaving)
@@ -129,7 +127,7 @@ class Roster:
         elif not members:
             return
         steps = tuple(self._stopped[rank] for rank in members)
-        self.number, self._is_forming = self.number + 1, False
+        self.number, self._since = self.number + 1, None
         membership = Membership(self.number, members, steps, dict(self._lost))
         if members:
             self.records.append(_record(membership, self._leaving))

@@ -47,9 +47,12 @@ def downgrades(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[
 
 
 def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
-    """List the downgrades of a run resumed with another configuration, which no single run can repeat."""
+    """List the downgrades of a run that changed on its way, which no single run can repeat.
+
+    It was resumed with another configuration, or it went on without processes that died, or with others.
+    """
     is_ordered = manifest["determinism"]["reduce"] == "ordered"
-    reasons: list[Downgrade] = []
+    reasons = [] if is_ordered else list(_memberships(manifest))
     for resumed in manifest.get("resumed", ()):
         for key, then, now in resumed["changes"]:
             reason = f"{key}: {then} at first, {now} from attempt {resumed['attempt']} on"
@@ -60,6 +63,13 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
             elif key.startswith(_DECIDE_SUMS) and not is_ordered:
                 reasons.append(Downgrade("tolerance", f"{reason}, and sums depend on it"))
     return reasons
+
+
+def _memberships(manifest: Mapping[str, Any]) -> Iterator[Downgrade]:
+    for attempt in manifest["attempts"]:
+        for each in attempt.get("memberships", ())[1:]:
+            trained = f"{len(each['members'])} processes trained from step {each['first'] + 1} on"
+            yield Downgrade("tolerance", f"attempt {attempt['number']}: {trained}, and sums depend on it")
 
 
 def downgraded_level(

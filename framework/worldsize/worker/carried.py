@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch.distributed import ProcessGroup
 
-from worldsize.checkpoints.save import saving_thread
+from worldsize.checkpoints.save import Saver
 from worldsize.config.settings import Settings
-from worldsize.core import Event, Listener, RunStarted
+from worldsize.core import Listener, RunStarted, World
 from worldsize.engine.fit import TrainingProgress
+from worldsize.records.run_directory import RunDirectory
 from worldsize.reproducibility.seeds import seed_generators, stream
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.world.heartbeat import Heartbeat
@@ -34,6 +35,7 @@ class Carried:
     """What this process has done; None: nothing yet, so that it begins at the newest checkpoint."""
     _told: list[Listener] = field(default_factory=list)  # those that know that the run has started
     _beats: Heartbeat | None = None
+    _saver: Saver | None = None
 
     @cached_property
     def train(self) -> Any:
@@ -46,10 +48,24 @@ class Carried:
         """The data of evaluations."""
         return EvaluationData(self.settings)
 
-    @cached_property
-    def saving(self) -> ThreadPoolExecutor:
-        """The thread that writes checkpoints: a save that was interrupted ends before the next begins."""
-        return saving_thread()
+    def saver(self, run: RunDirectory, world: World, group: ProcessGroup | None) -> Saver:
+        """Return the writer of checkpoints, for the ranks of ``world``, in whose ``group`` nothing else communicates.
+
+        It is the same one in each membership, so that a save that was interrupted ends before the next begins.
+        """
+        if self._saver is not None:
+            self._saver.regroup(world, group)
+            return self._saver
+        self._saver = Saver(
+            run.checkpoints,
+            world,
+            group,
+            keep=self.settings.checkpoint.keep,
+            finite=self.settings.numerics.nonfinite == "stop",
+            owner=run.manifest,
+            at=self.settings.faults.at,
+        )
+        return self._saver
 
     def beats(self, first: int) -> Heartbeat | None:
         """Return the heartbeat of this process, which began after step ``first``."""
@@ -58,7 +74,7 @@ class Carried:
         return self._beats
 
     def note(self, progress: TrainingProgress) -> None:
-        """Note what this process has done."""
+        """Record what this process has done."""
         self.progress = progress
 
     def tell_started(self, event: RunStarted, listeners: list[Listener]) -> None:
@@ -66,8 +82,4 @@ class Carried:
         for listener in listeners:
             if not any(listener is told for told in self._told):
                 self._told.append(listener)
-                _told(listener, event)
-
-
-def _told(listener: Listener, event: Event) -> None:
-    listener(event)
+                listener(event)

@@ -80,10 +80,6 @@ class Checkpointing:
         """Wait for the save in flight and emit its event; raise as :meth:`save` does."""
         self._take(self._saver.finish)
 
-    def abandon(self) -> None:
-        """Forget the save in flight, whose ranks are no longer together."""
-        self._saver.abandon()
-
     def close(self) -> None:
         """End the saver's thread."""
         self._saver.close()

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, Work
 from worldsize.checkpoints.peers import receive_state, send_state
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.config.settings import Settings
-from worldsize.core import Listener, MembershipChanged, Replica, World
+from worldsize.core import Event, Listener, MembershipChanged, Replica, World
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.worker.carried import Carried
@@ -78,24 +78,22 @@ class HealingMember:
             membership = self._channel.next(carried.progress.step if carried.progress else NEWCOMER)
             if world.global_rank not in membership.members:
                 return 0
-            training: Training | None = None
             try:
                 settings, world = self._joined(world, membership)
-                self._take_over(make_replica(settings, world), world, membership, carried)
-                gc.collect()  # the replica before, and its groups, refer to themselves
-                assert self._replica is not None
-                listeners = self._listeners
-                training = Training(settings, self._run, world, self._replica, listeners, self._preemption, carried)
+                replica = self._with_newest_state(make_replica(settings, world), world, membership, carried)
                 if before is not None or len(membership.members) < self._settings.roles[world.role].processes:
                     step = carried.progress.step if carried.progress else 0
-                    training.tell(_changed(membership, before, step, time.perf_counter() - begun))
+                    self._tell(_changed(membership, before, step, time.perf_counter() - begun))
                 before = membership
-                return training.run()
+                listeners = self._listeners
+                return Training(settings, self._run, world, replica, listeners, self._preemption, carried).run()
             except Exception as error:
                 if not self._channel.is_cause_of(error):
                     raise
-            if training:
-                training.abandon()
+
+    def _tell(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)
 
     def _joined(self, world: World, membership: Membership) -> tuple[Settings, World]:
         """Join the groups of a membership; return its settings and the place of this process in it."""
@@ -116,12 +114,12 @@ class HealingMember:
             self._logs = True
         return settings, world
 
-    def _take_over(self, replica: Replica, world: World, membership: Membership, carried: Carried) -> None:
-        """Bring ``replica`` to the newest state that any member has, which becomes that of this process."""
+    def _with_newest_state(self, replica: Replica, world: World, membership: Membership, carried: Carried) -> Replica:
+        """Bring ``replica`` to the newest state that any member has, and return it: it is that of this process now."""
         source = membership.source
         if source is None:
             self._replica, carried.progress = replica, None
-            return
+            return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
         evaluated, saved = self._done_after(step, world, progress)
         if world.rank in behind:
@@ -138,6 +136,8 @@ class HealingMember:
         replica.load(state)
         self._replica = replica
         carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
+        gc.collect()  # the replica before, and its groups, refer to themselves
+        return replica
 
     def _done_after(self, step: int, world: World, progress: TrainingProgress | None) -> tuple[bool, bool]:
         """Return whether the evaluation and the save after ``step`` are done, as the process knows that logs them."""

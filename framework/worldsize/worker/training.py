@@ -17,7 +17,6 @@ from torch import Tensor
 
 from worldsize.checkpoints.format import STREAMS, Checkpoint
 from worldsize.checkpoints.load import load, newest
-from worldsize.checkpoints.save import Saver
 from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
@@ -111,7 +110,7 @@ class Training:
         self._leads = settings.roles[world.role].serves
         self._settings, self._run, self._replica = settings, run, replica
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
-        self._part = part = world if self._leads else settings.data_part(world)
+        part = _part(settings, world)
         self._order = settings.order(part.rank, part.size, replica.dealing)
         self._preemption = preemption
         self._history = History(run.metrics)
@@ -121,16 +120,7 @@ class Training:
             self._watch = SlowHostWatch(world, settings.peers(), emit=self._emit, exclude=exclude)
         self._listeners: list[Listener] = [*listeners, self._history, *([self._watch] if self._watch else [])]
         group = world.groups.get(f"checkpoint/{world.role}")
-        saver = Saver(
-            run.checkpoints,
-            world,
-            group,
-            keep=settings.checkpoint.keep,
-            finite=settings.numerics.nonfinite == "stop",
-            owner=run.manifest,
-            at=settings.faults.at,
-            thread=carried.saving,
-        )
+        saver = carried.saver(run, world, group)
         interval = save_interval(settings, run, group, emit=self._emit) if settings.checkpoint.every == "auto" else None
         on_failure = settings.checkpoint.on_failure
         self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=on_failure, interval=interval)
@@ -220,7 +210,7 @@ class Training:
         self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
     ) -> TrainingProgress:
         settings, world = self._settings, self._world
-        part = self._part
+        part = _part(settings, world)
         batches, streams = self._data(first.step, checkpoint)
         data, splits = self._carried.evaluation, settings.evaluation.splits
         if not self._leads:
@@ -278,18 +268,10 @@ class Training:
                 checkpoint = None
             train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
             data_rank = settings.strategy.data_rank
-            if all(data_rank(replace(world, rank=rank)) != self._part.rank for rank in range(world.rank)):
+            if all(data_rank(replace(world, rank=rank)) != _part(settings, world).rank for rank in range(world.rank)):
                 states = train.states  # else a rank before this one reads the same, and writes
         workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
         return micro_batches(train, self._order, world.device, first=first, workers=workers, collate=collate), states
-
-    def tell(self, event: Event) -> None:
-        """Tell the listeners of an event that the loop knows nothing of."""
-        self._emit(event)
-
-    def abandon(self) -> None:
-        """Leave everything as it is after an error, and make nothing wait for other ranks."""
-        self._checkpoints.abandon()
 
     def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
         """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
@@ -337,6 +319,11 @@ class Training:
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
             **({"failed_saves": failed} if (failed := self._checkpoints.failed_saves()) else {}),
         }
+
+
+def _part(settings: Settings, world: World) -> World:
+    """Return this process's place among the data-parallel parts; one that leads is alone."""
+    return world if settings.roles[world.role].serves else settings.data_part(world)
 
 
 def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) -> int | AutoWorkers:

@@ -51,13 +51,13 @@ class Connections:
 
 
 def _sockets() -> _Sockets:
-    found = {}
+    sockets = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the listing itself
             status = os.fstat(int(entry.name))
             if stat.S_ISSOCK(status.st_mode):
-                found[int(entry.name)] = status.st_ino
-    return found
+                sockets[int(entry.name)] = status.st_ino
+    return sockets
 
 
 def _shut(descriptor: int) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import final
 from urllib.parse import quote
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 _FIRST, _LONGEST = 0.0002, 0.005  # seconds between two looks for a key
 
 
 @final
-class FolderStore(dist.Store):
+class FolderStore(Store):
     """Has one file a key. Torch's own file store waits until its timeout for a peer that has died.
 
     A process group does not keep it alive: whoever makes one must do so, for as long as the group exists.

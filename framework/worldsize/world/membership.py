@@ -128,13 +128,13 @@ class MembershipChannel:
         return self._has_ended.is_set()
 
     def begin(self, number: int, cut: Callable[[], None]) -> None:
-        """Note that this process belongs to membership ``number``, whose communication ``cut`` ends."""
+        """Record that this process belongs to membership ``number``, whose communication ``cut`` ends."""
         self._number, self._cut, self._steps = number, cut, 0
         if self.has_ended:
             cut()
 
     def finish(self) -> None:
-        """Note that this process has done all that it needs others for, so that their end does not matter."""
+        """Record that this process has done all that it needs others for, so that their end does not matter."""
         self._is_over = True
 
     def is_cause_of(self, error: Exception) -> bool:
@@ -164,7 +164,7 @@ class MembershipChannel:
         return membership
 
     def begin_step(self) -> None:
-        """Note that a step begins; raise MembershipEndedError if the membership has ended."""
+        """Record that a step begins; raise MembershipEndedError if the membership has ended."""
         self._steps += 1
         if self._steps == _SETTLED:
             self._say(trained=self._number)

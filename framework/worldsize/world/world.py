@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, ConfigError, Role, World
@@ -44,7 +45,7 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
         dist.destroy_process_group()
 
 
-def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: dist.Store) -> World:
+def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Store) -> World:
     """Leave the process groups of ``world`` and join those of the processes ``members``, all of which must call it.
 
     Args:
