@@ -93,3 +93,20 @@ def test_processes_together_compute_the_tree_by_definition(total: int, size: int
 
     for result in run_in_worlds(reduced, size):
         assert torch.equal(result, by_definition(values(total)))
+
+
+@pytest.mark.parametrize(("total", "size"), [(8, 3), (4, 3), (5, 2), (7, 4), (8, 5)])
+def test_processes_with_different_numbers_of_logical_ranks_compute_the_tree_by_definition(
+    total: int, size: int
+) -> None:
+    """Process p has the logical ranks p, p + size, ..., so that some have one less than others."""
+    tree = Tree(total, size)
+    assert sum(tree.nodes_of(rank) for rank in range(size)) == tree.nodes == total
+
+    def reduced(world: World) -> Tensor:
+        assert world.group is not None
+        mine = values(total)[world.rank :: size]
+        return finished(reduce_ordered([row.clone() for row in mine], world.group, nodes=tree.nodes))
+
+    for result in run_in_worlds(reduced, size):
+        assert torch.equal(result, by_definition(values(total)))

@@ -38,6 +38,7 @@ class Plan:
         environment: Environment variables of every process.
         attempt: Number of this attempt, from 1.
         secrets: Further environment variables, which must not be written, shown or put on a command line.
+        logical_ranks: Logical ranks of a step, of which each process that trains needs one.
     """
 
     run_dir: Path
@@ -46,6 +47,7 @@ class Plan:
     environment: Mapping[str, str]
     attempt: int = 1
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    logical_ranks: int = 1
 
     @property
     def world_size(self) -> int:

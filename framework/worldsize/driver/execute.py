@@ -213,4 +213,5 @@ def _check_steps(settings: Settings, run: RunDirectory) -> None:
 
 
 def _plan(settings: Settings, run: RunDirectory) -> Plan:
-    return Plan(run.path, settings.cluster, settings.roles, settings.determinism.variables())
+    variables = settings.determinism.variables()
+    return Plan(run.path, settings.cluster, settings.roles, variables, logical_ranks=settings.logical_ranks)

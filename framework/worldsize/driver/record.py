@@ -96,6 +96,13 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
     create_record(run, written, config=config_text(config), overrides=overrides)
 
 
+def with_claim(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest with the level of reproducibility that is left after what changed on the run's way."""
+    reasons = resume_downgrades(manifest)
+    level = {"reproducibility": asdict(downgraded_level(manifest, manifest, reasons))} if reasons else {}
+    return {**manifest, **level}
+
+
 def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrubber, words: Sequence[str]) -> None:
     """Update the record for a resumed run: its configuration from now on, and what has changed.
 
@@ -106,7 +113,7 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
     if changed := changes(manifest["config"], config, but=NOT_TRAINED):
         resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
         amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
-        amended["reproducibility"] = asdict(downgraded_level(amended, amended, resume_downgrades(amended)))
+        amended = with_claim(amended)
     record.amend(amended, config=config_text(config), overrides=overrides_text(words, clean))
 
 

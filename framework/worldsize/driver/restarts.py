@@ -11,6 +11,7 @@ from rich.console import Console
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Launcher, Outcome, Plan
 from worldsize.driver.hints import command_line
+from worldsize.driver.record import with_claim
 from worldsize.errors import RunFolderError
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import summary_table
@@ -64,7 +65,7 @@ def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunReco
     with Progress(run.metrics, settings.training.steps, console):
         outcome = job.wait()
     shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses are those of one attempt
-    record.end_attempt(outcome)
+    record.end_attempt(outcome, with_claim)
     return outcome
 
 

@@ -32,6 +32,7 @@ class LoopConfig:
     save_at_end: bool = False
     keeps_best: bool = False  # whether checkpoints are kept by the metrics of their step
     logical_ranks: int | None = None  # those of all ranks if some may have one less than others
+    logs_at_once: bool = False  # whether a logged step waits for all ranks, so that none of it is lost with one of them
     stop_on_nonfinite: bool = True  # whether a loss that is NaN or infinite ends the run with an error
 
     def logs(self, step: int) -> bool:
@@ -193,6 +194,8 @@ class _Loop:
         self._emit_logged()  # the values of the previous step were gathered during this one
         if self._config.logs(step):
             self._logged = window.close(step, self._replica.facts())
+            if self._config.logs_at_once:
+                self._emit_logged()
 
     def _emit_logged(self, *, examine: bool = True) -> None:
         """Emit the event of the last logged step, unless it was emitted; all ranks examine it if steps follow."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import final
 
-from worldsize.core import MembershipRecord
+from worldsize.core import ConfigError, MembershipRecord
 from worldsize.launch.members import Member, Members
 from worldsize.launch.roster import Roster
 from worldsize.world.membership import Message, Pipe, receive, send
@@ -21,11 +21,11 @@ class MembershipServer:
     """The roster of one host's gang, and the pipes to its processes.
 
     ``members``: the processes, which have been started; ``patience``: seconds that one has to stop before it counts as
-    hung, and is killed.
+    hung, and is killed; ``most``: as many processes can train.
     """
 
-    def __init__(self, members: Members, patience: float) -> None:
-        self._members = members
+    def __init__(self, members: Members, *, patience: float, most: int) -> None:
+        self._members, self._most = members, most
         first = tuple(self._rank(member) for member in members.current)
         self._roster = Roster(first, self._tell, patience)
 
@@ -60,6 +60,15 @@ class MembershipServer:
             self._roster.lose(self._rank(member), member.ending().cause.rstrip().splitlines()[-1])
         else:
             self._roster.has_ended(self._rank(member))
+
+    def check_room(self, count: int) -> None:
+        """Raise ConfigError if ``count`` more processes would leave some without a logical rank."""
+        alive = len(self._members.alive())
+        if alive + count > self._most:
+            raise ConfigError(
+                f"the run has {self._most} logical ranks, which {self._most} processes can share at most; {alive} "
+                f"train. Add at most {max(0, self._most - alive)}, or start a run with more logical_ranks."
+            )
 
     def ask_to_leave(self, member: Member) -> None:
         """Let the others go on without ``member``, which then ends."""

@@ -63,7 +63,7 @@ class NodeLauncher(LaunchMethod):
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
             raise
         heals = any(role.restart == "heal" for role in plan.roles.values())
-        server = MembershipServer(members, plan.cluster.timeout) if heals else None
+        server = MembershipServer(members, patience=plan.cluster.timeout, most=plan.logical_ranks) if heals else None
         return Gang(run, members, rendezvous.folder, graces, terminal=terminal, leads=node.rank == 0, server=server)
 
 

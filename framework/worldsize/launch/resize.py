@@ -27,6 +27,8 @@ class Resize:
             WorldsizeError: This host cannot start all of them; those named in the message keep running.
         """
         role, members = self._role(), self._members
+        if self._server:
+            self._server.check_room(count)
         taken = [member.rank for member in (*members.current, *members.lost) if member.role == role]
         first = max(max(taken) + 1, members.roles[role].processes)
         names: list[str] = []

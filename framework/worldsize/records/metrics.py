@@ -153,6 +153,12 @@ def evaluations(path: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+def last_step(path: Path) -> int:
+    """Return the step of the last line, of a logged step or an evaluation; 0 if there is none."""
+    row = row_of(last_line(path, within=_END))
+    return row["step"] if row is not None and is_metric(row) else 0
+
+
 def last_metrics(path: Path) -> dict[str, float]:
     """Return the metrics of the last logged evaluation; empty if there was none."""
     logged = evaluations(path)

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -233,8 +233,8 @@ class RunRecord:
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
 
-    def end_attempt(self, outcome: Outcome) -> None:
-        """Record how the attempt ended, and its results."""
+    def end_attempt(self, outcome: Outcome, claim: Callable[[Manifest], Manifest] = dict) -> None:
+        """Record how the attempt ended, and its results; ``claim`` returns the manifest with what it claims then."""
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
         if outcome.memberships:
@@ -244,7 +244,7 @@ class RunRecord:
             self.directory.transport.unlink()
         manifest = _with_end(self.manifest, end=_now(), end_at=time.time(), **facts)
         results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
-        self._write({**manifest, "results": results})
+        self._write({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from worldsize.checkpoints.save import Saver
 from worldsize.config.settings import Settings
-from worldsize.core import Listener, RunStarted, World
+from worldsize.core import Listener, RunStarted, StepDone, World
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.reproducibility.seeds import seed_generators, stream
@@ -33,6 +33,10 @@ class Carried:
     finish: Callable[[], None] = lambda: None  # called when this process needs no other any more
     progress: TrainingProgress | None = None
     """What this process has done; None: nothing yet, so that it begins at the newest checkpoint."""
+    logged: StepDone | None = None
+    """The last logged step."""
+    unlogged: StepDone | None = None
+    """A logged step of which the process that logged it perhaps knew nothing."""
     _told: list[Listener] = field(default_factory=list)  # those that know that the run has started
     _beats: Heartbeat | None = None
     _saver: Saver | None = None

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import final
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from worldsize.checkpoints.peers import receive_state, send_state
 from worldsize.collectives.interruption import INTERRUPTION
 from worldsize.config.settings import Settings
-from worldsize.core import Event, Listener, MembershipChanged, Replica, World
+from worldsize.core import Event, Listener, MembershipChanged, Replica, StepDone, World
 from worldsize.engine.fit import TrainingProgress
 from worldsize.records.run_directory import RunDirectory
 from worldsize.worker.carried import Carried
@@ -81,7 +82,7 @@ class HealingMember:
             try:
                 settings, world = self._joined(world, membership)
                 replica = self._with_newest_state(make_replica(settings, world), world, membership, carried)
-                if before is not None or len(membership.members) < self._settings.roles[world.role].processes:
+                if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = carried.progress.step if carried.progress else 0
                     self._tell(_changed(membership, before, step, time.perf_counter() - begun))
                 before = membership
@@ -122,6 +123,8 @@ class HealingMember:
             return replica
         step, behind, progress = membership.steps[source], membership.behind, carried.progress
         evaluated, saved = self._done_after(step, world, progress)
+        last = self._last_logged(world, carried)
+        carried.unlogged = last if world.rank == 0 else None
         if world.rank in behind:
             assert world.group is not None
             state, facts = receive_state(replica.state(), source, world.group, world.device)
@@ -138,6 +141,17 @@ class HealingMember:
         carried.progress = TrainingProgress(step, progress.skipped, evaluated, saved)
         gc.collect()  # the replica before, and its groups, refer to themselves
         return replica
+
+    def _last_logged(self, world: World, carried: Carried) -> StepDone | None:
+        """Return the last step that any member has logged; all of them must call it."""
+        if world.group is None:
+            return carried.logged
+        own = carried.logged.step if carried.logged else 0
+        newest = torch.tensor(own * world.size + world.rank)  # and who has logged it
+        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=world.group)
+        logged = [carried.logged]
+        dist.broadcast_object_list(logged, group=world.group, group_src=int(newest) % world.size)
+        return logged[0]
 
     def _done_after(self, step: int, world: World, progress: TrainingProgress | None) -> tuple[bool, bool]:
         """Return whether the evaluation and the save after ``step`` are done, as the process knows that logs them."""

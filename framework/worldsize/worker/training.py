@@ -41,7 +41,7 @@ from worldsize.observe.events import EventLog
 from worldsize.observe.profile import traced
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing
-from worldsize.records.metrics import JsonLines, evaluations, metrics_digest
+from worldsize.records.metrics import JsonLines, evaluations, last_step, metrics_digest
 from worldsize.records.run_directory import RunDirectory, make_folder_of
 from worldsize.records.run_record import view, write_result
 from worldsize.reproducibility.digest import state_digest, tensor_digests
@@ -132,6 +132,8 @@ class Training:
         carried.note(first)
         started = RunStarted(self._run.id, steps, first.step, first.evaluated)
         carried.tell_started(started, self._listeners)
+        if (missing := carried.unlogged) is not None and missing.step > last_step(self._run.metrics):
+            self._emit(missing)
         self._recall(first)
         self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {})
         beats = carried.beats(first.step)
@@ -171,6 +173,8 @@ class Training:
 
     def _emit(self, *events: Event) -> None:
         for event in events:
+            if isinstance(event, StepDone):
+                self._carried.logged = event
             for listener in self._listeners:
                 listener(event)
 

@@ -1,0 +1,235 @@
+"""A gang that heals goes on in the same step without its dead, and ends with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.outcome import outcome
+
+REPOSITORY = Path(__file__).parents[2]
+OPTIONS = ("recipe=digits", "recipe.width=4", "steps=24", "log_every=3", "checkpoint.every=6", "cluster.threads=1")
+FOUR = ("cluster.processes=4", "reproducibility=elastic", "logical_ranks=8", "evaluate_every=8")
+HEAL = "strategy.on_failure=heal"
+
+
+def faults(*each: dict[str, Any]) -> str:
+    rows = [", ".join(f"{key}: {json.dumps(value)}" for key, value in fault.items()) for fault in each]
+    return f"faults=[{', '.join(f'{{{row}}}' for row in rows)}]"
+
+
+def kill(rank: int, step: int, **more: Any) -> dict[str, Any]:
+    return {"action": "kill", "rank": rank, "step": step, **more}
+
+
+def memberships(folder: Path) -> list[list[int]]:
+    """Return the members of each membership of the only attempt."""
+    (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
+    assert attempt["exit_reason"] == "completed"
+    return [each["members"] for each in attempt["memberships"]]
+
+
+@pytest.fixture
+def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
+    """``undisturbed(*options)`` is the outcome of one process that nobody kills."""
+
+    def run(*options: str) -> dict[str, Any]:
+        alone = reference_run(*OPTIONS, *FOUR, "strategy=single", "cluster.processes=1", *options)
+        return equal_parts(alone.folder)
+
+    return run
+
+
+def equal_parts(folder: Path) -> dict[str, Any]:
+    """Return what does not depend on the strategy: it is named in a checkpoint, whose files have one part a rank."""
+    whole = outcome(folder)
+    return {key: whole[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples", "step")}
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["the one that logs", "another"])
+def test_a_killed_rank_costs_no_step_and_no_bit(train: Any, undisturbed: Any, rank: int) -> None:
+    run = train(*OPTIONS, *FOUR, HEAL, faults(kill(rank, 10)))
+    assert run.code == 0, run.error
+    assert memberships(run.folder) == [[0, 1, 2, 3], [each for each in range(4) if each != rank]]
+    assert equal_parts(run.folder) == undisturbed()
+    (event,) = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["lost"], event["step"]) == ("membership", {str(rank): "killed by SIGKILL"}, 9)
+    manifest = run.json("run_manifest.json")
+    assert manifest["reproducibility"]["level"] == "bitwise"
+
+
+def test_two_at_once_then_all_but_one_leave_the_last_one_with_everything(train: Any, undisturbed: Any) -> None:
+    run = train(*OPTIONS, *FOUR, HEAL, faults(kill(1, 5), kill(3, 5), kill(0, 17)))
+    assert run.code == 0, run.error
+    assert memberships(run.folder)[-1] == [2]
+    assert equal_parts(run.folder) == undisturbed()
+
+
+@pytest.mark.parametrize(
+    "point", ["checkpoint:begin", "checkpoint:in-shard", "checkpoint:after-manifest", "evaluate:begin"]
+)
+def test_a_kill_during_a_save_or_an_evaluation_costs_neither(train: Any, undisturbed: Any, point: str) -> None:
+    run = train(*OPTIONS, *FOUR, HEAL, faults(kill(0, 12, point=point)))
+    assert run.code == 0, run.error
+    assert memberships(run.folder) == [[0, 1, 2, 3], [1, 2, 3]]
+    assert equal_parts(run.folder) == undisturbed()
+    assert not list((run.folder / "checkpoints").glob(".*"))
+
+
+def test_a_kill_at_the_very_end_leaves_a_complete_run(train: Any, undisturbed: Any) -> None:
+    """The last step is saved before it is evaluated, and the process that evaluates and logs it dies."""
+    run = train(*OPTIONS, *FOUR, HEAL, faults(kill(0, 24, point="evaluate:begin")))
+    assert run.code == 0, run.error
+    assert equal_parts(run.folder) == undisturbed()
+
+
+def test_a_replacement_joins_with_the_state_of_its_peers_and_may_die_too(train: Any, undisturbed: Any) -> None:
+    slow = {"action": "sleep", "rank": None, "step": None, "seconds": 0.05, "attempt": None}
+    again = kill(2, 16, attempt=2)
+    options = ("launcher.max_restarts=2", "steps=40", "checkpoint.every=0", "checkpoint.at_end=true")
+    run = train(*OPTIONS, *FOUR, HEAL, *options, faults(kill(2, 6), again, slow))
+    assert run.code == 0, run.error
+    assert memberships(run.folder)[0] == [0, 1, 2, 3]
+    assert memberships(run.folder)[-1] == [0, 1, 3, 2]
+    assert sum(2 not in members for members in memberships(run.folder)) >= 1
+    assert equal_parts(run.folder) == undisturbed(*options[1:])
+
+
+def test_a_rank_that_hangs_is_left_behind_after_its_bound(train: Any, undisturbed: Any) -> None:
+    run = train(*OPTIONS, *FOUR, HEAL, "cluster.timeout=4", faults({"action": "stop", "rank": 1, "step": 9}))
+    assert run.code == 0, run.error
+    assert memberships(run.folder) == [[0, 1, 2, 3], [0, 2, 3]]
+    assert "worker 1 does not answer; going on without it" in run.error
+    assert equal_parts(run.folder) == undisturbed()
+
+
+def test_an_error_of_the_program_is_not_tried_on_every_process(train: Any) -> None:
+    """One rank's own error is survived; the same step on another rank fails, too, and ends the run with its cause."""
+    one = train(*OPTIONS, *FOUR, HEAL, faults({"action": "raise", "rank": 3, "step": 7}))
+    assert one.code == 0, one.error
+    assert memberships(one.folder) == [[0, 1, 2, 3], [0, 1, 2]]
+    each = train(*OPTIONS, *FOUR, HEAL, faults({"action": "raise", "rank": None, "step": 7}))
+    assert each.code == 1
+    assert "a fault that the configuration planted" in each.error
+    assert each.error.count("going on without it") <= 2
+
+
+def test_below_the_least_number_the_gang_starts_again_from_its_checkpoint(train: Any, undisturbed: Any) -> None:
+    options = ("cluster.min_processes=4", "launcher.max_restarts=1")
+    run = train(*OPTIONS, *FOUR, HEAL, *options, faults(kill(1, 15)))
+    assert run.code == 0, run.error
+    attempts = run.json("run_manifest.json")["attempts"]
+    assert [attempt["exit_reason"] for attempt in attempts] == ["failed", "completed"]
+    assert equal_parts(run.folder) == undisturbed()
+
+
+def test_a_seeded_run_heals_too_and_says_what_it_can_promise(train: Any, command: Any, reference_run: Any) -> None:
+    seeded = ("cluster.processes=4", "evaluate_every=8", "reproducibility=deterministic")
+    run = train(*OPTIONS, *seeded, HEAL, faults(kill(1, 10)))
+    assert run.code == 0, run.error
+    expected = reference_run(*OPTIONS, *seeded).json("result.json")
+    actual = run.json("result.json")
+    assert actual["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-3)
+    manifest = run.json("run_manifest.json")
+    assert manifest["reproducibility"]["level"] == "tolerance"
+    assert "3 processes trained from step 10 on" in manifest["reproducibility"]["why"]
+
+
+def test_workers_come_and_go_while_it_trains(
+    tmp_path: Path,
+    reference_run: Any,
+    command: Any,
+    environment_without_wandb: dict[str, str],
+    begun: Any,
+    warm_python: Path,
+) -> None:
+    """4, 3, 5 and 2 processes in one run: the digests are those of one process."""
+    steps = ("steps=400", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
+    options = (*OPTIONS, *FOUR, *steps)
+    slow = faults({"action": "sleep", "rank": None, "step": None, "seconds": 0.02, "attempt": None})
+    process = subprocess.Popen(
+        [warm_python, str(REPOSITORY / "train.py"), *options, HEAL, "logger=none", "run.root=other", slow],
+        cwd=tmp_path,
+        env=environment_without_wandb,
+        stdout=subprocess.DEVNULL,
+    )
+    folder = begun(tmp_path / "other", after=4)
+
+    def workers(*words: str) -> str:
+        done = command("workers", *words, "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while workers("list").count("worker") != count or _members(folder) != count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    assert "worker 3" in workers("remove")
+    wait_for(3)
+    assert "worker 4, worker 5" in workers("add", "2")
+    wait_for(5)
+    too_many = command("workers", "add", "4", "--run", str(folder), cwd=tmp_path, environment=environment_without_wandb)
+    assert "8 logical ranks" in too_many.stderr
+    assert "worker 2, worker 4, worker 5" in workers("remove", "3")
+    wait_for(2)
+    assert process.wait(240) == 0
+    sizes = [len(members) for members in memberships(folder)]
+    assert [size for place, size in enumerate(sizes) if place == 0 or size != sizes[place - 1]][:2] == [4, 3]
+    assert 5 in sizes
+    assert sizes[-1] == 2
+    alone = reference_run(*options, "strategy=single", "cluster.processes=1").json("result.json")
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["state_digest"], result["metrics_digest"]) == (alone["state_digest"], alone["metrics_digest"])
+
+
+def _members(folder: Path) -> int:
+    events = (folder / "events.jsonl").read_text().splitlines() if (folder / "events.jsonl").exists() else []
+    return len(json.loads(events[-1])["members"]) if events else 4
+
+
+def test_signals_still_save_and_end_a_gang_that_has_healed(
+    tmp_path: Path, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
+) -> None:
+    slow = {"action": "sleep", "rank": None, "step": None, "seconds": 0.02, "attempt": None}
+    words = (*OPTIONS, *FOUR, HEAL, "steps=2000", "log_every=1", "logger=none", "run.root=other")
+    process = subprocess.Popen(
+        [warm_python, str(REPOSITORY / "train.py"), *words, faults(kill(2, 5), slow)],
+        cwd=tmp_path,
+        env=environment_without_wandb,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    folder = begun(tmp_path / "other", after=12)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 75
+    (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
+    assert attempt["exit_reason"] == "preempted"
+    saved = max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+    assert saved == attempt["steps"][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("strategy.compress=bf16",), "lost with a process"),
+        (("strategy.reduce=hierarchical",), "lost with a process"),
+        (("cluster=torchrun",), "does not tell processes which others live"),
+        (("cluster.min_processes=5",), "more than the 4 processes"),
+        (("strategy.on_failure=heel",), "heal"),
+    ],
+)
+def test_what_cannot_heal_is_refused_before_the_start(train: Any, options: tuple[str, ...], said: str) -> None:
+    run = train(*OPTIONS[:1], *FOUR[:1], HEAL, *options)
+    assert run.code == 2
+    assert said in run.error
+    assert run.folder is None

@@ -1,0 +1,184 @@
+"""The roster decides who trains together, whatever the order in which processes die, answer, come and leave."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from worldsize.launch import roster as module
+from worldsize.launch.roster import Roster
+from worldsize.world.membership import NEWCOMER, Membership
+
+
+class Processes:
+    """What each process was told, and the answers that a process gives."""
+
+    def __init__(self, *ranks: int, patience: float = 60.0) -> None:
+        self.told: dict[int, list[Any]] = {}
+        self.roster = Roster(ranks, lambda rank, message: self.told.setdefault(rank, []).append(message), patience)
+
+    def stop(self, rank: int, step: int = NEWCOMER) -> None:
+        self.roster.take(rank, {"stopped": self.roster.number, "step": step})
+
+    def settle(self) -> None:
+        for rank in self.membership.members:
+            self.roster.take(rank, {"trained": self.roster.number})
+
+    def is_told_to_stop(self, rank: int) -> bool:
+        return self.told.get(rank, [{}])[-1] == {"stop": self.roster.number}
+
+    @property
+    def membership(self) -> Membership:
+        """The newest membership that any process was told of."""
+        forms = [message for messages in self.told.values() for message in messages if "form" in message]
+        return Membership.read(max(forms, key=lambda message: int(message["form"])))
+
+
+@pytest.fixture
+def four() -> Processes:
+    processes = Processes(0, 1, 2, 3)
+    for rank in range(4):
+        processes.stop(rank)
+    return processes
+
+
+def test_training_begins_when_all_processes_are_ready(four: Processes) -> None:
+    assert four.membership == Membership(1, (0, 1, 2, 3), (NEWCOMER,) * 4)
+    assert four.membership.source is None
+    early = Processes(0, 1)
+    early.stop(1)
+    assert not early.told
+
+
+def test_the_others_go_on_from_the_newest_step_that_one_of_them_has_done(four: Processes) -> None:
+    four.roster.lose(2, "killed by SIGKILL")
+    assert [rank for rank in range(4) if four.is_told_to_stop(rank)] == [0, 1, 3]
+    four.stop(0, 6)
+    four.stop(3, 7)
+    assert four.membership.number == 1
+    four.stop(1, 7)
+    assert four.membership == Membership(2, (0, 1, 3), (6, 7, 7), {2: "killed by SIGKILL"})
+    assert (four.membership.source, four.membership.behind) == (1, [0])
+
+
+def test_a_process_that_dies_while_the_others_stop_is_left_out_too(four: Processes) -> None:
+    four.roster.lose(0, "first")
+    four.stop(1, 4)
+    four.stop(2, 4)
+    four.roster.lose(3, "second")
+    assert four.membership == Membership(2, (1, 2), (4, 4), {0: "first", 3: "second"})
+
+
+def test_processes_that_lose_each_other_alone_meet_again(four: Processes) -> None:
+    four.roster.take(1, {"lost": 1})
+    assert all(four.is_told_to_stop(rank) for rank in range(4))
+    for rank in range(4):
+        four.stop(rank, 9)
+    four.roster.take(1, {"lost": 1})  # late, about a membership that has ended
+    assert four.membership.number == 2
+    assert four.membership.members == (0, 1, 2, 3)
+
+
+def test_a_newcomer_waits_until_all_have_settled_and_comes_last(four: Processes) -> None:
+    four.stop(4)
+    assert not four.is_told_to_stop(0)
+    four.settle()
+    for rank in range(4):
+        four.stop(rank, 5)
+    assert four.membership.members == (0, 1, 2, 3, 4)
+    assert four.membership.behind == [4]
+
+
+def test_a_newcomer_joins_at_once_if_the_membership_ends_anyway(four: Processes) -> None:
+    four.stop(4)
+    four.roster.lose(1, "gone")
+    for rank in (0, 2, 3):
+        four.stop(rank, 2)
+    assert four.membership.members == (0, 2, 3, 4)
+
+
+def test_one_that_leaves_learns_it_from_the_list(four: Processes) -> None:
+    four.settle()
+    four.roster.leave(3)
+    for rank in range(4):
+        four.stop(rank, 5)
+    assert four.membership.members == (0, 1, 2)
+    assert four.told[3][-1]["members"] == [0, 1, 2]
+    four.roster.has_ended(3)
+    assert [record["left"] for record in four.roster.records] == [[], [3]]
+    four.roster.take(0, {"lost": 2})
+    assert all(four.is_told_to_stop(rank) for rank in range(3))  # its end was not that of training
+
+
+def test_when_one_has_trained_to_the_end_all_others_are_told_so(four: Processes) -> None:
+    four.stop(4)
+    four.roster.has_ended(0)
+    assert four.told[4][-1]["members"] == []
+    four.roster.lose(1, "killed at the very end")
+    four.stop(2, 9)
+    four.stop(3, 9)
+    assert four.told[2][-1]["members"] == four.told[3][-1]["members"] == []
+    assert len(four.roster.records) == 1
+
+
+def test_members_that_do_not_stop_in_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    processes = Processes(0, 1, 2, patience=5.0)
+    now[0] = 100.0
+    assert processes.roster.late() == []  # starting takes its time
+    for rank in range(3):
+        processes.stop(rank)
+    assert processes.roster.seconds_left is None
+    processes.roster.take(0, {"lost": 1})
+    processes.stop(0, 3)
+    assert processes.roster.seconds_left == 5.0
+    now[0] = 105.0
+    assert processes.roster.late() == [1, 2]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_histories_end_in_a_membership_of_all_that_live(seed: int) -> None:
+    """Whatever happens in which order: when every process that lives has answered, all of them train together."""
+    chance, processes = random.Random(seed), Processes(0, 1, 2, 3)
+    alive, steps, waiting, newest = {0, 1, 2, 3}, dict[int, int](), {0, 1, 2, 3}, 4
+
+    def answer(rank: int) -> None:
+        waiting.discard(rank)
+        processes.stop(rank, steps.get(rank, NEWCOMER))
+
+    def die() -> None:
+        if len(alive) > 1:
+            rank = chance.choice(sorted(alive))
+            alive.discard(rank)
+            waiting.discard(rank)
+            processes.roster.lose(rank, "killed")
+
+    def join() -> None:
+        nonlocal newest
+        alive.add(newest)
+        waiting.add(newest)
+        newest += 1
+
+    def report() -> None:
+        processes.roster.take(chance.choice(sorted(alive)), {"lost": processes.roster.number})
+
+    events: list[Callable[[], None]] = [die, join, report]
+    for _ in range(30):
+        heard = {rank for rank in alive if processes.is_told_to_stop(rank)}
+        waiting |= heard
+        if waiting and chance.random() < 0.7:
+            answer(chance.choice(sorted(waiting)))
+        else:
+            chance.choice(events)()
+    for _ in range(4 * newest):
+        waiting |= {rank for rank in alive if processes.is_told_to_stop(rank)}
+        for rank in sorted(waiting):
+            answer(rank)
+        if processes.told and processes.membership.number == processes.roster.number:
+            processes.settle()
+    assert set(processes.membership.members) == alive
+    assert len(set(processes.membership.members)) == len(processes.membership.members)

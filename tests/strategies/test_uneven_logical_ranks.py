@@ -1,0 +1,149 @@
+"""Processes may have different numbers of logical ranks: the gradient stays that of one process with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worldsize.collectives.interruption import INTERRUPTION
+from worldsize.core import MicroBatch, Reduction, StepResult, World
+from worldsize.engine.training_metrics import TrainingMetrics, by_logical_rank
+from worldsize.engine.window import Window
+from worldsize.strategies.ddp import replicated
+from worldsize.strategies.loss_record import LossRecord
+from worldsize.strategies.loss_weights import weight_factor
+from worldsize.strategies.reducers import interruptible_reducer
+from worldsize.testing.worlds import run_in_worlds
+
+TOTAL = 5
+
+
+def batches(ranks: Sequence[int]) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randn(TOTAL, 4, 6, generator=generator)
+    return [MicroBatch(data[rank], rank, 1) for rank in ranks]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def gradients(world: World, reduce: Reduction) -> tuple[list[Tensor], list[Tensor]]:
+    own = model()
+    module = replicated(own, world)
+    reducer = interruptible_reducer(reduce, module, world, TOTAL)
+
+    def backward(batch: MicroBatch, scale: float) -> LossRecord:
+        loss = module(batch.data).square().mean()
+        (loss * scale).backward()
+        return LossRecord(loss.detach())
+
+    reducer.run(batches(range(world.rank, TOTAL, world.size)), backward)
+    grads = [parameter.grad.clone() for parameter in own.parameters() if parameter.grad is not None]
+    return grads, [buffer.clone() for buffer in own.buffers()]
+
+
+def plain() -> tuple[list[Tensor], list[Tensor]]:
+    """Compute the mean gradient, and the mean change of the buffers, by a loop in plain PyTorch."""
+    own, sums, changed = model(), list[Tensor](), list[Tensor]()
+    first = [buffer.clone() for buffer in own.buffers()]
+    for batch in batches(range(TOTAL)):
+        own.zero_grad()
+        own(batch.data).square().mean().backward()
+        grads = [parameter.grad.clone() for parameter in own.parameters() if parameter.grad is not None]
+        sums = [total + grad for total, grad in zip(sums, grads, strict=True)] if sums else grads
+        now = [buffer.clone().double() for buffer in own.buffers()]
+        changed = [total + each for total, each in zip(changed, now, strict=True)] if changed else now
+        for buffer, value in zip(own.buffers(), first, strict=True):
+            buffer.data.copy_(value)
+    return [total / TOTAL for total in sums], [total / TOTAL for total in changed]
+
+
+@pytest.mark.parametrize("reduce", ["flat", "ordered"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_mean_gradient_is_that_of_one_process(size: int, reduce: Reduction) -> None:
+    expected, buffers = plain()
+    for grads, changed in run_in_worlds(lambda world: gradients(world, reduce), size):
+        torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close([each.double() for each in changed], buffers, rtol=1e-5, atol=1e-7)
+
+
+def test_an_interrupted_step_leaves_the_buffers_as_they_were() -> None:
+    def interrupted(world: World) -> bool:
+        own = model()
+        module = replicated(own, world)
+        reducer = interruptible_reducer("ordered", module, world, TOTAL)
+        before = [buffer.clone() for buffer in own.buffers()]
+
+        def backward(batch: MicroBatch, scale: float) -> LossRecord:
+            module(batch.data)
+            raise ConnectionError("the gang has ended")
+
+        with pytest.raises(ConnectionError):
+            reducer.run(batches(range(world.rank, TOTAL, world.size)), backward)
+        return all(map(torch.equal, own.buffers(), before))
+
+    assert all(run_in_worlds(interrupted, 2))
+
+
+def test_weights_of_all_logical_ranks_are_summed() -> None:
+    weights = [torch.tensor(float(2**rank), dtype=torch.float64) for rank in range(TOTAL)]
+    alone = weight_factor(weights, None)
+
+    def shared(world: World) -> Tensor:
+        return weight_factor(weights[world.rank :: world.size], world.group, logical_ranks=TOTAL)
+
+    assert all(torch.equal(each, alone) for each in run_in_worlds(shared, 3))
+
+
+def logged(world: World) -> tuple[float, Any, Any]:
+    """Log one step whose losses and metrics are the numbers of the logical ranks."""
+    mine = range(world.rank, TOTAL, world.size)
+    sums = torch.tensor([[float(rank), 1.0] for rank in mine], dtype=torch.float64)
+    window = Window(world, 10, None, skipped=0, metrics=TrainingMetrics({}), logical_ranks=TOTAL)
+    window.fetching()
+    window.stepping(measured=False)
+    window.add(StepResult([torch.tensor(float(rank)) for rank in mine], 0.1, metrics={"hits": sums}))
+    done = window.close(1, {}).event()
+    saved = by_logical_rank({"hits": sums}, mine, world, logical_ranks=TOTAL)
+    return done.loss, done.metrics, saved
+
+
+def test_logged_losses_and_metrics_are_those_of_all_logical_ranks() -> None:
+    for loss, metrics, saved in run_in_worlds(logged, 3):
+        assert loss == sum(range(TOTAL)) / TOTAL
+        assert metrics == {"hits": sum(range(TOTAL)) / TOTAL}
+        assert saved == {"hits": [[float(rank), 1.0] for rank in range(TOTAL)]}
+
+
+def test_a_wait_ends_when_the_gang_does_and_its_collective_is_remembered() -> None:
+    def waited(world: World) -> tuple[bool, int]:
+        import torch.distributed as dist
+
+        ended = [False]
+
+        def check() -> None:
+            if ended[0]:
+                raise ConnectionError("the gang has ended")
+
+        INTERRUPTION.begin(check)
+        row = torch.ones(4)
+        if world.rank == 0:
+            ended[0] = True
+            with pytest.raises(ConnectionError):
+                INTERRUPTION.wait(dist.all_reduce(row, group=world.group, async_op=True))
+            remembered = len(INTERRUPTION.unfinished())
+            dist.barrier(group=world.groups["checkpoint/worker"])  # now the other takes part
+            while INTERRUPTION.unfinished():
+                pass
+            return torch.equal(row, torch.full((4,), 2.0)), remembered
+        dist.barrier(group=world.groups["checkpoint/worker"])
+        INTERRUPTION.wait(dist.all_reduce(row, group=world.group, async_op=True))
+        return torch.equal(row, torch.full((4,), 2.0)), 1
+
+    assert run_in_worlds(waited, 2) == [(True, 1), (True, 1)]
