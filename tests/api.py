@@ -114,7 +114,7 @@ def _lines(name: str, value: Any) -> Iterator[str]:
 def _class(name: str, value: type) -> Iterator[str]:
     bases = [base.__name__ for base in value.__bases__ if base is not object]
     yield f"class {name}{'(' + ', '.join(bases) + ')' if bases else ''}"
-    if not issubclass(value, Exception):
+    if not issubclass(value, Exception | dict):  # a TypedDict is a dict, whose annotations say all
         yield f"    def __init__{_signature(value)}"
     for member, what in sorted(vars(value).items()):
         function = what.fget if isinstance(what, property) else getattr(what, "__func__", what)

@@ -14,7 +14,7 @@ from worldsize.world.membership import NEWCOMER, Membership
 
 
 class Processes:
-    """What each process was told, and the answers that a process gives."""
+    """Collects what each process is told, and gives the answers of one."""
 
     def __init__(self, *ranks: int, patience: float = 60.0) -> None:
         self.told: dict[int, list[Any]] = {}

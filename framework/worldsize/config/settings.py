@@ -330,10 +330,8 @@ def _check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: AnyLaunc
             f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
             "which others live. Set strategy.on_failure=restart, or train on one node (cluster=laptop or node)."
         )
-    if (cluster.min_processes or 1) > cluster.processes:
-        raise ConfigError(
-            f"cluster.min_processes={cluster.min_processes} is more than the {cluster.processes} processes of the run."
-        )
+    if (least := cluster.min_processes or 1) > cluster.processes:
+        raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")
 
 
 def _check_divisible(total: int, *, workers: int, batch: int) -> None:

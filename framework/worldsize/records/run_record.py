@@ -233,7 +233,7 @@ class RunRecord:
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
 
-    def end_attempt(self, outcome: Outcome, claim: Callable[[Manifest], Manifest] = dict) -> None:
+    def end_attempt(self, outcome: Outcome, claim: Callable[[Manifest], Manifest] = lambda manifest: manifest) -> None:
         """Record how the attempt ended, and its results; ``claim`` returns the manifest with what it claims then."""
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
