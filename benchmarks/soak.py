@@ -1,7 +1,8 @@
 """Kill one long run at random points, many times, and compare its end with that of an undisturbed one.
 
 uv run python benchmarks/soak.py kill 100        # SIGKILL of a random rank; the run restarts by itself
-uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank; the others go on, and another joins them
+uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank every 2 s; the others go on, another joins
+uv run python benchmarks/soak.py restart 20      # the same kills; all start again from the last checkpoint
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,9 @@ def last_step(folder: Path) -> int:
     return 0
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> bool:
-    """Wait until the run gets beyond ``step``; return False if it ends first."""
+def wait_for_step(folder: Path, process: subprocess.Popen[bytes], more: int) -> bool:
+    """Wait until the run has logged more than ``more`` further steps; return False if it ends first."""
+    step = last_step(folder) + more
     while last_step(folder) <= step:
         if process.poll() is not None:
             return False
@@ -71,34 +74,57 @@ def undisturbed(arguments: list[str]) -> dict[str, Any]:
 
 
 def kill(times: int, chance: random.Random) -> None:
-    kill_often(times, chance, options(100 * times), [])
+    common = options(100 * times)
+    kill_often(times, common, [], lambda now: wait_for_step(*now, chance.randrange(1, 60)), chance)
 
 
-def heal(times: int, chance: random.Random) -> None:
-    common = [*options(100 * times, processes=4), "reproducibility=elastic"]
-    kill_often(times, chance, common, ["strategy.on_failure=heal"])
+def every_two_seconds(own: list[str]) -> Callable[[int, random.Random], None]:
+    def run(times: int, chance: random.Random) -> None:
+        """Train 4 processes long enough for all kills, which come at random points."""
+        common = [*options(400 * times, processes=4), "reproducibility=elastic"]
+        kill_often(times, common, own, lambda now: time.sleep(chance.uniform(1.5, 2.5)), chance)
+
+    return run
 
 
-def kill_often(times: int, chance: random.Random, common: list[str], own: list[str]) -> None:
-    steps, seconds = 100 * times, list[float]()
+def kill_often(
+    times: int,
+    common: list[str],
+    own: list[str],
+    pause: Callable[[tuple[Path, subprocess.Popen[bytes]]], Any],
+    chance: random.Random,
+) -> None:
+    """Kill a random process of one run again and again, and compare the run with one that nobody disturbs.
+
+    Goodput is the time that the steps from the first to the last kill take undisturbed, divided by the time that they
+    took.
+    """
+    seconds, marks = list[float](), list[tuple[float, int]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = start(folder, "train", *common, *own, f"launcher.max_restarts={2 * times}")
-        wait_for_step(folder, 0, process)
+        process = start(folder, "train", *common, *own, f"launcher.max_restarts={4 * times}")
+        wait_for_step(folder, process, 0)
         while len(seconds) < times and process.poll() is None:
-            before = last_step(folder)
-            wait_for_step(folder, before + chance.randrange(1, 60), process)
+            pause((folder, process))
             before, begun = last_step(folder), time.perf_counter()
-            os.kill(chance.choice(workers(process.pid)), signal.SIGKILL)
-            if wait_for_step(folder, before + 1, process):  # the step in which it was killed may still be logged
+            marks.append((begun, before))
+            try:
+                os.kill(chance.choice(workers(process.pid)), signal.SIGKILL)
+            except (IndexError, ProcessLookupError):
+                continue
+            if wait_for_step(folder, process, 1):  # the step in which it was killed may still be logged
                 seconds.append(time.perf_counter() - begun)
-            print(f"\r{len(seconds)} of {times} at step {last_step(folder)} of {steps}", end="", file=sys.stderr)
+            print(f"\r{len(seconds)} of {times} at step {last_step(folder)}", end="", file=sys.stderr)
         process.wait()
-        disturbed = result(folder)
+        disturbed, code = result(folder), process.returncode
+    (first, from_step), (last, to_step) = marks[0], marks[-1]
     seconds.sort()
-    print(f"\n{len(seconds)} kills; kill to next new step: median {statistics.median(seconds):.2f} s, "
+    print(f"\n{len(seconds)} kills, exit {code}; from kill to next step: median {statistics.median(seconds):.2f} s, "
           f"95th percentile {seconds[int(0.95 * len(seconds))]:.2f} s, largest {seconds[-1]:.2f} s")  # fmt: skip
-    report(disturbed, undisturbed(common))
+    expected = undisturbed(common)
+    per_step = 1 / expected["samples_per_second"] * expected["samples"] / expected["steps"]
+    print(f"goodput by the clock: {per_step * (to_step - from_step) / (last - first):.3f}")
+    report(disturbed, expected)
 
 
 def terminate(times: int, chance: random.Random) -> None:
@@ -107,7 +133,7 @@ def terminate(times: int, chance: random.Random) -> None:
         folder = Path(name)
         process = start(folder, "train", *options(steps))
         for number in range(times):
-            wait_for_step(folder, last_step(folder) + chance.randrange(1, 100), process)
+            wait_for_step(folder, process, chance.randrange(1, 100))
             os.kill(chance.choice(workers(process.pid)), signal.SIGTERM)
             code = process.wait()
             (run,) = folder.glob("runs/*/*")
@@ -128,4 +154,10 @@ def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    {"kill": kill, "heal": heal, "terminate": terminate}[sys.argv[1]](int(sys.argv[2]), random.Random(0))
+    modes = {
+        "kill": kill,
+        "heal": every_two_seconds(["strategy.on_failure=heal"]),
+        "restart": every_two_seconds([]),
+        "terminate": terminate,
+    }
+    modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))

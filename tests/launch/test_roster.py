@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from worldsize.launch import roster as module
 from worldsize.launch.roster import Roster
 from worldsize.world.membership import NEWCOMER, Membership
 
@@ -26,6 +26,9 @@ class Processes:
     def settle(self) -> None:
         for rank in self.membership.members:
             self.roster.take(rank, {"trained": self.roster.number})
+
+    def seconds_left(self) -> float | None:
+        return self.roster.seconds_left
 
     def is_told_to_stop(self, rank: int) -> bool:
         return self.told.get(rank, [{}])[-1] == {"stop": self.roster.number}
@@ -126,16 +129,16 @@ def test_when_one_has_trained_to_the_end_all_others_are_told_so(four: Processes)
 
 def test_members_that_do_not_stop_in_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     processes = Processes(0, 1, 2, patience=5.0)
     now[0] = 100.0
     assert processes.roster.late() == []  # starting takes its time
     for rank in range(3):
         processes.stop(rank)
-    assert processes.roster.seconds_left is None
+    assert processes.seconds_left() is None
     processes.roster.take(0, {"lost": 1})
     processes.stop(0, 3)
-    assert processes.roster.seconds_left == 5.0
+    assert processes.seconds_left() == 5.0
     now[0] = 105.0
     assert processes.roster.late() == [1, 2]
 

@@ -15,13 +15,14 @@ from worldsize.core import (
     CheckpointFailed,
     Evaluated,
     Event,
+    MembershipChanged,
     RunEnded,
     RunFailed,
     StepDone,
     Straggling,
     logged_name,
 )
-from worldsize.observe.events import described, described_failure
+from worldsize.observe.events import described, described_failure, described_membership
 
 if TYPE_CHECKING:
     import wandb
@@ -64,6 +65,8 @@ class WandbListener:
                 self._run.alert(f"rank {rank} is slow", described(event), level="WARN")
             case CheckpointFailed(step=step):
                 self._run.alert(f"no checkpoint of step {step}", described_failure(asdict(event)), level="ERROR")
+            case MembershipChanged(lost=lost, members=members) if lost:
+                self._run.alert(f"{len(members)} workers go on", described_membership(asdict(event)), level="WARN")
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)
