@@ -3,6 +3,7 @@
 uv run python benchmarks/soak.py kill 100        # SIGKILL of a random rank; the run restarts by itself
 uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank every 2 s; the others go on, another joins
 uv run python benchmarks/soak.py restart 20      # the same kills; all start again from the last checkpoint
+uv run python benchmarks/soak.py cost 5          # what being able to go on costs a step that nobody disturbs
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -25,6 +26,7 @@ REPOSITORY = Path(__file__).parents[1]
 WORLDSIZE = (sys.executable, "-c", "from worldsize.app import main; main()")
 PROCESSES = 3
 PREEMPTED = 75
+HEAL = "strategy.on_failure=heal"
 
 
 def options(steps: int, processes: int = PROCESSES) -> list[str]:
@@ -81,7 +83,7 @@ def kill(times: int, chance: random.Random) -> None:
 def every_two_seconds(own: list[str]) -> Callable[[int, random.Random], None]:
     def run(times: int, chance: random.Random) -> None:
         """Train 4 processes long enough for all kills, which come at random points."""
-        common = [*options(400 * times, processes=4), "reproducibility=elastic"]
+        common = [*options(300 * times, processes=4), "reproducibility=elastic"]
         kill_often(times, common, own, lambda now: time.sleep(chance.uniform(1.5, 2.5)), chance)
 
     return run
@@ -148,6 +150,29 @@ def terminate(times: int, chance: random.Random) -> None:
     report(disturbed, undisturbed(options(steps)))
 
 
+def cost(times: int, _: random.Random) -> None:
+    """Compare the time of a step of 10 M parameters that heals or restarts, in pairs of runs one after the other."""
+    lm = ["recipe=stdlib_lm", "recipe.width=384", "recipe.depth=5", "recipe.context=64", "recipe.test_bytes=2000"]
+    common = [*lm, "cluster.processes=2", "cluster.threads=1", "batch_size=8", "steps=60", "reproducibility=elastic"]
+    ratios = []
+    for _ in range(times):
+        pair = [step_seconds([*common, "logger=none", "checkpoint=none", *own]) for own in ([], [HEAL])]
+        ratios.append(pair[1] / pair[0])
+        print(f"restart {1e3 * pair[0]:.1f} ms, heal {1e3 * pair[1]:.1f} ms, ratio {ratios[-1]:.3f}", flush=True)
+    print(f"median ratio {statistics.median(ratios):.3f}")
+
+
+def step_seconds(arguments: list[str]) -> float:
+    """Return the median time of a step, without the first ten, in a run with these options."""
+    with tempfile.TemporaryDirectory() as name:
+        start(Path(name), "train", *arguments).wait()
+        (path,) = Path(name).rglob("metrics.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return statistics.median(
+            max(row["step_seconds"]) for row in rows if row["event"] == "step" and row["step"] > 10
+        )
+
+
 def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     same = [key for key in ("state_digest", "metrics_digest") if actual[key] == expected[key]]
     print(f"equal to the undisturbed run: {', '.join(same) or 'nothing'}; goodput {actual['goodput']['fraction']:.2f}")
@@ -156,8 +181,9 @@ def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 if __name__ == "__main__":
     modes = {
         "kill": kill,
-        "heal": every_two_seconds(["strategy.on_failure=heal"]),
+        "heal": every_two_seconds([HEAL]),
         "restart": every_two_seconds([]),
+        "cost": cost,
         "terminate": terminate,
     }
     modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))

@@ -31,7 +31,7 @@ class Processes:
         return self.roster.seconds_left
 
     def is_told_to_stop(self, rank: int) -> bool:
-        return self.told.get(rank, [{}])[-1] == {"stop": self.roster.number}
+        return bool(self.told.get(rank, [{}])[-1] == {"stop": self.roster.number})
 
     @property
     def membership(self) -> Membership:
