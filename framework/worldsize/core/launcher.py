@@ -76,7 +76,8 @@ class MembershipRecord(TypedDict):
         members: Global ranks of its processes.
         lost: Causes by the global ranks of those that died since the membership before.
         left: Global ranks of those that were asked to leave.
-        time: Unix time at which it began.
+        ended: Unix time at which the membership before ended, or at which the processes were started.
+        began: Unix time at which all members trained; None: it ended before.
     """
 
     number: int
@@ -84,7 +85,8 @@ class MembershipRecord(TypedDict):
     members: list[int]
     lost: dict[str, str]
     left: list[int]
-    time: float
+    ended: float
+    began: float | None
 
 
 @dataclass(frozen=True)

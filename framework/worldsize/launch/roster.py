@@ -38,7 +38,7 @@ class Roster:
     _members: tuple[int, ...] = ()  # of that membership, without those that died or left
     _stopped: dict[int, int] = field(default_factory=dict)  # the step of each process that waits for the next one
     _leaving: set[int] = field(default_factory=set)
-    _trained: set[int] = field(default_factory=set)  # members that have trained a few steps in this membership
+    _begun: dict[int, bool] = field(default_factory=dict)  # members that train; True: they have trained a few steps
     _lost: dict[int, str] = field(default_factory=dict)  # since the membership began
     _is_complete: bool = False  # a member has trained to the end, and all others have done all steps
     _since: float | None = field(default_factory=time.monotonic)  # when members were told to stop; None: they train
@@ -55,8 +55,12 @@ class Roster:
                     self._end()
             case {"lost": int(number)} if number == self.number:
                 self._end()
+            case {"began": int(number)} if number == self.number:
+                self._begun[rank] = False
+                if self.records[-1]["began"] is None and self._begun.keys() >= set(self._members):
+                    self.records[-1]["began"] = time.time()
             case {"trained": int(number)} if number == self.number:
-                self._trained.add(rank)
+                self._begun[rank] = True
         self._change()
 
     def lose(self, rank: int, cause: str) -> None:
@@ -103,7 +107,7 @@ class Roster:
     def _change(self) -> None:
         """End the membership if somebody waits to join or to leave and all members have trained; begin the next one."""
         newcomers = any(rank not in self._members for rank in self._stopped)
-        if (newcomers or self._leaving) and self._trained.issuperset(self._members):
+        if (newcomers or self._leaving) and all(self._begun.get(rank) for rank in self._members):
             self._end()
         self._form()
 
@@ -127,23 +131,25 @@ class Roster:
         elif not members:
             return
         steps = tuple(self._stopped[rank] for rank in members)
+        ended = time.time() - (time.monotonic() - self._since)
         self.number, self._since = self.number + 1, None
         membership = Membership(self.number, members, steps, dict(self._lost))
         if members:
-            self.records.append(_record(membership, self._leaving))
+            self.records.append(_record(membership, self._leaving, ended))
         for rank in self._stopped:  # those that leave learn it from the list
             self.tell(rank, membership.message())
         self._members, self._stopped, self._lost = members, {}, {}
         self._leaving.clear()
-        self._trained.clear()
+        self._begun.clear()
 
 
-def _record(membership: Membership, left: set[int]) -> MembershipRecord:
+def _record(membership: Membership, left: set[int], ended: float) -> MembershipRecord:
     return {
         "number": membership.number,
         "first": max(0, *membership.steps, 0),
         "members": list(membership.members),
         "lost": {str(rank): cause for rank, cause in membership.lost.items()},
         "left": sorted(left),
-        "time": time.time(),
+        "ended": ended,
+        "began": None,
     }

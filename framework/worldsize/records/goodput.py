@@ -32,7 +32,8 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
     """Return the total and useful seconds of a manifest's attempts, and the cost of each restart.
 
     Useful time is from the first step of an attempt to its end, without steps that were repeated later. A restart costs
-    the steps that it lost, and the seconds from the end of one attempt to the first completed step of the next.
+    the steps that it lost, and the seconds from the end of one attempt to the first completed step of the next. While a
+    gang that heals changes its members, no time is useful.
 
     Args:
         attempts: One attempt or more, the last of which has ended.
@@ -43,6 +44,7 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
     total = end - attempts[0]["start_at"]
     kept = [later.first for later in trained[1:]] + [each.last for each in trained[-1:]]
     useful = sum(_useful(each, upto) for each, upto in zip(trained, kept, strict=True))
+    useful -= sum(map(_paused, attempts))
     return {
         "total_seconds": total,
         "useful_seconds": useful,
@@ -63,3 +65,9 @@ def _useful(attempt: _Trained, upto: int) -> float:
     """Return the seconds of ``attempt`` spent on steps up to ``upto``."""
     seconds, steps = attempt.end_at - attempt.first_step_at, attempt.last - attempt.first
     return seconds * (upto - attempt.first) / steps if steps > 0 else 0.0
+
+
+def _paused(attempt: Attempt) -> float:
+    """Return the seconds in which the members of a gang changed, and nobody trained."""
+    changes = attempt.get("memberships", ())[1:]
+    return sum(each["began"] - each["ended"] for each in changes if each["began"] is not None)

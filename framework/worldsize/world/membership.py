@@ -166,6 +166,8 @@ class MembershipChannel:
     def begin_step(self) -> None:
         """Record that a step begins; raise MembershipEndedError if the membership has ended."""
         self._steps += 1
+        if self._steps == 1:
+            self._say(began=self._number)
         if self._steps == _SETTLED:
             self._say(trained=self._number)
         self.check()
