@@ -4,6 +4,7 @@ uv run python benchmarks/soak.py kill 100        # SIGKILL of a random rank; the
 uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank every 2 s; the others go on, another joins
 uv run python benchmarks/soak.py restart 20      # the same kills; all start again from the last checkpoint
 uv run python benchmarks/soak.py cost 5          # what being able to go on costs a step that nobody disturbs
+uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto beside fixed intervals, under the same kills
 uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
 """
 
@@ -173,6 +174,41 @@ def step_seconds(arguments: list[str]) -> float:
         )
 
 
+def intervals(times: int, chance: random.Random) -> None:
+    """Let runs with different intervals of saves meet the same kills, one in 8 s on average, and compare them."""
+    choices = ["auto", "20", "80", "320"]
+    seconds: dict[str, list[float]] = {choice: [] for choice in choices}
+    for _ in range(times):
+        kills = [chance.expovariate(1 / 8) for _ in range(100)]
+        for choice in choices:
+            seconds[choice].append(seconds_under_kills(choice, kills))
+            print(f"checkpoint.every={choice}: {seconds[choice][-1]:.1f} s", flush=True)
+    best = min(sum(seconds[choice]) for choice in choices[1:])
+    for choice in choices:
+        total = sum(seconds[choice])
+        print(f"{choice:>5}: {total / times:.1f} s a run, {total / best:.3f} x the best fixed")
+
+
+def seconds_under_kills(every: str, pauses: list[float]) -> float:
+    """Train a run that is killed after each of ``pauses`` until it ends; return the seconds from its first step on."""
+    own = ["recipe=digits", "recipe.width=512", "steps=1500", "cluster.processes=2", "cluster.threads=1"]
+    options_ = [*own, "logger=none", "log_every=1", f"checkpoint.every={every}", "launcher.max_restarts=1000"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        process = start(folder, "train", *options_)
+        wait_for_step(folder, process, 0)
+        begun = time.perf_counter()
+        for pause in pauses:
+            try:
+                process.wait(pause)
+                break
+            except subprocess.TimeoutExpired:
+                if alive := workers(process.pid):
+                    os.kill(alive[0], signal.SIGKILL)
+        process.wait()
+        return time.perf_counter() - begun
+
+
 def report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     same = [key for key in ("state_digest", "metrics_digest") if actual[key] == expected[key]]
     print(f"equal to the undisturbed run: {', '.join(same) or 'nothing'}; goodput {actual['goodput']['fraction']:.2f}")
@@ -184,6 +220,7 @@ if __name__ == "__main__":
         "heal": every_two_seconds([HEAL]),
         "restart": every_two_seconds([]),
         "cost": cost,
+        "intervals": intervals,
         "terminate": terminate,
     }
     modes[sys.argv[1]](int(sys.argv[2]), random.Random(0))
