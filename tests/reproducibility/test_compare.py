@@ -10,12 +10,12 @@ import torch
 
 from worldsize.checkpoints.retention import Retention
 from worldsize.checkpoints.save import Saver
-from worldsize.core import World
+from worldsize.core import MembershipRecord, World
 from worldsize.records.attempt import Attempt
 from worldsize.records.goodput import goodput
 from worldsize.records.manifest import write_manifest
 from worldsize.reproducibility.compare import compare_runs, tensor_ulps, ulps
-from worldsize.reproducibility.level import changes, changes_but
+from worldsize.reproducibility.level import changes, changes_but, resume_downgrades
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,41 @@ def attempt(number: int, *, start_at: float, first_step_at: float, end_at: float
         "world_size": 1,
         "pid": 1,
     }
+
+
+def membership(number: int, members: list[int], *, first: int, ended: float, began: float | None) -> MembershipRecord:
+    return {
+        "number": number,
+        "first": first,
+        "members": members,
+        "lost": {},
+        "left": [],
+        "ended": ended,
+        "began": began,
+    }
+
+
+def test_goodput_leaves_out_the_time_in_which_a_gang_changed() -> None:
+    """Of 10 s of training, 0.5 s went into two changes, of which the second came before all trained again."""
+    healed = attempt(1, start_at=0.0, first_step_at=2.0, end_at=12.0, steps=[0, 10])
+    healed["memberships"] = [
+        membership(1, [0, 1, 2], first=0, ended=0.0, began=1.0),
+        membership(2, [0, 2], first=4, ended=6.0, began=None),
+        membership(3, [0, 2], first=4, ended=6.2, began=6.5),
+    ]
+    assert goodput([healed])["useful_seconds"] == 9.5
+
+
+@pytest.mark.parametrize("reduce", ["ordered", "flat"])
+def test_a_run_that_lost_processes_claims_its_bits_only_if_sums_do_not_depend_on_them(reduce: str) -> None:
+    healed = attempt(1, start_at=0.0, first_step_at=2.0, end_at=12.0, steps=[0, 10])
+    healed["memberships"] = [
+        membership(1, [0, 1, 2], first=0, ended=0.0, began=1.0),
+        membership(2, [0, 2], first=4, ended=6.0, began=6.5),
+    ]
+    reasons = resume_downgrades({"determinism": {"reduce": reduce}, "attempts": [healed]})
+    said = "attempt 1: 2 processes trained from step 5 on, and sums depend on it"
+    assert [(each.level, each.reason) for each in reasons] == ([("tolerance", said)] if reduce == "flat" else [])
 
 
 def test_goodput_counts_steps_that_were_done_again_as_lost() -> None:

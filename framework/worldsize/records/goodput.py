@@ -69,5 +69,9 @@ def _useful(attempt: _Trained, upto: int) -> float:
 
 def _paused(attempt: Attempt) -> float:
     """Return the seconds in which the members of a gang changed, and nobody trained."""
-    changes = attempt.get("memberships", ())[1:]
-    return sum(each["began"] - each["ended"] for each in changes if each["began"] is not None)
+    seconds, since = 0.0, None
+    for each in attempt.get("memberships", ())[1:]:
+        since = each["ended"] if since is None else since
+        if each["began"] is not None:
+            seconds, since = seconds + each["began"] - since, None
+    return seconds
